@@ -23,6 +23,7 @@ class EagerTopKBackend(NamedKernel, MLATopKBackend):
 
     name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supports_pools: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(
         distributions=("torch",), emulated=True, selection=SelectionForm(order=SelectionOrder.DESCENDING)
     )
@@ -30,11 +31,37 @@ class EagerTopKBackend(NamedKernel, MLATopKBackend):
     def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
         """See :class:`MLATopKBackend`."""
         check_topk_call(self, self._topk_metadata, logits, topk_tokens)
+        return self._selected(logits, topk_tokens).int()
+
+    def run_pool_top_k_per_row(self, logits: Tensor, topk_tokens: int, pool: int, tail: bool) -> Tensor:
+        """See :class:`MLATopKBackend`."""
+        check_topk_call(self, self._topk_metadata, logits, topk_tokens, pool)
+        tokens = self._expanded(self._selected(logits, self._pools_of(topk_tokens, pool)), pool)
+        return (torch.cat((tokens, self._tails(pool)), dim=1) if tail else tokens).int()
+
+    def _pools_of(self, topk_tokens: int, pool: int) -> int:
+        """Pools that have room in so many tokens."""
+        return topk_tokens // pool
+
+    def _expanded(self, pools: Tensor, pool: int) -> Tensor:
+        """[T, K] tokens of pools [T, K / pool], -1 of none."""
+        tokens = pools.unsqueeze(-1) * pool + torch.arange(pool, device=pools.device)
+        return tokens.masked_fill(pools.unsqueeze(-1) == NO_KEY, NO_KEY).flatten(1)
+
+    def _tails(self, pool: int) -> Tensor:
+        """[T, pool - 1] tokens of the last pools, which are not whole, and -1 behind them."""
+        assert self._topk_metadata.token_lengths is not None
+        seen = self._topk_metadata.token_lengths.long().unsqueeze(1)
+        tokens = seen // pool * pool + torch.arange(pool - 1, device=seen.device)
+        return tokens.masked_fill(tokens >= seen, NO_KEY)
+
+    def _selected(self, logits: Tensor, topk_tokens: int) -> Tensor:
+        """[T, K] columns of the largest logits, as they are told."""
         starts, lengths = self._windows(logits)
         columns = torch.arange(logits.shape[1], device=logits.device)
         visible = (columns >= starts) & (columns < starts + lengths)
         keys = self._keys(logits).masked_fill(~visible, LEAST)
-        return self._told(self._choose(keys, topk_tokens), starts).int()
+        return self._told(self._choose(keys, topk_tokens), starts)
 
     def _windows(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Start and length of each row [T, 1] int64."""

@@ -227,6 +227,13 @@ class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
     CUSTOM = None
 
 
+class MLACompressBackendEnum(BackendEnum, role=Role.COMPRESS):
+    """Every compressor of keys."""
+
+    EAGER = "mla_conformance.backends.eager_compress.EagerCompressBackend"
+    CUSTOM = None
+
+
 class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
     """Every class of cache operations."""
 
@@ -253,6 +260,7 @@ ENUMS: tuple[type[BackendEnum], ...] = (
     MLAIndexerBackendEnum,
     MLATopKBackendEnum,
     MLAPrepareBackendEnum,
+    MLACompressBackendEnum,
     MLACacheBackendEnum,
     MLASparseLayerBackendEnum,
 )

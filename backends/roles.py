@@ -21,6 +21,8 @@ class Role(StrEnum):
     """A ``MLATopKBackend``: the columns with the largest of given logits."""
     PREPARE = "prepare"
     """A ``MLAPrepareBackend``: index queries and keys in codes."""
+    COMPRESS = "compress"
+    """A ``MLACompressBackend``: keys of several tokens compressed to one, with states carried from call to call."""
     CACHE = "cache"
     """A ``MLACacheBackend``: entries written and gathered, slots computed."""
     SPARSE_LAYER = "sparse_layer"
@@ -43,6 +45,7 @@ REQUIRED = {
     Role.INDEXER: (*_EVERY, "run_index_logits", "run_index_topk"),
     Role.TOPK: (*_EVERY, "run_top_k_per_row"),
     Role.PREPARE: (*_EVERY, "run_prepare_index"),
+    Role.COMPRESS: (*_EVERY, "run_compress"),
     Role.SPARSE_LAYER: (*_EVERY, "load_weights", "run_sparse_layer"),
     Role.CACHE: (
         *(name for name in _EVERY if name != "prepare_metadata"),
@@ -55,7 +58,7 @@ REQUIRED = {
     ),
 }
 """Methods that a class of a role must have, whether or not it inherits from ours."""
-_TOLD_BY_CALLS = (Role.DECODE, Role.SPARSE, Role.INDEXER, Role.TOPK, Role.PREPARE, Role.CACHE, Role.SPARSE_LAYER)
+_TOLD_BY_CALLS = tuple(role for role in Role if role not in (Role.PREFILL, Role.LAYER))
 
 
 def role_of(loaded: type) -> Role:

@@ -1,7 +1,8 @@
 """The abstract top-k: of each row of given logits the columns with the largest, as a step of a sparse layer of its own.
 
-What vLLM calls ``top_k_per_row_prefill`` and ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, FlashInfer ``top_k``. A
-top-k of ours checks each call before it launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
+What vLLM calls ``top_k_per_row_prefill`` and ``top_k_per_row_decode``, SGLang ``fast_topk_v2``, FlashInfer ``top_k``;
+over pools of tokens, SGLang ``fast_kpool_topk_transform_fused`` and vLLM ``expand_pools_to_tokens``. A top-k of ours
+checks each call before it launches: the refusals of SPEC 3.8, 8.10 and 11.5, with expected and got.
 """
 
 from abc import abstractmethod
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, require_declared
+from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, require_declared
 from mla_conformance.backends.platform import DeviceCapability
 
 
@@ -24,11 +25,13 @@ class TopKMetadata:
         lengths: [T] int32, columns that each row sees; 0 of rows of padding.
         row_starts: [T] int32, the first of them; None where every row begins at column 0.
         max_seq_len: no length is larger.
+        token_lengths: [T] int32, tokens that each row sees, where columns are pools; None where they are not.
     """
 
     lengths: Tensor
     row_starts: Tensor | None
     max_seq_len: int
+    token_lengths: Tensor | None = None
 
 
 class MLATopKSelectorConfig(NamedTuple):
@@ -36,13 +39,15 @@ class MLATopKSelectorConfig(NamedTuple):
 
     Attributes:
         dtype: of the logits.
-        topk_tokens: K, columns that are selected for a row.
+        topk_tokens: K, columns that are selected for a row, or their tokens.
         row_starts: whether windows begin elsewhere than at column 0.
+        pool: tokens that a column stands for.
     """
 
     dtype: torch.dtype
     topk_tokens: int
     row_starts: bool
+    pool: int = 1
 
 
 class MLATopKBackend(KernelBackend):
@@ -51,11 +56,13 @@ class MLATopKBackend(KernelBackend):
     Attributes:
         supported_topk: numbers of columns that are selected.
         supports_row_starts: whether a window may begin elsewhere than at column 0.
+        supports_pools: whether it has ``run_pool_top_k_per_row``.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
     supports_row_starts: ClassVar[bool] = True
+    supports_pools: ClassVar[bool] = False
 
     @classmethod
     def validate_configuration(
@@ -63,10 +70,12 @@ class MLATopKBackend(KernelBackend):
     ) -> list[str]:
         """Reasons why the backend cannot be used; an empty list means that it can."""
         reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        if not accepts_block_size(cls.supported_topk, selector_config.topk_tokens):
-            reasons.append(f"topk {selector_config.topk_tokens} not supported")
+        if not accepts_block_size(cls.supported_topk, selector_config.topk_tokens // selector_config.pool):
+            reasons.append(f"topk {selector_config.topk_tokens // selector_config.pool} not supported")
         if selector_config.row_starts and not cls.supports_row_starts:
             reasons.append("rows that start elsewhere than at column 0 not supported")
+        if selector_config.pool > 1 and not cls.supports_pools:
+            reasons.append("columns of several tokens not supported")
         return reasons
 
     def __init__(self, vllm_config: Any) -> None:
@@ -89,8 +98,25 @@ class MLATopKBackend(KernelBackend):
             count from the row's start. What is declared of them otherwise is data: ``Declaration.selection``.
         """
 
+    def run_pool_top_k_per_row(self, logits: Tensor, topk_tokens: int, pool: int, tail: bool) -> Tensor:
+        """The tokens of the pools with the largest logits, as many pools as ``topk_tokens`` has room for.
 
-def check_topk_call(backend: MLATopKBackend, metadata: TopKMetadata, logits: Tensor, topk_tokens: int) -> None:
+        Args:
+            logits: [T, C] as above, a column for each whole pool; pool p has the tokens from p · pool on.
+            topk_tokens: K, a multiple of ``pool``.
+            pool: tokens of a pool.
+            tail: whether the tokens of the last, incomplete pool of each row are named besides.
+
+        Returns:
+            [T, K] int32, with a tail [T, K + pool - 1], in any order: every token of each selected pool, each once,
+            counted from the row's first token, and -1 anywhere between.
+        """
+        raise UnsupportedConfiguration(f"{self.get_name()}: columns of several tokens not supported")
+
+
+def check_topk_call(
+    backend: MLATopKBackend, metadata: TopKMetadata, logits: Tensor, topk_tokens: int, pool: int = 1
+) -> None:
     """Refuse operands that do not fit, and what is not declared; reads no device memory.
 
     Raises:
@@ -100,13 +126,17 @@ def check_topk_call(backend: MLATopKBackend, metadata: TopKMetadata, logits: Ten
     if logits.dim() != 2 or logits.stride(1) != 1:
         got = f"{list(logits.shape)} of strides {list(logits.stride())}"
         raise ValueError(f"logits: expected [T, C] with neighbouring columns, got {got}")
-    for name, x in (("lengths", metadata.lengths), ("row_starts", metadata.row_starts)):
+    for name in ("lengths", "row_starts", "token_lengths"):
+        x = getattr(metadata, name)
         if x is not None and (x.shape != logits.shape[:1] or x.dtype != torch.int32):
             got = f"{list(x.shape)} of {x.dtype}"
             raise ValueError(f"{name}: expected [{logits.shape[0]}] of torch.int32, one for each row, got {got}")
     if metadata.max_seq_len > logits.shape[1]:
         raise ValueError(f"max_seq_len: expected at most the {logits.shape[1]} columns, got {metadata.max_seq_len}")
-    if topk_tokens < 1:
-        raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
-    config = MLATopKSelectorConfig(logits.dtype, topk_tokens, metadata.row_starts is not None)
+    if topk_tokens < 1 or topk_tokens % pool:
+        of_pools = f", a multiple of {pool}" if pool > 1 else ""
+        raise ValueError(f"topk_tokens: expected a positive number{of_pools}, got {topk_tokens}")
+    if (pool > 1) != (metadata.token_lengths is not None):
+        raise ValueError(f"token_lengths: expected them where columns are pools of several tokens, got pool {pool}")
+    config = MLATopKSelectorConfig(logits.dtype, topk_tokens, metadata.row_starts is not None, pool)
     require_declared(backend, logits.device, config)

@@ -21,6 +21,7 @@ from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.roles.cache.case import CacheCase
+from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.layer.case import LayerCase
@@ -43,6 +44,7 @@ _ROLES = (
     IndexerCase,
     TopKCase,
     PrepareCase,
+    CompressCase,
     CacheCase,
 )
 

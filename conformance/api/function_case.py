@@ -28,6 +28,7 @@ NO_FUNCTION = {
     Role.SPARSE_LAYER: NO_LAYER,
     Role.TOPK: NO_STEP,
     Role.PREPARE: NO_STEP,
+    Role.COMPRESS: NO_CACHE,
     Role.CACHE: NO_CACHE,
 }
 """Why functions cannot be judged in some roles."""

@@ -110,3 +110,33 @@ class CachedCase(Case):
         if self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16")):
             held = " or ".join(f"{latent} + {rope}" for latent, rope in form.dims)
             raise CaseError(f"{layout} holds {held} values of a 16-bit model, got {self.latent_dims} of {self.dtype}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOperation(CachedCase):
+    """A question about what is written into a paged cache, where nothing attends."""
+
+    least_new: ClassVar[int] = 0
+
+    heads: int = at_least(1, 1)
+    page: int = at_least(1, _USUAL_PAGE)
+
+    @property
+    def is_causal(self) -> bool:
+        """Nothing attends here."""
+        return False
+
+    @property
+    def visible_lens(self) -> tuple[int, ...]:
+        """Nothing is attended to."""
+        return (0,) * len(self.q)
+
+    @property
+    def is_merged(self) -> bool:
+        """Ranks are judged one by one."""
+        return False
+
+    @property
+    def profile(self) -> str:
+        """The entry that is driven, since a kernel may have one alone."""
+        return self.call

@@ -51,6 +51,7 @@ class Call(StrEnum):
     SLOT_MAPPING = "slot_mapping"
     GLOBAL_SLOTS = "global_slots"
     SPARSE_LAYER = "sparse_layer"
+    COMPRESS = "compress"
 
 
 class Layout(StrEnum):

@@ -26,6 +26,7 @@ from mla_conformance.defects.bases import (
     stored_in,
 )
 from mla_conformance.defects.honest_cache import HONEST_CACHES
+from mla_conformance.defects.honest_compression import HONEST_COMPRESSORS
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
 from mla_conformance.defects.honest_sparse_layers import HONEST_SPARSE_LAYERS
@@ -299,6 +300,7 @@ HONEST: tuple[type[Emulation], ...] = (
     *HONEST_DECODES,
     *HONEST_INDEXERS,
     *HONEST_CACHES,
+    *HONEST_COMPRESSORS,
     EagerLayer,
     ReciprocalCacheScale,
     LastChunkFirst,

@@ -26,10 +26,11 @@ _SPARSE = (
     "sparse_entries",
     "indexer",
     "topk",
+    "topk_pools",
     "preparation",
     "sparse_layers",
 )
-_CACHES = ("cache_writes", "cache_gathers", "cache_slots")
+_CACHES = ("cache_writes", "cache_gathers", "cache_slots", "compression")
 _EDGES = ("tiles", "edge_prefills", "edge_rows", "edge_caches", "edge_layers", "edge_lists", "edge_scores")
 _MEMORY = ("bounds",)
 FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE, *_CACHES, *_EDGES, *_MEMORY)

@@ -66,7 +66,7 @@ def write_pages(draw: Draw[AnyPaged], form: PageForm, entries: torch.Tensor, len
     case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
     counts = -(-tokens // form.tokens)
     order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1
-    cache = _poisoned(case, form, 1 + len(order), entries, device)
+    cache = poisoned_pages(case, form, 1 + len(order), entries, device)
     position = _positions(tokens)
     block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // form.tokens]
     slots = block * form.tokens + position % form.tokens
@@ -96,7 +96,10 @@ def _positions(lengths: torch.Tensor) -> torch.Tensor:
     return torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
 
 
-def _poisoned(case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+def poisoned_pages(
+    case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """[blocks, page, width] of entries such as these [S, width]: poison, beside other layers' and between guards."""
     width = like.shape[1]
     size = blocks + 2 * form.guards
     buffer = poison((size, case.layers, form.elements(width)), like.dtype, device, case.poison)
@@ -112,14 +115,14 @@ def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) 
         counts: [B] blocks of each request.
         order: blocks, those of the first request first.
     """
-    table = _tails(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
+    table = tails_of(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
     table[torch.arange(table.shape[1]) < counts[:, None]] = order[: int(counts.sum())].int()
     if case.pad:
         table[-case.pad :] = -1
     return table
 
 
-def _tails(case: CachedCase, order: torch.Tensor, requests: int, width: int) -> torch.Tensor:
+def tails_of(case: CachedCase, order: torch.Tensor, requests: int, width: int) -> torch.Tensor:
     """What stands past the last page of each request."""
     if case.tails == "stale":
         return order[(torch.arange(requests)[:, None] + torch.arange(width)) % len(order)].int()

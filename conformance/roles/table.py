@@ -12,6 +12,7 @@ from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.cache.role import CACHE
+from mla_conformance.roles.compress.role import COMPRESS
 from mla_conformance.roles.decode.role import DECODE
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.role import INDEXER
@@ -22,7 +23,7 @@ from mla_conformance.roles.sparse.role import SPARSE
 from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
 from mla_conformance.roles.topk.role import TOPK
 
-ROLES: tuple[RoleDefinition, ...] = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, PREPARE, CACHE)
+ROLES = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE)
 _BY_NAME = {definition.role: definition for definition in ROLES}
 
 

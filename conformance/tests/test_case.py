@@ -132,7 +132,8 @@ def test_defaults_stay_out_of_the_id() -> None:
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
         (
             "lse:q=[1];cache=fp8",
-            "field cache: a prefill case has none, only cache, decode, indexer, layer, sparse and sparse_layer",
+            "field cache: a prefill case has none, only cache, compress, decode, indexer, layer, sparse and "
+            "sparse_layer",
         ),
         ("decode:q=[1];kv=[5];cache=int8", "field cache: expected one of auto, fp8, fp8_ds_mla, got 'int8'"),
         ("decode:q=[1];kv=[5];cache=fp8;scales=pow2", "field scales: the entries of cache fp8 have no float32 scales"),
@@ -175,7 +176,7 @@ def test_json_that_told_the_fields_of_every_role_is_read() -> None:
     assert Case.from_json(reported).id == "lse:q=[3]"
     with pytest.raises(
         CaseError,
-        match="a prefill case has none, only cache, decode, indexer, layer, sparse and sparse_layer cases; got 2",
+        match="only cache, compress, decode, indexer, layer, sparse and sparse_layer cases; got 2",
     ):
         Case.from_json({**reported, "ranks": 2})
 

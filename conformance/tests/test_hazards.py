@@ -21,6 +21,8 @@ from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.reference.attention import attention
+from mla_conformance.roles.compress import problem as compress
+from mla_conformance.roles.compress.case import VALUES as STATES
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -157,9 +159,10 @@ def test_tiny_values_are_a_thousandth_and_zero_keys_make_all_logits_equal() -> N
 
 def test_every_regime_is_promised_and_used() -> None:
     cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
-    assert {case.data for case in cases if case.role not in (Role.TOPK, Role.PREPARE)} == set(REGIMES)
+    assert {case.data for case in cases if case.role not in (Role.TOPK, Role.PREPARE, Role.COMPRESS)} == set(REGIMES)
     assert {case.data for case in cases if case.role is Role.TOPK} == set(LOGITS) == set(topk.KINDS)
     assert {case.data for case in cases if case.role is Role.PREPARE} == set(VALUES) == set(prepare.KINDS)
+    assert {case.data for case in cases if case.role is Role.COMPRESS} == set(STATES) == set(compress.KINDS)
     assert all(regime.sentence for regime in REGIMES.values())
 
 

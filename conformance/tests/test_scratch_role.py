@@ -86,11 +86,10 @@ EDITS: Mapping[str, Mapping[str, str]] = {
     "backends/roles.py": {
         '    INDEXER = "indexer"\n': '    INDEXER = "indexer"\n    SCRATCH = "scratch"\n',
         "    Role.INDEXER: (*": '    Role.SCRATCH: (*_EVERY, "run_scratch"),\n    Role.INDEXER: (*',
-        "(Role.DECODE, ": "(Role.SCRATCH, Role.DECODE, ",
     },
     "conformance/cases/case.py": {'    LAYER = "layer"\n': '    LAYER = "layer"\n    SCRATCH = "scratch"\n'},
     "conformance/roles/table.py": {
-        "ROLES: tuple": "from mla_conformance.roles.scratch.role import SCRATCH\n\nROLES: tuple",
+        "ROLES = (": "from mla_conformance.roles.scratch.role import SCRATCH\n\nROLES = (",
         "PREPARE, CACHE)": "PREPARE, CACHE, SCRATCH)",
     },
     "conformance/vocabulary/capabilities.toml": {

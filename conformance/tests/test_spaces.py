@@ -16,6 +16,7 @@ from mla_conformance.cases.work import CPU_WORK, operations_of, work_of
 from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.problems.regimes import REGIMES
+from mla_conformance.roles.compress.case import VALUES as STATES
 from mla_conformance.roles.prepare.case import VALUES
 from mla_conformance.roles.sparse_layer.case import LATENTS
 from mla_conformance.roles.table import build_problem
@@ -194,7 +195,13 @@ def test_several_query_tokens_stand_beside_no_row_of_padding() -> None:
 @every_space
 def test_regimes_exist(space: Space) -> None:
     found = [set(each.classes) for each in space.dimensions if each.name == "data"]
-    named = {Role.TOPK: [{*LOGITS}], Role.PREPARE: [{*VALUES}], Role.CACHE: [], Role.SPARSE_LAYER: [{*LATENTS}]}
+    named = {
+        Role.TOPK: [{*LOGITS}],
+        Role.PREPARE: [{*VALUES}],
+        Role.COMPRESS: [{*STATES}],
+        Role.CACHE: [],
+        Role.SPARSE_LAYER: [{*LATENTS}],
+    }
     assert found == named.get(space.role, [{*REGIMES}])
 
 

@@ -15,6 +15,7 @@ from mla_conformance.cases.covering import Pairs, cover
 from mla_conformance.cases.space import Row, Space
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.roles.cache.space import CACHE
+from mla_conformance.roles.compress.space import COMPRESS
 from mla_conformance.roles.decode.space import DECODE
 from mla_conformance.roles.indexer.space import INDEXER
 from mla_conformance.roles.layer.space import LAYER
@@ -25,7 +26,8 @@ from mla_conformance.roles.sparse_layer.space import SPARSE_LAYER
 from mla_conformance.roles.topk.space import TOPK
 
 SPACES: dict[str, Space] = {
-    space.capability: space for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, CACHE, SPARSE_LAYER)
+    space.capability: space
+    for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, COMPRESS, CACHE, SPARSE_LAYER)
 }
 """By the capability whose cases their arrays are."""
 

@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from mla_conformance.backends.cache import MLACacheBackend
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import ProblemError
+from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.problems.written_rows import WrittenRows
-from mla_conformance.roles.cache.case import CacheCase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class CacheCall(KernelCall):
         rank: whose call it is.
     """
 
-    case: CacheCase
+    case: CachedCase
     operands: Mapping[str, torch.Tensor]
-    written: Mapping[str, CacheImage | WrittenRows]
+    written: Mapping[str, CacheImage | WrittenRows | WrittenEntries]
     numbers: Mapping[str, int]
     rank: int = 0
 
@@ -53,7 +53,7 @@ class CacheCall(KernelCall):
     @property
     def reached(self) -> Iterable[torch.Tensor]:
         """All memory that is handed over."""
-        return [*self.operands.values(), *(image.cache for image in self.written.values())]
+        return [*self.owned().values(), *(image.cache for image in self.written.values())]
 
     def handed(self) -> Self:
         """Without what must stand in the memory after the call."""
@@ -67,10 +67,10 @@ class CacheCall(KernelCall):
         """
         raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
 
-    def prepare(self, backend: MLACacheBackend) -> None:
+    def prepare(self, backend: Any) -> None:
         """Nothing: every argument is in the call."""
 
-    def invoke(self, backend: MLACacheBackend, out: Guarded | None) -> None:
+    def invoke(self, backend: Any, out: Guarded | None) -> None:
         """The call that the case names, on memory as it was before."""
         for image in self.written.values():
             image.reset()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.cached import CacheOperation
 from mla_conformance.cases.case import Call, at_least, one_of
 from mla_conformance.cases.grammar import CaseError, Data
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -24,7 +24,7 @@ _USUAL_PAGE, _SHUFFLED_PAGE = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheCase(CachedCase):
+class CacheCase(CacheOperation):
     """A question about a paged cache; q are the tokens that are written, gathered or mapped, kv those before them.
 
     Attributes:
@@ -39,32 +39,14 @@ class CacheCase(CachedCase):
 
     role: ClassVar[Role] = Role.CACHE
     calls: ClassVar[tuple[Call, ...]] = (*WRITES, *GATHERS, *COMPUTES)
-    least_new: ClassVar[int] = 0
 
     cache: str = one_of((*LATENT_CACHES, *INDEX_CACHES), "auto")
-    heads: int = at_least(1, 1)
-    page: int = at_least(1, _USUAL_PAGE)
     latents: str = one_of(LATENTS, Data.NORMAL)
     slots: str = one_of(SLOT_DTYPES, "int64")
     dequantise: bool = False
     ratio: int = at_least(1, 1)
     topk: int = at_least(1, 16)
     outside: bool = False
-
-    @property
-    def is_causal(self) -> bool:
-        """Nothing attends here."""
-        return False
-
-    @property
-    def visible_lens(self) -> tuple[int, ...]:
-        """Nothing is attended to."""
-        return (0,) * len(self.q)
-
-    @property
-    def is_merged(self) -> bool:
-        """Ranks are judged one by one."""
-        return False
 
     @property
     def width(self) -> int:
@@ -85,11 +67,6 @@ class CacheCase(CachedCase):
     def key_elements(self) -> int:
         """Values of an entry, where there are any."""
         return 1 if self.call in COMPUTES else self.width
-
-    @property
-    def profile(self) -> str:
-        """The entry that is driven, since a kernel may have one alone."""
-        return self.call
 
     @property
     def asks(self) -> tuple[str, ...]:

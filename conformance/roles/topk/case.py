@@ -38,8 +38,10 @@ class TopKCase(Case):
 
     Attributes:
         data: what the logits are like.
-        topk: columns that are selected for each row.
+        topk: columns selected for each row, or their tokens.
         packed: whether the columns of the requests stand behind one another, so that rows start at those of their own.
+        pool: tokens of a column.
+        tail: whether the last, incomplete pool is selected besides.
         layout: of the rows of logits, as of queries.
         inflate: factor of the columns that there are over those that any row sees.
     """
@@ -53,16 +55,28 @@ class TopKCase(Case):
     data: str = one_of(LOGITS, "normal")
     topk: int = at_least(1, _USUAL)
     packed: bool = False
+    pool: int = at_least(1, 1)
+    tail: bool = False
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens that each row sees, request by request; one a column where columns are no pools."""
+        return tuple(kv + row for q, kv in zip(self.q, self.kv, strict=True) for row in range(q))
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Columns that each row sees, request by request."""
-        return tuple(kv + row for q, kv in zip(self.q, self.kv, strict=True) for row in range(q))
+        """Columns that each row sees: of a pool it sees all tokens or none."""
+        return tuple(tokens // self.pool for tokens in self.tokens)
 
     @property
     def spans(self) -> tuple[int, ...]:
         """Columns that the last row of each request sees."""
-        return tuple(kv + max(0, q - 1) for q, kv in zip(self.q, self.kv, strict=True))
+        return tuple((kv + max(0, q - 1)) // self.pool for q, kv in zip(self.q, self.kv, strict=True))
+
+    @property
+    def places(self) -> int:
+        """Numbers that are returned for a row."""
+        return self.topk + (self.pool - 1 if self.tail else 0)
 
     @property
     def width(self) -> int:
@@ -98,7 +112,12 @@ class TopKCase(Case):
     def asks(self) -> tuple[str, ...]:
         """Beyond 64 columns of rows that start at column 0."""
         starts = "row_starts" if self.packed else ""
-        return starts, self.dtype if self.dtype != "fp32" else "", f"topk_{self.topk}" if self.topk != _USUAL else ""
+        return (
+            starts,
+            self.dtype if self.dtype != "fp32" else "",
+            f"topk_{self.topk}" if self.topk != _USUAL else "",
+            f"pool_{self.pool}" if self.pool > 1 else "",
+        )
 
     def varied(self) -> Self:
         """Longer rows in reverse order, with other logits."""
@@ -113,3 +132,5 @@ class TopKCase(Case):
         super().validate()
         if min(self.q) < 1:
             raise CaseError(f"{self.call} expects at least one row a request, got q={list(self.q)}")
+        if self.topk % self.pool or (self.tail and self.pool == 1):
+            raise CaseError(f"expected whole pools of {self.pool} in topk={self.topk}, and a tail of pools alone")

@@ -18,7 +18,8 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.reference.top_k import WindowScores, window_scores
 from mla_conformance.roles.topk.call import TopKCall
-from mla_conformance.roles.topk.case import TIED
+from mla_conformance.roles.topk.case import TIED, TopKCase
+from mla_conformance.roles.topk.pools import PoolTokens
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,18 @@ class GoldenWindows(Golden):
     Attributes:
         scores: their logits.
         starts: [n] int64, the first column of each.
+        tokens: [n] int64, tokens that each sees where columns are pools, else columns.
     """
 
     scores: WindowScores
     starts: torch.Tensor
+    tokens: torch.Tensor
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
         """Everything that they consist of."""
         yield from vars(self.scores).values()
-        yield self.starts
+        yield from (self.starts, self.tokens)
 
 
 def golden_windows(problem: Problem) -> GoldenWindows:
@@ -46,7 +49,8 @@ def golden_windows(problem: Problem) -> GoldenWindows:
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
-    return GoldenWindows(rows, window_scores(rows.pick(call.q), lengths, starts), starts.long())
+    tokens = lengths if call.metadata.token_lengths is None else rows.pick(call.metadata.token_lengths)
+    return GoldenWindows(rows, window_scores(rows.pick(call.q), lengths, starts), starts.long(), tokens.long())
 
 
 class TopKJudge(SelectionSteps):
@@ -57,6 +61,8 @@ class TopKJudge(SelectionSteps):
     ) -> None:
         super().__init__(problem, expectation)
         self.expectation, self.declared = expectation, declaration.selection
+        assert isinstance(problem.case, TopKCase)
+        self.case = problem.case
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """How often each column was selected; of an observation whose form is right."""
@@ -72,6 +78,11 @@ class TopKJudge(SelectionSteps):
         golden = self.expectation.scores
         for returned, numbers in zip(observation.returned, self._selected(observation), strict=True):
             name, positions = returned.call.name, self._positions(numbers)
+            if self.case.pool > 1:
+                for reason, wrong in self._tokens(numbers).wrong():
+                    yield self._misnamed(name, reason, wrong)
+                yield from self._selection(f"{name} of pools", positions, positions, golden, golden.magnitude)
+                continue
             yield from self._selection(name, numbers, positions, golden, golden.magnitude)
             yield from self._declared(name, positions)
 
@@ -79,9 +90,14 @@ class TopKJudge(SelectionSteps):
         return (self.rows.pick(returned.value).long() for returned in observation.returned)
 
     def _positions(self, numbers: torch.Tensor) -> torch.Tensor:
-        """[n, K] positions in their rows' windows; -1 for -1, -2 for no column of the window."""
+        """[n, K] positions in their rows' windows; -1 for -1, -2 for no column of the window; of pools whole ones."""
+        if self.case.pool > 1:
+            return self._tokens(numbers).positions(self.case.topk // self.case.pool)
         relative = numbers if self.declared.relative else numbers - self.expectation.starts.unsqueeze(1)
         return relative.where(relative >= 0, NOTHING).where(numbers != NO_KEY, NO_KEY)
+
+    def _tokens(self, numbers: torch.Tensor) -> PoolTokens:
+        return PoolTokens(numbers, self.expectation.tokens, self.case.pool, self.case.tail)
 
     def _declared(self, name: str, positions: torch.Tensor) -> Iterator[Verdict | None]:
         """Where -1 stands, the order of what is named, and which of equal ones were taken."""
@@ -93,7 +109,7 @@ class TopKJudge(SelectionSteps):
             wrong = self._disordered(positions) & ordered
             order = self.declared.order.value
             yield self._misnamed(name, lambda row: f"columns are not in {order} order, which is declared", wrong)
-        if self.declared.ties is not Ties.FREE and self.problem.case.data not in TIED:
+        if self.declared.ties is not Ties.FREE and self.case.data not in TIED:
             first = self.declared.ties.value
             wrong = self._other_ties(positions) & ordered
             yield self._misnamed(name, lambda row: f"of equal logits not the {first} are taken, as is declared", wrong)

@@ -61,6 +61,23 @@ def ties() -> Iterator[Fields]:
     yield from (best(301, 90, data=data, topk=100, packed=True) for data in ("nan", "infinite", "masked"))
 
 
+def pools() -> Iterator[Fields]:
+    """Rows that see whole pools and parts of one, fewer pools than are selected, none; with last tokens or without."""
+    for tail in (True, False):
+        pool: Fields = {"pool": 4, "tail": tail}
+        yield best(43, 800, 3, 259, 0, topk=64, **pool)
+        yield best(20, 505, 0, q=(9, 5, 6), topk=16, packed=True, poison="large", **pool)
+        yield best(*range(28, 41), topk=32, **pool)
+    yield from (
+        best(61, 300, 7, topk=64, pool=4, tail=True, poison=name, inflate=3, pad=2) for name in ("inf", "large")
+    )
+    yield from (best(61, 300, 7, topk=8 * pool, pool=pool, tail=True) for pool in (2, 3, 128))
+    yield best(*range(13), topk=4, pool=4, tail=True)
+    yield best(8191, 9000, 8195, topk=2048, pool=4, tail=True)
+    yield from (best(61, 300, 7, topk=64, pool=4, tail=True, data=data) for data in ("ones", "nan"))
+    yield best(61, 300, 7, topk=64, pool=4, tail=True, layout=Layout.ODD, dtype="bf16")
+
+
 def repeated() -> Iterator[Fields]:
     """Batches that are called again, changed, cut or reordered."""
     yield best(100, 300, 40, 70, q=(2, 1, 3, 1))

@@ -50,13 +50,19 @@ class TopKBatch(Draw[TopKCase]):
         """The only call."""
         case, logits = self.case, self.logits.to(self.device).unsqueeze(1)
         logits = lay_out("q", logits, logits, case)[:, 0]
+        tokens = torch.tensor([*case.tokens, *[0] * case.pad], dtype=torch.int32, device=self.device)
         starts, lengths = torch.tensor(self.windows, dtype=torch.int32, device=self.device).mT.contiguous()
         return TopKCall(
             q=logits,
             k=logits,
             query_start_loc=start_loc(case.q),
             key_start_loc=start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
-            metadata=TopKMetadata(lengths.clone(), starts.clone() if case.packed else None, case.width),
+            metadata=TopKMetadata(
+                lengths.clone(),
+                starts.clone() if case.packed else None,
+                case.width,
+                tokens if case.pool > 1 else None,
+            ),
             case=case,
         )
 

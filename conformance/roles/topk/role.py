@@ -13,7 +13,14 @@ from mla_conformance.roles.topk.problem import topk_problem
 
 
 def _config(case: TopKCase, dtype: torch.dtype) -> MLATopKSelectorConfig:
-    return MLATopKSelectorConfig(dtype=dtype, topk_tokens=case.topk, row_starts=case.packed)
+    return MLATopKSelectorConfig(dtype=dtype, topk_tokens=case.topk, row_starts=case.packed, pool=case.pool)
+
+
+def _reasons(kernel: Any, case: TopKCase, *known: Any) -> list[str]:
+    """What a class declares, which may know of no pools."""
+    if case.pool > 1 and not getattr(kernel, "supports_pools", False):
+        return ["columns of several tokens not declared (supports_pools)"]
+    return validated(_config)(kernel, case, *known)
 
 
 def _kernel(kernel: Any, *_: Any) -> Any:
@@ -25,7 +32,7 @@ TOPK = RoleDefinition(
     role=Role.TOPK,
     problem=topk_problem,
     kernel=_kernel,
-    reasons=validated(_config),
+    reasons=_reasons,
     golden=golden_windows,
     judge=TopKJudge,
 )

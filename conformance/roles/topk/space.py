@@ -17,13 +17,15 @@ from mla_conformance.cases.batches import (
     tile_class,
 )
 from mla_conformance.cases.case import Call
+from mla_conformance.cases.classes import Numbers, exactly
 from mla_conformance.cases.columns import COLUMNS, LENGTHS, against
-from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS
+from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import Pick, Row, Rule, Space, measured, plain, values
+from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, plain, values
 from mla_conformance.roles.topk.case import LOGITS, TopKCase
 
 _QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
+_POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
 _OTHERS = ("shorter", "alone", "equal", "no context")
 _SHORT = (17, 5, 1, 64, 33)
 _MANY = 8
@@ -50,7 +52,8 @@ def _shapes(row: Row) -> Iterator[tuple[int, int]]:
     least = max(_tokens(row["queries"])) + 2
     for longest in lengths(row["longest"], row["tile"], least):
         for topk in _counts(longest, row["columns"], row["keys"]):
-            yield longest, topk
+            if topk % _POOLS.first(row["pool"]) == 0:
+                yield longest, topk
 
 
 def _counts(longest: int, columns: str, keys: str) -> Sequence[int]:
@@ -58,8 +61,8 @@ def _counts(longest: int, columns: str, keys: str) -> Sequence[int]:
     return [n for n in tried if COLUMNS.class_of(n) == columns and against(longest, n) == keys]
 
 
-def _exists(queries: str, longest: str, tile: str, columns: str, keys: str) -> bool:
-    row = {"queries": queries, "longest": longest, "tile": tile, "columns": columns, "keys": keys}
+def _exists(queries: str, longest: str, tile: str, columns: str, keys: str, pool: str) -> bool:
+    row = {"queries": queries, "longest": longest, "tile": tile, "columns": columns, "keys": keys, "pool": pool}
     return next(_shapes(row), None) is not None
 
 
@@ -96,13 +99,19 @@ TOPK = Space(
         values("dtype", "dtype", "fp32", "bf16", "fp16"),
         values("data", "data", *LOGITS),
         plain("starts", {"column 0": {"packed": False}, "own": {"packed": True}}),
+        numbers("pool", "pool", _POOLS),
+        plain(
+            "tail",
+            {"left": {"tail": False}, "taken": {"tail": True}},
+            Only("pool", ("4", "other"), "columns are tokens"),
+        ),
         measured("queries", _QUERIES, lambda case: query_class(case.q)),
         measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
         measured("others", _OTHERS, _others),
-        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(case.lengths))),
-        measured("tile", TILE_CLASSES, lambda case: tile_class(max(case.lengths))),
+        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(case.tokens))),
+        measured("tile", TILE_CLASSES, lambda case: tile_class(max(case.tokens))),
         measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk)),
-        measured("keys", LENGTHS, lambda case: against(max(case.lengths), case.topk)),
+        measured("keys", LENGTHS, lambda case: against(max(case.tokens), case.topk)),
         LAYOUT,
         PADDING,
         POISONS,
@@ -114,7 +123,9 @@ TOPK = Space(
             "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
         ),
         Rule(
-            "no such length, or no such number of columns", ("queries", "longest", "tile", "columns", "keys"), _exists
+            "no such length, or no such number of columns",
+            ("queries", "longest", "tile", "columns", "keys", "pool"),
+            _exists,
         ),
         Rule(
             f"more than {_MOST_LOGITS:,} logits",

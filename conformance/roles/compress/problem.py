@@ -1,0 +1,209 @@
+"""From a compressor's case to its calls: states and scores, both caches in pages, and what must stand in them."""
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import torch
+
+from mla_conformance.backends.compress import CompressMetadata
+from mla_conformance.judging.tolerance import tolerance, unit_roundoff
+from mla_conformance.problems.cached_batch import int32
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
+from mla_conformance.problems.paging import PageForm, Pages, poisoned_pages, tails_of, write_pages
+from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.written_entries import WrittenEntries
+from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
+from mla_conformance.reference.prepare_index import Prepared, rotated
+from mla_conformance.reference.rope import Rotation
+from mla_conformance.roles.compress.call import CompressCall, CompressStep
+from mla_conformance.roles.compress.case import CompressCase
+from mla_conformance.roles.compress.state_pages import Columns, StatePages
+
+EPS = 1e-6
+_GUARDS, _UNUSED_COLUMNS = 2, 2
+_FLUSHED = 2.0**-126
+
+
+def compress_problem(case: CompressCase, device: torch.device, salt: str) -> Problem:
+    """The problem of a compressor's case.
+
+    Raises:
+        ProblemError: a dtype that does not exist here.
+    """
+    batch = CompressBatch(case, device, salt)
+    return Problem(case, batch.key, device, (batch.call(),))
+
+
+def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
+    """Of key states and scores."""
+    return dtype if case.inputs == "model" else torch.float32
+
+
+class CompressBatch(Draw[CompressCase]):
+    """The batch of a compressor's case; what is drawn is on the CPU."""
+
+    @cached_property
+    def columns(self) -> int:
+        """C · D."""
+        return self.case.head_dim * (2 if self.case.overlap else 1)
+
+    @cached_property
+    def projected(self) -> torch.Tensor:
+        """[S, 2 · C · D] key states and scores of all tokens of each request, one request after another."""
+        drawn = torch.randn(sum(self.case.totals), 2, self.columns, generator=self.generator)
+        kv, score = KINDS[self.case.data](drawn[:, 0], drawn[:, 1])
+        return torch.cat((kv, score), dim=1).to(input_dtype(self.case, self.dtype))
+
+    @cached_property
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """ape [m, C · D] and the norm's [D], float32."""
+        drawing = self.drawing(self.case.seed)
+        ape = torch.randn(self.case.ratio, self.columns, generator=drawing)
+        return ape, 1 + 0.5 * torch.randn(self.case.head_dim, generator=drawing)
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """[P, R] float32, cosines and sines of every position that there is."""
+        rotation = Rotation.plain(self.case.rope_dim, interleaved=True)
+        return rotation.table(torch.arange(max(self.case.totals))).float()
+
+    def call(self) -> CompressCall:
+        """The calls over all tokens."""
+        case, counted, steps = self.case, start_loc(self.case.q), self._steps()
+        ape, norm_weight = self.weights
+        q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
+        slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
+        return CompressCall(
+            q=q,
+            k=q[:0],
+            query_start_loc=counted,
+            key_start_loc=(0,) * len(counted),
+            case=case,
+            operands={
+                "ape": ape.to(self.device),
+                "norm_weight": norm_weight.to(self.device),
+                "cos_sin_cache": self.table.to(self.device),
+            },
+            written={
+                "state_cache": WrittenEntries.of("the states", self._states, slots[slots >= 0]),
+                "kv_cache": WrittenEntries.of(
+                    "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), *self._bounds()
+                ),
+            },
+            numbers={},
+            steps=steps,
+        )
+
+    @cached_property
+    def _entries(self) -> tuple[int, ...]:
+        """Entries of each request."""
+        return tuple(total // self.case.ratio for total in self.case.totals)
+
+    @cached_property
+    def _pages(self) -> Pages:
+        """Of entries, in whose place is poison."""
+        empty = poison((sum(self._entries), self.case.head_dim), self.dtype, torch.device("cpu"), self.case.poison)
+        form = PageForm("auto", self.case.page, _GUARDS)
+        return write_pages(self, form, empty, (*self._entries, *(0,) * self.case.pad))
+
+    @cached_property
+    def _tables(self) -> tuple[list[dict[int, Columns]], torch.Tensor]:
+        """Pages of states, by request and column, of each call; and the blocks [n] that they are, spare ones behind."""
+        dealt = StatePages(self.case)
+        tables = list(dealt.tables())
+        return tables, torch.randperm(dealt.count + self.case.spare, generator=self.drawing(self.case.seed)) + 1
+
+    @cached_property
+    def _states(self) -> torch.Tensor:
+        """[blocks, state page, 2 · C · D] float32 of poison."""
+        blocks, form = 1 + len(self._tables[1]), PageForm("auto", self.case.state_page, _GUARDS)
+        return poisoned_pages(self.case, form, blocks, torch.empty(0, 2 * self.columns), self.device)
+
+    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the most [E, D] of every entry of every request, in the model's dtype."""
+        golden = [self._golden(rows) for rows in segments(start_loc(self.case.totals))]
+        low, high = zip(*golden, strict=True)
+        return torch.cat(low).to(self.dtype), torch.cat(high).to(self.dtype)
+
+    def _golden(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The least and the most [E, D] float64 of the entries of one request."""
+        case, (ape, weight) = self.case, self.weights
+        kv, score = self.projected[tokens].double().chunk(2, dim=1)
+        k = windows(kv, case.ratio, case.overlap, 0.0)
+        at = torch.cat(ape.double().chunk(2 if case.overlap else 1, dim=1))
+        entry = pooled(k, windows(score, case.ratio, case.overlap, -torch.inf), at, torch.finfo(self.dtype).tiny)
+        entry = rms_norm(entry, weight, EPS) if case.norm else entry
+        entry = rotated(self._rounded(entry), self.table[: len(k) * case.ratio : case.ratio], self._plain, True)
+        error = entry.error(tolerance().float32_accumulation, unit_roundoff(self.dtype)) + _FLUSHED
+        return entry.values - error, entry.values + error
+
+    @property
+    def _plain(self) -> int:
+        """Columns that are not rotated."""
+        return self.case.head_dim - self.case.rope_dim
+
+    def _rounded(self, entry: Prepared) -> Prepared:
+        """A kernel may round to the model's dtype before it rotates; of the other columns that is the last rounding."""
+        stored = entry.rounded(entry.values)
+        stored[:, : self._plain] = 0.0
+        return Prepared(entry.values, entry.accumulated, stored, entry.least)
+
+    def _steps(self) -> tuple[CompressStep, ...]:
+        both = zip(self.case.steps(), self._tables[0], strict=True)
+        return tuple(self._step(step, columns) for step, columns in both)
+
+    def _step(self, step: Mapping[int, range], columns: Mapping[int, Columns]) -> CompressStep:
+        """The call of these tokens of these requests, and of padding behind them."""
+        case, starts, requests = self.case, start_loc(self.case.totals), list(step)
+        rows = torch.cat([torch.arange(tokens.start, tokens.stop) + starts[each] for each, tokens in step.items()])
+        positions = torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in step.values()])
+        own = torch.cat([torch.full((len(tokens),), row) for row, tokens in enumerate(step.values())])
+        behind = poison((case.pad, 2 * self.columns), self.projected.dtype, torch.device("cpu"), case.poison)
+        x = torch.cat((self.projected[rows], behind)).unsqueeze(1).to(self.device)
+        kv, score = lay_out("q", x, x, case)[:, 0].chunk(2, dim=1)
+        states = self._state_table(columns)
+        state = states.long()[own, positions // case.state_page] * case.state_page + positions % case.state_page
+        metadata = CompressMetadata(
+            req_id_per_token=self._padded(own, 0).int(),
+            positions=self._padded(positions, 0),
+            query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
+            seq_lens=int32([tokens.stop for tokens in step.values()], self.device),
+            slot_mapping=self._padded(self._slots(requests, own, positions), -1),
+            block_table=self._pages.block_table[requests],
+            state_slot_mapping=self._padded(state, -1),
+            state_block_table=states.to(self.device),
+        )
+        return CompressStep(kv, score, metadata)
+
+    def _slots(self, requests: list[int], own: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[T] of the entries that tokens complete, else -1."""
+        if not len(self._pages.slots):
+            return torch.full_like(positions, -1)
+        first = torch.tensor(start_loc(self._entries))[requests][own]
+        entry = (first + positions // self.case.ratio).clamp(max=len(self._pages.slots) - 1)
+        ends = (positions + 1) % self.case.ratio == 0
+        return self._pages.slots[entry].where(ends, -1)
+
+    def _state_table(self, columns: Mapping[int, Columns]) -> torch.Tensor:
+        """[B, state pages] int32 on the CPU: where a group does not need a page, what the case puts past the last."""
+        blocks = self._tables[1]
+        width = 1 + max(max(held) for held in columns.values()) + _UNUSED_COLUMNS
+        table = tails_of(self.case, blocks, len(columns), width)
+        for row, held in enumerate(columns.values()):
+            table[row, list(held)] = blocks[list(held.values())].int()
+        return table
+
+    def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)
+
+
+KINDS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "normal": lambda kv, score: (kv, score),
+    "peaked": lambda kv, score: (kv, 20 * score),
+    "large_scores": lambda kv, score: (kv, score + 200),
+    "tiny_values": lambda kv, score: (kv * 1e-3, score),
+    "zeros": lambda kv, score: (kv * 0.0, score * 0.0),
+}
+"""Standard normal key states and scores [S, C · D] float32 to those of a kind: one token of a group that outweighs all
+others, exponentials beyond float32, no more variance than the norm adds, nothing but what belongs to places."""

@@ -1,0 +1,131 @@
+"""What varies in the cases of a compressor. No torch."""
+
+from collections.abc import Iterator
+from itertools import cycle, islice
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.batches import PAGES, REQUESTS
+from mla_conformance.cases.case import Call, Layout
+from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.dimensions import PADDING, POISONS, numbers, spare_blocks, storage
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import Dimension, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.roles.compress.case import VALUES, CompressCase
+
+_RATIOS = Numbers({**exactly(4, 128, 2, 3), "other": ((8,), range(5, 128))})
+_RESIDUES = ("0", "1", "all but one", "between")
+_BEFORE = ("nothing", *_RESIDUES)
+_STATE_PAGES = Numbers({**exactly(4, 8, 1), "other": ((3, 16, 64), range(2, 257))})
+_NEW = ("several groups", "one token", "a group at most", "none")
+_CHUNKS = ("at once", "one by one", "part of a group", "more")
+_GROUPS = (2, 1, 3, 0)
+_FEW = 4
+_MOST_STATES = 2**22
+
+
+def _residue(tokens: int, ratio: int) -> str:
+    """What tokens leave of whole groups."""
+    rest = tokens % ratio
+    return str(rest) if rest < 2 else "all but one" if rest == ratio - 1 else "between"
+
+
+def _first(case: CompressCase) -> tuple[int, int]:
+    return case.q[0], case.kv[0]
+
+
+def _before(case: CompressCase) -> str:
+    return _residue(case.kv[0], case.ratio) if case.kv[0] else "nothing"
+
+
+def _new(q: int, ratio: int) -> str:
+    return {0: "none", 1: "one token"}.get(q) or ("a group at most" if q <= ratio else "several groups")
+
+
+def _chunks(case: CompressCase) -> str:
+    if not case.chunk:
+        return "at once"
+    return "one by one" if case.chunk == 1 else "part of a group" if case.chunk < case.ratio else "more"
+
+
+def _tokens(ratio: str, before: str, end: str, new: str) -> Iterator[tuple[int, int]]:
+    """New tokens of the first request, and those before them."""
+    size = _RATIOS.first(ratio)
+    starts = [0] if before == "nothing" else [n * size + rest for n in _GROUPS for rest in range(size)]
+    for kv in starts:
+        if before != "nothing" and (not kv or _residue(kv, size) != before):
+            continue
+        for q in range(3 * size + 1):
+            if _new(q, size) == new and _residue(q + kv, size) == end and q + kv:
+                yield q, kv
+                break
+
+
+def _exists(ratio: str, before: str, end: str, new: str) -> bool:
+    return next(_tokens(ratio, before, end, new), None) is not None
+
+
+def _chunk_of(chunks: str, ratio: int) -> int:
+    return {"at once": 0, "one by one": 1, "part of a group": ratio - 1, "more": ratio + 1}[chunks]
+
+
+def _fields(row: Row, pick: Pick) -> Fields:
+    ratio, page = _RATIOS.first(row["ratio"]), PAGES.first(row["page"])
+    q, kv = pick(tuple(_tokens(row["ratio"], row["before"], row["end"], row["new"])))
+    number = REQUESTS.first(row["requests"])
+    others = ((1, ratio - 1), (_FEW + 1, 0), (2, 2 * ratio), (0, ratio + 1), (_FEW, ratio - 2))
+    rest = islice(cycle(others), number - 1)
+    new, before = zip((q, kv), *rest, strict=True)
+    chunk = _chunk_of(row["chunks"], ratio)
+    return {"call": Call.COMPRESS, "q": new, "kv": before, "page": page, "chunk": chunk, **spare_blocks(row, page)}
+
+
+def _dimensions() -> Iterator[Dimension]:
+    yield values("dtype", "dtype", "bf16", "fp16", "fp32")
+    yield values("inputs", "inputs", "float32", "model")
+    yield values("data", "data", *VALUES)
+    yield values("dims", "dims", "64-64-128-128", "448-64-512-512", "128-0-128-128", "8-8-16-16")
+    yield numbers("ratio", "ratio", _RATIOS)
+    yield plain("overlap", {"none": {"overlap": False}, "with the group before": {"overlap": True}})
+    yield plain("norm", {"normalised": {"norm": True}, "as they are": {"norm": False}})
+    yield measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
+    yield measured("before", _BEFORE, _before)
+    yield measured("end", _RESIDUES, lambda case: _residue(sum(_first(case)), case.ratio))
+    yield measured("new", _NEW, lambda case: _new(case.q[0], case.ratio))
+    yield measured("chunks", _CHUNKS, _chunks)
+    yield measured("page", PAGES, lambda case: PAGES.class_of(case.page))
+    yield numbers("state page", "state_page", _STATE_PAGES)
+    yield values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
+    tails, layers, _ = storage()
+    yield from (tails, layers)
+    yield measured(
+        "unused", ("few", "2^15 slots"), lambda case: "2^15 slots" if case.spare * case.page >= 2**15 else "few"
+    )
+    yield PADDING
+    yield POISONS
+
+
+def _few(requests: str, ratio: str) -> bool:
+    return REQUESTS.first(requests) * _RATIOS.first(ratio) <= _MOST_STATES // 2**9
+
+
+COMPRESS = Space(
+    role=Role.COMPRESS,
+    capability="compress_combinations",
+    dimensions=tuple(_dimensions()),
+    rules=(
+        Rule("no such tokens leave so much of a group", ("ratio", "before", "end", "new"), _exists),
+        never("groups of two have no such part", {"ratio": ("2",), "chunks": ("part of a group",)}),
+        never("nothing new is in no chunks", {"new": ("none",), "chunks": _CHUNKS[1:], "requests": ("1",)}),
+        never(
+            "groups of 128 are not gone through token by token",
+            {"ratio": ("128",), "chunks": ("one by one",), "new": ("several groups", "a group at most")},
+        ),
+        Rule(f"more than {_MOST_STATES:,} numbers in states", ("requests", "ratio"), _few),
+    ),
+    shape=_fields,
+    small={
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "ratio": ("4", "2", "3", "other"),
+        "unused": ("few",),
+    },
+)
