@@ -38,7 +38,7 @@ class _WithLists(EagerSparseLayerBackend):
 
 @known_defect("sparse-layer-dense-shortcut-not-causal", killed_by="sparse_layer_dense_shortcut")
 class ShortcutSeesAll(_WithLists):
-    """Prefills of no more tokens than are selected attend to all of them, those behind a row's own included."""
+    """The dense shortcut of prefills shows tokens behind a row's own."""
 
     def _changed(self, lists):
         lengths = self._metadata.attention.seq_lens[self._request]
@@ -146,6 +146,15 @@ class SharedTakenForDense(_WithLists):
     def _changed(self, lists):
         bounds = bounds_of(self._metadata.attention)
         return self._all_up_to(lists, bounds, (bounds > 0) & self.config.skip_topk)
+
+
+@known_defect("sparse-layer-shared-selects-by-itself", killed_by="sparse_layer_shared_indices")
+class SharedSelectsByItself(_WithLists):
+    """A layer without an indexer selects by weights never loaded: the first tokens win."""
+
+    def _changed(self, lists):
+        lengths = bounds_of(self._metadata.attention).clamp(max=self.config.topk_tokens)
+        return self._all_up_to(lists, lengths, (lengths > 0) & self.config.skip_topk)
 
 
 @known_defect("sparse-layer-shared-rows-of-prefills-from-zero", killed_by="sparse_layer_shared_indices")
