@@ -128,8 +128,8 @@ def _threads(report: DefectReport) -> Iterator[str]:
     yield from ("| reported | mistake | known defect | first case that fails |", "|---|---|---|---|")
     for entry in known_defects().values():
         if named := [thread for thread in threads if thread in entry.sources]:
-            case = f"`{report.killing_cases[entry.id]}`"
-            yield f"| {', '.join(named)} | {entry.sentence} | `{entry.id}` | {case} |"
+            case = report.killing_cases.get(entry.id, "none")
+            yield f"| {', '.join(named)} | {entry.sentence} | `{entry.id}` | `{case}` |"
     yield from ("", "Without a known defect:", "")
     yield from (f"- {thread}: {reason}" for thread, reason in threads.items() if reason)
 

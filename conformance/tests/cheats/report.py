@@ -198,4 +198,4 @@ def _row(entry: Cheat, found: Outcome) -> str:
 
 def _short(said: str) -> str:
     """What a user is told; of wrong numbers, in which part of the result."""
-    return f"caught: {re.sub(_WRONG, r'wrong \1', said)}" if said else _THROUGH
+    return "caught: " + re.sub(_WRONG, r"wrong \1", said) if said else _THROUGH
