@@ -325,3 +325,41 @@ class IndexTurnsFromZero(EagerSparseLayerBackend):
 
     def _index_rope(self, x, turns):
         return super()._index_rope(x, self._own_turns)
+
+
+@known_defect("sparse-layer-ranks-share-the-indexers-heads", killed_by="sparse_layer_ranks")
+class IndexerOnItsShareOfHeads(EagerSparseLayerBackend):
+    """Each rank scores by its share of the indexer's heads, and nobody adds the scores."""
+
+    def _best(self, q, weights, cache):
+        shares = torch.arange(weights.shape[1], device=weights.device).tensor_split(self.config.tp_size)
+        own = torch.zeros_like(weights)
+        own[:, shares[self.config.tp_rank]] = weights[:, shares[self.config.tp_rank]]
+        return super()._best(q, own, cache)
+
+
+@known_defect("sparse-layer-first-rank-writes-index-keys", killed_by="sparse_layer_ranks")
+class FirstRankWritesIndexKeys(EagerSparseLayerBackend):
+    """The indexer has no heads to share, so the first rank alone writes its keys."""
+
+    def _write_index_keys(self, hidden, turns, cache):
+        if self.config.tp_rank == 0:
+            super()._write_index_keys(hidden, turns, cache)
+
+
+@known_defect("sparse-layer-first-rank-writes-latents", killed_by="sparse_layer_ranks")
+class FirstRankWritesLatents(EagerSparseLayerBackend):
+    """Latents have no heads to share, so the first rank alone writes them."""
+
+    def _write_latents(self, hidden, turns, kv_cache):
+        if self.config.tp_rank == 0:
+            super()._write_latents(hidden, turns, kv_cache)
+
+
+@known_defect("sparse-layer-part-of-the-last-rank-counts-twice", killed_by="sparse_layer_ranks")
+class LastPartTwice(EagerSparseLayerBackend):
+    """The part of the output that the last rank has is added twice."""
+
+    def run_sparse_layer(self, hidden_states, positions, cos_sin_cache, **caches):
+        part = super().run_sparse_layer(hidden_states, positions, cos_sin_cache, **caches)
+        return part * (1 + (0 < self.config.tp_rank == self.config.tp_size - 1))

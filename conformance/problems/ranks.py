@@ -22,7 +22,7 @@ class CallOfARank(AttentionCall):
     rank: int = 0
 
 
-Part = TypeVar("Part", bound=CallOfARank)
+OfARank = TypeVar("OfARank", bound=CallOfARank)
 
 
 class RanksDriver(Protocol):
@@ -36,17 +36,17 @@ class RanksDriver(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallOnRanks(AttentionCall, Generic[Part]):
+class CallOnRanks(AttentionCall, Generic[OfARank]):
     """What ranks do together: the result is that of all heads.
 
     Attributes:
         parts: the call of each rank, of its own heads, with its own caches.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[OfARank, ...]
 
     @classmethod
-    def of(cls, parts: tuple[Part, ...]) -> Self:
+    def of(cls, parts: tuple[OfARank, ...]) -> Self:
         """The call that consists of these."""
         operands = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")}
         one = parts[0]
