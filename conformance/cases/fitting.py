@@ -137,20 +137,24 @@ class _Fitting:
 
     def find_triples(self, pairs: Pairs, light: Callable[[Case], bool]) -> None:
         """Rows for triples of these pairs, the densest first, until there are enough."""
-        left, found, vain = Triples(pairs), len(self.region.fitted), 0
-        claimed = len(left)
-        for row in self.region.rows:
-            left.drop(row)
-        before, supports = claimed - len(left), self._supports
+        claimed, left, fitted = len(Triples(pairs)), self._without_held(pairs), self.region.fitted
+        before, enough, supports = claimed - len(left), len(fitted) + MOST_TRIPLES, self._supports
         self._left, self._supports = left, lambda cases: [all(map(light, cases)) and supports(cases)[0]]
         for _ in range(_MOST_TRIES):
             triple = left.densest()
-            if triple is None or len(self.region.fitted) == found + MOST_TRIPLES:
+            if triple is None or len(fitted) == enough:
                 break
             if not self._try(triple, [row for value in triple for row in self._with[value][-1:]]):
                 left.drop(dict(triple))
-                vain += 1
-        self.region.triples = HeldTriples(claimed, before, claimed - len(left) - vain, vain)
+        lacking = len(self._without_held(pairs))  # a row may hold what was tried in vain before
+        self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
+
+    def _without_held(self, pairs: Pairs) -> Triples:
+        """The triples of pairs that no row holds."""
+        found = Triples(pairs)
+        for row in self.region.rows:
+            found.drop(row)
+        return found
 
     def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> bool:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""

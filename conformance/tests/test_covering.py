@@ -108,9 +108,7 @@ def test_triples_are_those_whose_classes_are_pairs_two_by_two(given: Space) -> N
     ordered = {value: number for number, value in enumerate(given.values)}
     left, found = Triples(pairs), set()
     expected = {
-        triple
-        for triple in combinations(ordered, 3)
-        if all(frozenset(two) in together for two in combinations(triple, 2))
+        triple for triple in combinations(ordered, 3) if set(map(frozenset, combinations(triple, 2))) <= together
     }
     while triple := left.densest():
         assert triple in expected and list(triple) == sorted(triple, key=ordered.__getitem__)
