@@ -92,7 +92,7 @@ class MLASparseLayerConfig(NamedTuple):
 
     Attributes:
         dtype: of the model.
-        num_heads: N.
+        num_heads: N, of this rank where several share the heads.
         scale: softmax scale.
         qk_nope_head_dim: P.
         qk_rope_head_dim: R, columns of queries and keys that are rotated.
@@ -108,6 +108,8 @@ class MLASparseLayerConfig(NamedTuple):
         tile_scales: of its ``fp8_ds_mla`` entries.
         index_kv_cache_dtype: layout of the index cache.
         block_size: tokens of a page of either.
+        tp_size: ranks that share the heads; what has no heads of theirs, the indexer among it, each of them has whole.
+        tp_rank: which of them this is.
     """
 
     dtype: torch.dtype
@@ -127,6 +129,8 @@ class MLASparseLayerConfig(NamedTuple):
     tile_scales: str
     index_kv_cache_dtype: str
     block_size: int
+    tp_size: int = 1
+    tp_rank: int = 0
 
 
 class MLASparseLayerBackend(PagedKernel):
@@ -211,7 +215,8 @@ class MLASparseLayerBackend(PagedKernel):
                 later layers, or with ``skip_topk`` stands there and stays.
 
         Returns:
-            [T, hidden] of the model's dtype.
+            [T, hidden] of the model's dtype; on several ranks the part of its heads, which its caller adds to the
+            others'.
         """
 
 

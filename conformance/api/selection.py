@@ -12,7 +12,7 @@ from mla_conformance.cases.covering import Pairs, choose
 from mla_conformance.cases.fitting import fit
 from mla_conformance.cases.grammar import format_value
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import (
@@ -87,7 +87,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         return _holds(case, asked) and not _unusual(case, wanted) and not why_no_function(case)
 
     for entry, cases in listed.items():
-        fitting = [*filter(fits, cases), *(_fitted(space, fits) if entry.is_array and cases else ())]
+        fitting = [*filter(fits, cases), *(_fitted(space, fits, size) if entry.is_array and cases else ())]
         found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if not found:
         raise InputError(
@@ -113,10 +113,11 @@ def _askable(entry: Capability, role: Role, tier: Tier) -> list[Case]:
     return [case for case in cases if case.role is role and not why_no_function(case)]
 
 
-def _fitted(space: Space, fits: Callable[[Case], bool]) -> Sequence[Case]:
+def _fitted(space: Space, fits: Callable[[Case], bool], tier: Tier) -> Sequence[Case]:
     """Cases for what is asked, as they are made for what a kernel declares: with every pair of classes among it."""
     cases = every_case(space)
-    return fit(space, cases, lambda some: list(map(fits, some)), Pairs(space, map(space.row_of, cases))).cases
+    light = is_light if tier is Tier.NIGHTLY else None
+    return fit(space, cases, lambda some: list(map(fits, some)), Pairs(space, map(space.row_of, cases)), light).cases
 
 
 def _few(entry: Capability, space: Space, fitting: Sequence[Case], before: Iterable[Case]) -> Sequence[Case]:

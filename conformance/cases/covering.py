@@ -63,6 +63,10 @@ class Pairs:
         """A row's classes."""
         return sum(self._bits.get(value, 0) for value in held(row))
 
+    def partners(self, value: ClassOf) -> int:
+        """The classes that one is paired with, as a mask."""
+        return self._partners[value]
+
     def gain(self, value: ClassOf, mask: int) -> int:
         """Pairs of a class with those of a mask."""
         return (self._partners[value] & mask).bit_count()

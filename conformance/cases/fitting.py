@@ -1,4 +1,7 @@
-"""Cases that follow a kernel: rows that hold every pair of classes of the region which it declares. No torch."""
+"""Cases that follow a kernel: rows that hold every pair of classes of the region which it declares. No torch.
+
+Beside them, if that is asked for, rows that hold many triples.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,11 +9,31 @@ from dataclasses import dataclass
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.space import ClassOf, Row, Space, held
+from mla_conformance.cases.triples import Triples
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
 _BASES = 3
 """Supported rows that are tried as what else a row is like, of each class of a pair."""
+MOST_TRIPLES, _MOST_TRIES = 500, 1500
+"""Cases of a role that are fitted for triples, those that hold most first, and triples that are tried for them."""
+
+
+@dataclass(frozen=True)
+class HeldTriples:
+    """Triples of classes of a region, numbers of them.
+
+    Attributes:
+        claimed: whose classes are supported two by two, as far as the device is asked for them.
+        before: that are held by rows for pairs.
+        held: that rows for triples hold as well.
+        vain: that were tried, and no row was found that is supported and of the device's size.
+    """
+
+    claimed: int
+    before: int
+    held: int
+    vain: int
 
 
 @dataclass
@@ -20,12 +43,14 @@ class Region:
     Attributes:
         space: the space.
         rows: rows that it supports.
-        fitted: those of them that hold pairs which no listed case holds.
+        fitted: those of them that hold pairs which no listed case holds, and those for triples behind them.
+        triples: what is held of them, if they were asked for.
     """
 
     space: Space
     rows: list[Row]
     fitted: list[Row]
+    triples: HeldTriples | None = None
 
     @property
     def classes(self) -> Mapping[str, list[str]]:
@@ -42,7 +67,13 @@ class Region:
         return tuple(map(self.space.case_of, self.fitted))
 
 
-def fit(space: Space, listed: Sequence[Case], supports: Supports, reachable: Pairs) -> Region:
+def fit(
+    space: Space,
+    listed: Sequence[Case],
+    supports: Supports,
+    reachable: Pairs,
+    light: Callable[[Case], bool] | None = None,
+) -> Region:
     """The region of a kernel, found by asking.
 
     Args:
@@ -50,10 +81,18 @@ def fit(space: Space, listed: Sequence[Case], supports: Supports, reachable: Pai
         listed: cases that everybody is asked.
         supports: what it says of cases.
         reachable: the pairs that rows of the device's size hold.
+        light: which cases are of the device's size; where it is given, triples are fitted as well.
     """
     asked = supports(listed)
-    rows = [space.row_of(case) for case, supported in zip(listed, asked, strict=True) if supported]
-    return _Fitting(Region(space, rows, []), supports, reachable).region if rows else Region(space, [], [])
+    cases = [case for case, supported in zip(listed, asked, strict=True) if supported]
+    rows = list(map(space.row_of, cases))
+    if not rows:
+        return Region(space, [], [])
+    fitting = _Fitting(Region(space, rows, []), supports, reachable)
+    if light:
+        small = filter(light, (*cases, *fitting.region.cases))
+        fitting.find_triples(Pairs(space, map(space.row_of, small)), light)
+    return fitting.region
 
 
 class _Fitting:
@@ -61,16 +100,18 @@ class _Fitting:
 
     def __init__(self, region: Region, supports: Supports, reachable: Pairs) -> None:
         self.region, self._supports = region, supports
+        self._left: Pairs | Triples
         self._with: dict[ClassOf, list[Row]] = {}
         for row in region.rows:
             self._index(row)
         self._decides = {each.name for each in region.space.dimensions}
         refused = set(region.space.values)
         while refused.intersection(self._with):  # at first, and once rows have a class that seemed refused
-            self._left = reachable - Pairs(region.space, region.rows)
+            left = self._left = reachable - Pairs(region.space, region.rows)
             refused = self._find_classes()
+            left.leave(refused)
             self._decides = {name for name, _ in refused}
-            self._find_pairs()
+            self._find_pairs(left)
 
     def _index(self, row: Row) -> None:
         for value in held(row):
@@ -82,18 +123,38 @@ class _Fitting:
         for value in self.region.space.values:
             if value not in self._with and not self._try((value,), self.region.rows[:_BASES]):
                 refused.add(value)
-        self._left.leave(refused)
         return refused
 
-    def _find_pairs(self) -> None:
-        while pair := next(iter(self._left), None):
+    def _find_pairs(self, left: Pairs) -> None:
+        while pair := next(iter(left), None):
             bases = [row for value in pair for row in self._with[value][-_BASES:]]
             while not self._try(pair, bases):
                 further = self._deciding(pair, bases)
                 if not further:
-                    self._left.drop(dict(pair))
+                    left.drop(dict(pair))
                     break
                 self._decides.add(further)
+
+    def find_triples(self, pairs: Pairs, light: Callable[[Case], bool]) -> None:
+        """Rows for triples of these pairs, the densest first, until there are enough."""
+        claimed, left, fitted = len(Triples(pairs)), self._without_held(pairs), self.region.fitted
+        before, enough, supports = claimed - len(left), len(fitted) + MOST_TRIPLES, self._supports
+        self._left, self._supports = left, lambda cases: [all(map(light, cases)) and supports(cases)[0]]
+        for _ in range(_MOST_TRIES):
+            triple = left.densest()
+            if triple is None or len(fitted) == enough:
+                break
+            if not self._try(triple, [row for value in triple for row in self._with[value][-1:]]):
+                left.drop(dict(triple))
+        lacking = len(self._without_held(pairs))  # a row may hold what was tried in vain before
+        self.region.triples = HeldTriples(claimed, before, claimed - lacking, lacking - len(left))
+
+    def _without_held(self, pairs: Pairs) -> Triples:
+        """The triples of pairs that no row holds."""
+        found = Triples(pairs)
+        for row in self.region.rows:
+            found.drop(row)
+        return found
 
     def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> bool:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""

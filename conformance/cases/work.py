@@ -7,6 +7,8 @@ from mla_conformance.cases.case import Call, Case
 
 CPU_WORK = 1e8
 """Work of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU."""
+GPU_WORK = 6e10
+"""Work of a case beyond which its batch is small in all but the pair that it is for."""
 _OF_AN_ELEMENT, _OF_A_CALL, _OF_A_REQUEST = 100, 1e7, 2e5
 """Operations that take as long as an element, which is drawn, stored, checked and compared; as a call with all that is
 judged of it; and as a request in a call."""
@@ -45,3 +47,8 @@ def _chunks(case: Case) -> int:
         return 0
     share = max(case.page, case.workspace // sum(map(bool, case.kv)))
     return -(-max(case.kv) // share)
+
+
+def is_light(case: Case, device_type: str = "cpu") -> bool:
+    """Whether a device of this type is asked for a case of so much work, beside what only a few large ones hold."""
+    return work_of(case) <= (CPU_WORK if device_type == "cpu" else GPU_WORK)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.fitting import MOST_TRIPLES, HeldTriples
 from mla_conformance.cases.space import Space
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.request import RunRequest
@@ -42,7 +43,7 @@ def _lines(subject: Subject) -> Iterator[str]:
 
 def _declared(subject: Subject, space: Space) -> Iterator[str]:
     """How much of the space is claimed, and the classes that are refused."""
-    region = region_of(subject, space)
+    region = region_of(subject, space, triples=True)
     classes = region.classes
     claimed = sum(map(len, classes.values()))
     refused = [(name, label) for name, label in space.values if label not in classes[name]]
@@ -52,5 +53,16 @@ def _declared(subject: Subject, space: Space) -> Iterator[str]:
         f"{len(region.fitted)} cases fitted",
         0,
     )
+    if region.triples:
+        yield from wrapped(_triples(region.triples), 2)
     if refused:
         yield from wrapped(f"refused on {subject.device.type}: {', '.join(map('='.join, refused))}", 2)
+
+
+def _triples(triples: HeldTriples) -> str:
+    """How many of them the tiers hold."""
+    left = triples.claimed - triples.held - triples.vain
+    return (
+        f"{triples.claimed:,} triples claimed two by two: full {triples.before:,}, nightly {triples.held:,}; no row "
+        f"found for {triples.vain:,}, {left:,} left out behind {MOST_TRIPLES} cases"
+    )

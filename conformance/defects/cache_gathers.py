@@ -12,7 +12,7 @@ _VECTOR = 16
 
 @known_defect("gather-truncates-addresses", killed_by="index_gather")
 class TruncatesAddresses(EagerCacheBackend):
-    """Entries are read in vectors of 16 bytes, from the multiple of 16 at or before their first byte."""
+    """Addresses of entries are truncated to multiples of 16 bytes."""
 
     def _gathered(self, cache, slots):
         form, addresses = TILED_FORMATS.get(self.kv_cache_dtype), self._addresses(cache, slots)
@@ -66,7 +66,7 @@ class StartsAtZero(_Requests):
 
 @known_defect("gather-start-not-compressed", killed_by="latent_gather")
 class StartsInTokens(_Requests):
-    """A start in tokens is taken for a number of entries, each of which stands for several."""
+    """A start in tokens is taken for one in entries."""
 
     def _starts(self, seq_starts, page, compress_ratio):
         return seq_starts * compress_ratio
@@ -74,7 +74,7 @@ class StartsInTokens(_Requests):
 
 @known_defect("gather-tail-skipped-by-the-ratio", killed_by="latent_gather")
 class SkipsTheTail(EagerCacheBackend):
-    """The workspace is taken to have a row for each entry over the ratio; rows beyond are left as they were."""
+    """Rows of the workspace beyond its entries over the ratio are skipped."""
 
     def run_gather_latent(self, kv_cache, workspace, block_table, cu_seq_lens, seq_starts, k_scale, compress_ratio=1):
         before, room = workspace.clone(), len(workspace) // compress_ratio
@@ -84,7 +84,7 @@ class SkipsTheTail(EagerCacheBackend):
 
 @known_defect("gather-takes-the-table-for-slots", killed_by="latent_gather")
 class TableOfSlots(_Elsewhere):
-    """A page is taken to hold one entry, so that the block table is read as one of slots."""
+    """Pages are taken to hold one entry: the block table names slots."""
 
     def _slots_of_requests(self, page, *further):
         return super()._slots_of_requests(1, *further)
@@ -173,7 +173,7 @@ class _OtherLayout(EagerCacheBackend):
 
 @known_defect("index-gather-reads-scales-beside-codes", killed_by="index_gather")
 class ReadsInterleaved(_OtherLayout):
-    """A page of index keys is read as if each scale stood behind its codes."""
+    """Scales of index keys are read behind their codes."""
 
     layout, taken_for = "fp8_index", "fp8_index_flat"
 

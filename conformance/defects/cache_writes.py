@@ -145,7 +145,7 @@ class StoresWholeVectors(EagerCacheBackend):
 
 @known_defect("pool-written-past-its-end", killed_by="latent_write")
 class OverwritesTheNextPool(EagerCacheBackend):
-    """Blocks count from 1: entries land a block further, those of the last block in the pool behind."""
+    """Blocks count from 1, so entries of the last land in the pool behind."""
 
     def _store(self, cache, entries, slots):
         start = cache.storage_offset() + cache.stride(0)
@@ -240,6 +240,13 @@ class ScalesBesideCodes(_Placed):
     """Scales of V4 are written behind the data of their entry, not behind all data of the page."""
 
     layout = "fp8_v4"
+
+
+@known_defect("nvfp4-scales-written-into-the-entry", killed_by="latent_write")
+class ScalesOfNVFP4BesideCodes(_Placed):
+    """Scales of V4's NVFP4 entries are written into the entry, not behind the page."""
+
+    layout = "nvfp4_v4"
 
 
 @known_defect("writer-lacks-nvfp4", killed_by="latent_write")

@@ -78,7 +78,7 @@ class _ReadsOn(EagerDecodeBackend):
 
 @known_defect("mla-last-page-nan-leak", killed_by="paged_cache", related=_POISONED_TOO)
 class WeightedTail(_ReadsOn):
-    """The values of the last page's unused slots are multiplied by weights of 0 instead of being left out."""
+    """Values of the last page's unused slots are multiplied by weights of 0."""
 
     def _tail(self, state, q, keys):
         return state._replace(weighted=state.weighted + (0.0 * self._values(keys)).sum(dim=(0, 1)))

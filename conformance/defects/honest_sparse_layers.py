@@ -99,11 +99,25 @@ class AscendingLists(EagerSparseLayerBackend):
         return super()._best(q, weights, cache).sort(dim=1).values
 
 
+class ScoresOfSharesAdded(EagerSparseLayerBackend):
+    """Scores are those of the ranks' shares of the indexer's heads, added."""
+
+    def _best(self, q, weights, cache):
+        share = torch.arange(weights.shape[1], device=q.device) * self.config.tp_size // weights.shape[1]
+        parts = [weights.masked_fill(share != rank, 0.0) for rank in range(self.config.tp_size)]
+        scores = sum(self._indexer.run_index_logits(q, part, cache) for part in parts)
+        seen = torch.arange(scores.shape[1], device=q.device) < bounds_of(self._metadata.index).unsqueeze(1)
+        best = scores.masked_fill(~seen, -torch.inf).topk(min(self.config.topk_tokens, scores.shape[1]), dim=1)
+        lists = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
+        return torch.nn.functional.pad(lists, (0, self.config.topk_tokens - lists.shape[1]), value=NO_KEY)
+
+
 HONEST_SPARSE_LAYERS: tuple[type[KernelBackend], ...] = (
     EagerSparseLayerBackend,
     DenseShortcut,
     MaskedPrefills,
     KeysInOneKernel,
     AscendingLists,
+    ScoresOfSharesAdded,
 )
 """Every honest emulation of a layer with selected keys."""

@@ -73,6 +73,15 @@ class PermutedColumns(EagerPrefillBackend):
         return torch.cat([blocks, output[..., blocks.shape[-1] :]], dim=-1), lse
 
 
+@known_defect("values-drift-from-keys-after-576-rows", killed_by="new_tokens")
+class ValuesDrift(EagerPrefillBackend):
+    """From row 576 on, each key is weighed with the value before."""
+
+    def _attend(self, q, k, v, causal):
+        rows = torch.arange(len(v), device=v.device)
+        return super()._attend(q, k, v[rows - (rows >= 576).long()], causal)
+
+
 @known_defect("int16-truncation-seqlen-32768", killed_by="token_counts")
 class Int16KeyIndex(EagerPrefillBackend):
     """A key index above 32767 wraps and reads what is not a number."""

@@ -50,10 +50,13 @@ class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         sources: public threads, by the id of the known defect that emulates what they report.
+        pipeline: threads of the pipeline of layers with selected keys: empty where a known defect emulates what they
+            report, else what shows it, or why nothing does.
         not_emulated: why there is no emulation of the others, by their ids.
     """
 
     sources: dict[str, tuple[str, ...]]
+    pipeline: dict[str, str]
     not_emulated: dict[str, str]
 
 

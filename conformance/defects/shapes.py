@@ -92,6 +92,16 @@ class WideHeadsStop(EagerPrefillBackend):
         return super()._attend(q, k[keys], v[keys], causal)
 
 
+@known_defect("wide-heads-assume-packed-rows", killed_by="mla_dims")
+class WideHeadsPacked(EagerPrefillBackend):
+    """Heads of 256 columns are read as if their rows were packed."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if q.shape[2] >= 256:
+            q, k, v = (x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1)) for x in (q, k, v))
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+
 @known_defect("fp16-finite-sentinel-of-the-maximum", killed_by="shift_invariance")
 class HalfSentinel(EagerPrefillBackend):
     """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""

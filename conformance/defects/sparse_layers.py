@@ -38,7 +38,7 @@ class _WithLists(EagerSparseLayerBackend):
 
 @known_defect("sparse-layer-dense-shortcut-not-causal", killed_by="sparse_layer_dense_shortcut")
 class ShortcutSeesAll(_WithLists):
-    """Prefills of no more tokens than are selected attend to all of them, those behind a row's own included."""
+    """The dense shortcut of prefills shows tokens behind a row's own."""
 
     def _changed(self, lists):
         lengths = self._metadata.attention.seq_lens[self._request]
@@ -146,6 +146,15 @@ class SharedTakenForDense(_WithLists):
     def _changed(self, lists):
         bounds = bounds_of(self._metadata.attention)
         return self._all_up_to(lists, bounds, (bounds > 0) & self.config.skip_topk)
+
+
+@known_defect("sparse-layer-shared-selects-by-itself", killed_by="sparse_layer_shared_indices")
+class SharedSelectsByItself(_WithLists):
+    """A layer without an indexer selects by weights never loaded: the first tokens win."""
+
+    def _changed(self, lists):
+        lengths = bounds_of(self._metadata.attention).clamp(max=self.config.topk_tokens)
+        return self._all_up_to(lists, lengths, (lengths > 0) & self.config.skip_topk)
 
 
 @known_defect("sparse-layer-shared-rows-of-prefills-from-zero", killed_by="sparse_layer_shared_indices")
@@ -316,3 +325,41 @@ class IndexTurnsFromZero(EagerSparseLayerBackend):
 
     def _index_rope(self, x, turns):
         return super()._index_rope(x, self._own_turns)
+
+
+@known_defect("sparse-layer-ranks-share-the-indexers-heads", killed_by="sparse_layer_ranks")
+class IndexerOnItsShareOfHeads(EagerSparseLayerBackend):
+    """Each rank scores by its share of the indexer's heads, and nobody adds the scores."""
+
+    def _best(self, q, weights, cache):
+        shares = torch.arange(weights.shape[1], device=weights.device).tensor_split(self.config.tp_size)
+        own = torch.zeros_like(weights)
+        own[:, shares[self.config.tp_rank]] = weights[:, shares[self.config.tp_rank]]
+        return super()._best(q, own, cache)
+
+
+@known_defect("sparse-layer-first-rank-writes-index-keys", killed_by="sparse_layer_ranks")
+class FirstRankWritesIndexKeys(EagerSparseLayerBackend):
+    """The indexer has no heads to share, so the first rank alone writes its keys."""
+
+    def _write_index_keys(self, hidden, turns, cache):
+        if self.config.tp_rank == 0:
+            super()._write_index_keys(hidden, turns, cache)
+
+
+@known_defect("sparse-layer-first-rank-writes-latents", killed_by="sparse_layer_ranks")
+class FirstRankWritesLatents(EagerSparseLayerBackend):
+    """Latents have no heads to share, so the first rank alone writes them."""
+
+    def _write_latents(self, hidden, turns, kv_cache):
+        if self.config.tp_rank == 0:
+            super()._write_latents(hidden, turns, kv_cache)
+
+
+@known_defect("sparse-layer-part-of-the-last-rank-counts-twice", killed_by="sparse_layer_ranks")
+class LastPartTwice(EagerSparseLayerBackend):
+    """The part of the output that the last rank has is added twice."""
+
+    def run_sparse_layer(self, hidden_states, positions, cos_sin_cache, **caches):
+        part = super().run_sparse_layer(hidden_states, positions, cos_sin_cache, **caches)
+        return part * (1 + (0 < self.config.tp_rank == self.config.tp_size - 1))

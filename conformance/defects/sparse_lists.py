@@ -124,7 +124,7 @@ class StopsAtAnEmptyTile(EagerSparseBackend):
 
 @known_defect("sparse-leading-masked-tile-nan-poisons-row", killed_by="selection_padding", related=("sparse_lse",))
 class LeadingEmptyTile(EagerSparseBackend):
-    """A first tile without a key leaves -inf as the row's maximum, and -inf less -inf in all that follows."""
+    """A first tile without a key leaves -inf less -inf in all that follows."""
 
     key_tile = 32
 

@@ -104,6 +104,26 @@ class NoInstance(EagerSparseBackend):
         return super().attend(q, sources, k_scale, sink)
 
 
+@known_defect("sparse-entries-without-rope-refused", killed_by="sparse_decode")
+class RefusesNoRope(EagerSparseBackend):
+    """Keys without rotated columns are refused unless lengths of lists come with them."""
+
+    def attend(self, q, sources, k_scale, sink):
+        if not self.qk_rope_head_dim and any(source.length is None for source in sources):
+            raise ValueError("Native qk_rope_head_dim=0 MLA requires sparse_mla_top_k_lens")
+        return super().attend(q, sources, k_scale, sink)
+
+
+@known_defect("sparse-tile-of-16-heads-overwrites-the-next-row", killed_by="sparse_decode", related=_SHAPES_TOO)
+class TileOfHeadsOverwrites(EagerSparseBackend):
+    """Stores of 16 heads overwrite the next row where there are fewer."""
+
+    def attend(self, q, sources, k_scale, sink):
+        output, lse = super().attend(q, sources, k_scale, sink)
+        output[1:, : -self.num_heads % 16] = 0.0
+        return output, lse
+
+
 @known_defect("sparse-rows-in-blocks-of-64-lose-the-last", killed_by="sparse_prefill", related=_SHAPES_TOO)
 class WholeBlocksOfRows(EagerSparseBackend):
     """Beyond 64 rows a launch has whole blocks of 64, and the rows of the last, partial one stay 0."""

@@ -37,10 +37,12 @@ class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
     Attributes:
         reference: the backend.
         arrays: the capabilities to whose covering arrays further cases are fitted.
+        triples: whether cases are fitted for triples as well.
     """
 
     reference: str
     arrays: tuple[str, ...] = ()
+    triples: bool = False
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):

@@ -159,6 +159,11 @@ class RunRequest:
         return () if self.cases or self.tier is Tier.SMOKE else self.drawn
 
     @property
+    def triples(self) -> bool:
+        """Whether cases are fitted for triples of classes as well."""
+        return self.tier is Tier.NIGHTLY
+
+    @property
     def drawn(self) -> tuple[str, ...]:
         """Capabilities whose spaces are explored."""
         return tuple(name for name in SPACES if name in self.capabilities)

@@ -210,7 +210,8 @@ class Run:
         """
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        for outcome in self.outcomes(Tasks([[Describe(reference, self.request.arrays)] for reference in names])):
+        asked = self.request.arrays, self.request.triples
+        for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names])):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")

@@ -230,7 +230,8 @@ class Worker:
         declared = self._executor.query(partial(getattr, subject, "declarations"), dict[Role, Declaration])
         if declared.error:
             return undescribed(subject, declared.error)
-        fitted = tuple(case.id for name in task.arrays for case in region_of(subject, SPACES[name]).cases)
+        regions = (region_of(subject, SPACES[name], task.triples) for name in task.arrays)
+        fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role.value: repr(each) for role, each in declared.value.items()}
         return replace(facts, declared=words, fitted=fitted, region=digest_of(fitted))
 

@@ -11,6 +11,7 @@ import pytest
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.covering import Pairs, choose, cover
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, held, never
+from mla_conformance.cases.triples import Triples
 
 CLASSES = {"a": ("1", "2", "3"), "b": ("x", "y"), "c": ("p", "q", "r", "s"), "d": ("0", "1")}
 DEPENDS = Only("a", ("2", "3"), "only beside another a")
@@ -98,6 +99,34 @@ def test_pairs_are_joined_counted_and_taken_away() -> None:
     first, second = Pairs(FREE, [{"a": "1", "b": "x"}]), Pairs(FREE, [{"a": "1", "c": "p"}])
     assert (len(first), len(first | second), len((first | second) - first), len(first - first)) == (1, 2, 1, 0)
     assert len(Pairs.every(FREE)) == 3 * 2 + 3 * 4 + 3 * 2 + 2 * 4 + 2 * 2 + 4 * 2
+
+
+@every
+def test_triples_are_those_whose_classes_are_pairs_two_by_two(given: Space) -> None:
+    pairs = Pairs(given, (row for row in possible_rows(given) if allowed(given, row)))
+    together = set(map(frozenset, pairs))
+    ordered = {value: number for number, value in enumerate(given.values)}
+    left, found = Triples(pairs), set()
+    expected = {
+        triple for triple in combinations(ordered, 3) if set(map(frozenset, combinations(triple, 2))) <= together
+    }
+    while triple := left.densest():
+        assert triple in expected and list(triple) == sorted(triple, key=ordered.__getitem__)
+        left.drop(dict(triple))
+        found.add(triple)
+        assert len(left) == len(expected) - len(found)
+    assert found == expected
+
+
+def test_triples_of_a_row_are_dropped_and_the_densest_classes_come_first() -> None:
+    left = Triples(Pairs.every(FREE))
+    assert len(left) == 3 * 2 * 4 + 3 * 2 * 2 + 3 * 4 * 2 + 2 * 4 * 2
+    left.drop({"a": "1", "b": "x", "c": "p", "d": "0"})
+    assert len(left) == 76 - 4
+    assert left.dense("c", ["p", "q"], {"a": "1", "b": "x"}) == ["q", "p"]
+    assert left.dense("c", ["p", "s"], {"a": "1", "b": "x"}, small=True) == ["p", "s"]
+    most = left.densest()
+    assert most and {"b", "d"} <= {name for name, _ in most}  # with three a and four c
 
 
 def test_the_same_every_time() -> None:

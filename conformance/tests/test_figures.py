@@ -15,6 +15,7 @@ import pytest
 
 from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
 from mla_conformance.cli import _parser
 from mla_conformance.commands.repeats import PROBABILITY
@@ -139,6 +140,7 @@ def stated() -> dict[str, list[str]]:
             f"touches 1 % of the rows is among them: {detection(DRAWN_ROWS, 0.01):.3f}",
             f"results, up to {mebibytes(GOLDEN_BYTES['cpu'])} on a CPU and {mebibytes(GOLDEN_BYTES['cuda'])} on a GPU",
             f"up to {mebibytes(PROBLEM_BYTES['cpu'])} and {mebibytes(PROBLEM_BYTES['cuda'])}",
+            f"up to {MOST_TRIPLES} cases a role for triples of classes",
             f"contexts up to {max(max(case.kv, default=0) for case in LONG_CONTEXTS):,} tokens",
         ],
         "docs/gate-your-repository.md": [

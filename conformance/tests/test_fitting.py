@@ -1,6 +1,7 @@
-"""Fitted cases: all pairs of what a kernel declares, nothing else, and the same every time."""
+"""Fitted cases: all pairs of what a kernel declares, many triples, nothing else, and the same every time."""
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from itertools import islice
 from typing import ClassVar
 
@@ -16,6 +17,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.space import Row
+from mla_conformance.cases.triples import Triples
+from mla_conformance.cases.work import is_light
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
 from mla_conformance.trials.regions import reachable, region_of
@@ -125,3 +129,36 @@ def test_dimensions_that_decide_only_together_are_learned() -> None:
     assert missing and all({name for name, _ in pair} & {"queries", "rows x heads", "ranks"} for pair in missing)
     assert (("queries", "2"), ("ranks", "2")) in set(missing)
     assert not [pair for pair in missing if pair[0][0] == "queries" and pair[1][0] not in ("ranks", "interleave")]
+
+
+def test_triples_are_fitted_of_what_is_declared_and_of_the_devices_size_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same every time, up to a number, with what is left out counted."""
+    monkeypatch.setattr(import_module(fit.__module__), "MOST_TRIPLES", 30)
+
+    def supports(cases: Sequence[Case]) -> list[bool]:
+        return [row.get("ranks") == "1" and row.get("cache") != "fp8" for row in map(DECODE.row_of, cases)]
+
+    pairs = reachable(DECODE, "cpu")
+    plain = fit(DECODE, listed(DECODE), supports, pairs)
+    region = fit(DECODE, listed(DECODE), supports, pairs, is_light)
+    assert plain.triples is None and region.fitted[: len(plain.fitted)] == plain.fitted
+    further = region.cases[len(plain.fitted) :]
+    assert len(set(further)) == 30 and all(supports(further)) and all(map(is_light, further))
+    assert further == fit(DECODE, listed(DECODE), supports, pairs, is_light).cases[len(plain.fitted) :]
+    assert region.triples is not None
+    known = [case for case in listed(DECODE) if supports([case])[0]]
+    left = Triples(Pairs(DECODE, map(DECODE.row_of, filter(is_light, [*known, *plain.cases]))))
+    counted = [len(left)]
+    for some in ([*known, *plain.cases], further):
+        for case in some:
+            left.drop(DECODE.row_of(case))
+        counted.append(len(left))
+    claimed, before, after = counted
+    held = region.triples
+    assert (held.claimed, held.before, held.held) == (claimed, claimed - before, claimed - after)
+    assert held.before < held.held < held.claimed - held.vain
+
+
+def test_the_nightly_tier_alone_asks_for_triples() -> None:
+    asked = {tier: RunRequest.of(["EAGER"], tier=tier).triples for tier in ("smoke", "full", "nightly")}
+    assert asked == {"smoke": False, "full": False, "nightly": True}

@@ -160,6 +160,8 @@ def test_each_tier_tells_what_it_reaches_of_each_role() -> None:
         light = len(Pairs(space, (space.row_of(case) for case in listed(space) if work_of(case) <= CPU_WORK)))
         assert f" {possible:,} pairs possible" in line
         assert f"full {possible:,}, {possible - light:,} due on a GPU" in line
+        further = lines[lines.index(line) + 1].replace(",", "").split()
+        assert further[1:5] == ["triples", "of", "these:", "full"] and int(further[0]) > int(further[5]) > possible
     assert max(map(len, lines)) <= 80
 
 

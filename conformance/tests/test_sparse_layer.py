@@ -19,7 +19,7 @@ from mla_conformance.reference.kv_cache import PagedContext
 from mla_conformance.reference.layer import latents, mla_layer
 from mla_conformance.reference.layer_index import index_queries, index_weights
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
-from mla_conformance.roles.sparse_layer.call import SparseLayerCall
+from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.sparse_layer.hidden_states import MARGIN
 from mla_conformance.roles.sparse_layer.problem import SparseLayerBatch
@@ -40,11 +40,25 @@ LISTED = [case for name in ("sparse_layer", "sparse_layer_caches") for case in C
 
 def batch(text: str) -> SparseLayerBatch:
     """What a case is made of."""
-    case = Case.parse(text)
-    assert isinstance(case, SparseLayerCase)
-    made = SparseLayerBatch(case, CPU, "")
+    made = SparseLayerBatch(case_of(text), CPU, "")
     made.call()
     return made
+
+
+def case_of(text: str) -> SparseLayerCase:
+    case = Case.parse(text)
+    assert isinstance(case, SparseLayerCase)
+    return case
+
+
+def output_of(text: str) -> torch.Tensor:
+    """What EAGER returns by heads."""
+    call = called(text)
+    kernel = SPARSE_LAYER.kernel(EagerSparseLayerBackend, call.case, torch.bfloat16, CPU)
+    call.prepare(kernel)
+    output = call.invoke(kernel, None)
+    assert isinstance(output, torch.Tensor)
+    return output
 
 
 def judged(kernel: type, text: str) -> Record:
@@ -108,7 +122,8 @@ def in_codes(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", HONEST_SPARSE_LAYERS, ids=lambda kernel: kernel.__name__)
 def test_honest_layers_pass(kernel: type) -> None:
-    for text in (MIXED, TILES, "sparse_layer_dense_shortcut:call=sparse_layer;q=[1,5,4];kv=[3,3,40];decodes=1"):
+    shortcut = "sparse_layer_dense_shortcut:call=sparse_layer;q=[1,5,4];kv=[3,3,40];decodes=1"
+    for text in (MIXED, TILES, shortcut, f"{MIXED};tp=2"):
         record = judged(kernel, text)
         assert record.status is Status.PASS, record.message
 
@@ -140,6 +155,37 @@ def test_what_is_written_otherwise_is_told(text: str, name: str, change: Callabl
     call = called(text)
     change(call.written[name].cache)
     assert said in call.wrong_writes()
+
+
+def on_ranks(text: str) -> tuple[SparseLayerOnRanks, Any]:
+    """A call that EAGER's ranks have made, and their sum by heads."""
+    problem = build_problem(Case.parse(text), CPU)
+    (call,) = problem.calls
+    assert isinstance(call, SparseLayerOnRanks)
+    layers = SPARSE_LAYER.kernel(EagerSparseLayerBackend, problem.case, problem.dtype, CPU)
+    call.prepare(layers)
+    return call, call.invoke(layers, None)
+
+
+def test_ranks_are_handed_their_heads_and_caches_of_their_own() -> None:
+    (call, _), whole = on_ranks(f"{MIXED};tp=2"), batch(MIXED).layer.handed(case_of(MIXED), torch.bfloat16, CPU, 0)
+    parts, memory = call.parts, [x.data_ptr() for x in call.reached]
+    for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
+        assert torch.equal(torch.cat([getattr(p.weights, name) for p in parts], dim), getattr(whole, name))
+    assert all(torch.equal(part.weights.indexer.wq_b, whole.indexer.wq_b) for part in parts)
+    assert len(memory) == len(set(memory)) and not call.wrong_writes()
+
+
+def test_what_ranks_return_is_added_and_each_of_them_is_held_to_its_selection() -> None:
+    call, together = on_ranks(f"{MIXED};tp=2")
+    alone = output_of(MIXED)
+    torch.testing.assert_close(together.float(), alone.float(), rtol=0.02, atol=0.02)
+    results = [torch.zeros(11, part.weights.o_proj.shape[0], dtype=torch.bfloat16) for part in call.parts]
+    assert call.joined(results).shape == alone.shape and not call.joined(results).any()
+    wrong = results[0][:, 1:]
+    assert call.joined([results[0], wrong]) is wrong
+    call.parts[1].written["topk_indices_buffer"].cache[0].add_(1)
+    assert call.wrong_writes().startswith("on rank 1, topk_indices_buffer: row 0 (query 0 of request 0) names")
 
 
 def test_rows_of_short_prefills_and_of_padding_may_hold_anything() -> None:
@@ -194,7 +240,8 @@ def test_an_index_cache_of_a_layer_without_an_indexer_is_refused() -> None:
         ("q=[1];kv=[3];dims=32-32-32-96;data=integers", "integers has latents of whole 64 columns"),
         ("q=[1];kv=[3];decodes=2", "field decodes: expected at most the 1 requests, got 2"),
         ("q=[1];kv=[3];dims=32-32-256-128", "field dims: expected pairs to rotate"),
-        ("q=[1];kv=[3];ranks=2", "on one rank, got 2"),
+        ("q=[1];kv=[3];ranks=2", "field ranks: a sparse layer's ranks share heads, tp, and no tokens, got 2"),
+        ("q=[1];kv=[3];tp=3", "field heads: expected a multiple of the 3 ranks, got 4"),
         ("q=[1];kv=[3];index_cache=auto;index_scales=pow2", "field index_scales: an index cache of auto has no scales"),
         ("q=[1];kv=[3];data=needle", "field data: expected one of normal, integers"),
     ],

@@ -7,16 +7,23 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import listed
 
 
-def region_of(subject: Subject, space: Space) -> Region:
-    """The part of a space that a backend declares; none of a role that it has not, or that cannot run here."""
-    cases = listed(space)
-    return fit(space, cases, partial(_supported, subject), reachable(space, subject.device.type))
+def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
+    """The part of a space that a backend declares; none of a role that it has not, or that cannot run here.
+
+    Args:
+        subject: the backend.
+        space: of a role.
+        triples: whether cases are fitted for triples of classes as well.
+    """
+    cases, device = listed(space), subject.device.type
+    light = partial(is_light, device_type=device) if triples else None
+    return fit(space, cases, partial(_supported, subject), reachable(space, device), light)
 
 
 def reachable(space: Space, device_type: str) -> Pairs:

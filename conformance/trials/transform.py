@@ -13,6 +13,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.calls import AttentionCall, KernelCall
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.ranks import CallOnRanks
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.sparse.call import SparseCall
@@ -66,8 +67,14 @@ def over_metadata(problem: Problem, owner: Problem) -> Problem:
 
     A layer's call holds none.
     """
-    pairs: Any = zip(problem.calls, owner.calls, strict=True)
-    return replace(problem, calls=tuple(replace(call, metadata=owned.metadata) for call, owned in pairs))
+    return replace(problem, calls=tuple(map(_over, problem.calls, owner.calls)))
+
+
+def _over(call: Any, owner: Any) -> Any:
+    """On several ranks each call has metadata of its own."""
+    if isinstance(call, CallOnRanks):
+        return call.of(tuple(map(_over, call.parts, owner.parts)))
+    return replace(call, metadata=owner.metadata)
 
 
 def of_size(case: Case, requests: int) -> Case:

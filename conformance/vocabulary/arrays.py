@@ -13,7 +13,7 @@ from itertools import chain
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pairs, cover
 from mla_conformance.cases.space import Row, Space
-from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.cases.work import is_light
 from mla_conformance.roles.cache.space import CACHE
 from mla_conformance.roles.compress.space import COMPRESS
 from mla_conformance.roles.decode.space import DECODE
@@ -60,17 +60,13 @@ def could_be_fitted(id: str) -> bool:
     return case.capability in SPACES and not SPACES[case.capability].outside(case)
 
 
-_GPU_WORK = 6e10
-"""Work of a case beyond which its batch is small in all but the pair that it is for."""
-
-
 def found_array(space: Space, given: Iterable[Case]) -> tuple[list[Row], Pairs]:
     """Rows that, with given cases, hold every pair that a row can hold; and the pairs that none can.
 
     As many as can be are held by rows that a CPU is asked for.
     """
     missing = Pairs.every(space) - Pairs(space, map(space.row_of, given))
-    light, without = cover(space, missing, lambda row: work_of(space.case_of(row)) <= CPU_WORK)
-    heavy, without = cover(space, without, lambda row: work_of(space.case_of(row)) <= _GPU_WORK)
+    light, without = cover(space, missing, lambda row: is_light(space.case_of(row)))
+    heavy, without = cover(space, without, lambda row: is_light(space.case_of(row), "cuda"))
     largest, impossible = cover(space, without, small=True)
     return [*light, *heavy, *largest], impossible

@@ -53,7 +53,7 @@ class Tier(StrEnum):
     FULL = "full"
     """All cases; they hold every pair of these values."""
     NIGHTLY = "nightly"
-    """Those, triples and long contexts."""
+    """Those, long contexts, and what is fitted to a backend for triples of values."""
 
 
 class CapabilityError(ValueError):

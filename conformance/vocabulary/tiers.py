@@ -4,7 +4,9 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from mla_conformance.cases.covering import Pair, Pairs
+from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import ClassOf, Space
+from mla_conformance.cases.triples import Triples
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, counted, listed
@@ -15,11 +17,13 @@ _WIDTH = 80
 def tier_lines() -> Iterator[str]:
     """One line per tier, and one for each role."""
     for tier in Tier:
-        yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases"
-    yield from map(_reached, SPACES.values())
+        further = f", and up to {MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
+        yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases{further}"
+    for space in SPACES.values():
+        yield from (_pairs(space), _triples(space))
 
 
-def _reached(space: Space) -> str:
+def _pairs(space: Space) -> str:
     """The full tier holds every pair that is possible."""
     smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
     light = (case for case in listed(space) if work_of(case) <= CPU_WORK)
@@ -29,6 +33,15 @@ def _reached(space: Space) -> str:
         f"  {space.role:<7} {full:,} pairs possible: smoke {in_smoke:,}, full {full:,}, "
         f"{full - in_light:,} due on a GPU"
     )
+
+
+def _triples(space: Space) -> str:
+    """Those that are possible two by two; the nightly tier holds more of what a backend declares."""
+    left = Triples(_held(space))
+    possible = len(left)
+    for case in listed(space):
+        left.drop(space.row_of(case))
+    return f"  {'':<7} {possible:,} triples of these: full {possible - len(left):,}"
 
 
 def _held(space: Space) -> Pairs:

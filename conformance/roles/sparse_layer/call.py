@@ -9,15 +9,16 @@ import torch
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerMetadata, SparseLayerWeights
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.cached_batch import regrouped_metadata
-from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import rows_of, segments, start_loc
+from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseLayerCall(AttentionCall):
+class SparseLayerCall(CallOfARank):
     """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V].
 
     Attributes:
@@ -111,21 +112,36 @@ class SparseLayerCall(AttentionCall):
 
     def invoke(self, backend: MLASparseLayerBackend, out: Guarded | None) -> Any:
         """The call, on memory as it was before."""
-        for image in self.written.values():
-            image.reset()
+        self.reset()
         return self.run(backend)
 
+    def reset(self) -> None:
+        """Memory as it was before."""
+        for image in self.written.values():
+            image.reset()
+
     def run(self, backend: MLASparseLayerBackend) -> Any:
-        """The call on memory as it is; its result by heads and values, as the output's weights pick them."""
+        """The call on memory as it is; its result by heads and values."""
+        return self.by_heads(self.returned(backend), self.weights.o_proj)
+
+    def returned(self, backend: MLASparseLayerBackend) -> Any:
+        """What the layer returns, on memory as it is."""
         caches: dict[str, Any] = {"index_kv_cache": None}
         caches |= {name: image.cache for name, image in self.written.items()}
-        result = backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
+        return backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
+
+    def fits(self, result: Any) -> bool:
+        """Whether it has the shape of a result, [T, hidden]."""
         hidden = self.weights.o_proj.shape[0]
-        if not isinstance(result, torch.Tensor) or result.shape != (len(self.hidden_states), hidden):
+        return isinstance(result, torch.Tensor) and result.shape == (len(self.hidden_states), hidden)
+
+    def by_heads(self, result: Any, o_proj: torch.Tensor) -> Any:
+        """[T, N, V], as the output's weights [hidden, N · V] pick them; what does not fit as it is."""
+        if not self.fits(result):
             return result
-        factors, columns = self.weights.o_proj.abs().max(dim=0).values, self.weights.o_proj.abs().argmax(dim=0)
-        signed = torch.copysign(factors, self.weights.o_proj.gather(0, columns.unsqueeze(0))[0])
-        return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (self.q.shape[1], -1))
+        factors, columns = o_proj.abs().max(dim=0).values, o_proj.abs().argmax(dim=0)
+        signed = torch.copysign(factors, o_proj.gather(0, columns.unsqueeze(0))[0])
+        return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (-1, self.width))
 
     def wrong_writes(self) -> str:
         """The first thing that the last call wrote otherwise than it must; empty if there is none."""
@@ -142,6 +158,27 @@ class SparseLayerCall(AttentionCall):
             value_weights=torch.ones_like(self.v[0]),
             selected=self.selected,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseLayerOnRanks(CallOnRanks[SparseLayerCall]):
+    """What ranks that share the heads do together: the sum of what they return is the result of one rank."""
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        """The longest list of each request."""
+        return self.parts[0].key_lens
+
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
+        """Other requests, on each rank."""
+        return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts))
+
+    def joined(self, results: Sequence[Any]) -> Any:
+        """The sum, by heads; what a rank returned, if that cannot be added."""
+        one = self.parts[0]
+        wrong = [result for result in results if not one.fits(result)]
+        o_proj = torch.cat([part.weights.o_proj for part in self.parts], dim=1)
+        return wrong[0] if wrong else one.by_heads(sum(results), o_proj)
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:

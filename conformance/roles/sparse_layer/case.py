@@ -36,6 +36,7 @@ class SparseLayerCase(CachedCase):
         rope_last: whether it rotates the last columns.
         layer_pairs: what the layer rotates together.
         shared: whether an earlier layer's selection is reused.
+        tp: ranks that share the heads, each with a replica of the indexer and caches of its own.
         layout: of the hidden states.
     """
 
@@ -56,6 +57,7 @@ class SparseLayerCase(CachedCase):
     rope_last: bool = False
     layer_pairs: str = one_of(PAIRS, "neighbours")
     shared: bool = False
+    tp: int = at_least(1, 1)
 
     @property
     def is_merged(self) -> bool:
@@ -120,6 +122,7 @@ class SparseLayerCase(CachedCase):
             f"index_heads_{self.index_heads}" if self.index_heads != _USUAL_HEADS else "",
             "topk" if self.topk != _USUAL_TOPK else "",
             "shared" if self.shared else "",
+            "tp" if self.tp > 1 else "",
         )
 
     def without(self, requests: range) -> dict[str, Any]:
@@ -139,7 +142,9 @@ class SparseLayerCase(CachedCase):
         if self.decodes > len(self.q):
             raise CaseError(f"field decodes: expected at most the {len(self.q)} requests, got {self.decodes}")
         if self.ranks > 1:
-            raise CaseError(f"field ranks: a sparse layer's cases are on one rank, got {self.ranks}")
+            raise CaseError(f"field ranks: a sparse layer's ranks share heads, tp, and no tokens, got {self.ranks}")
+        if self.heads % self.tp:
+            raise CaseError(f"field heads: expected a multiple of the {self.tp} ranks, got {self.heads}")
         if self.topk % 2 or self.topics < self.queries - 1:
             raise CaseError(
                 f"field topk: expected an even number of tokens, in 1 or 2 topics for each index head but one, got "

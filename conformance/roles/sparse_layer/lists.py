@@ -71,6 +71,18 @@ def caches() -> Iterator[Fields]:
     yield step(*mixed, pad=1, poison="large", **_TILES)
 
 
+def ranks() -> Iterator[Fields]:
+    """Decodes and prefills on ranks that share the heads: as many as heads, padding, codes, no indexer, a shortcut."""
+    mixed: Any = (1, 1, 9), (40, 70, 30), 2
+    yield step(*mixed, tp=2)
+    yield step(*mixed, tp=4, pad=2)
+    yield step((20, 5), (0, 60), heads=16, tp=8)
+    yield step((1, 6), (40, 20), 1, heads=16, tp=4, index_heads=9, topk=16, index_cache="auto")
+    yield step(*mixed, **_TILES, heads=16, tp=2, page=16)
+    yield step(*mixed, tp=2, shared=True)
+    yield step((9, 8), (0, 0), tp=2)
+
+
 def models() -> Iterator[Fields]:
     """64 heads of attention and indexer, 2,048 tokens selected of a few more."""
     model = {"heads": 64, "index_heads": 64, "topk": 2048}
@@ -91,6 +103,7 @@ def repeated() -> Iterator[Fields]:
     yield step((1, 1, 1, 1), (40, 9, 70, 20), 4)
     yield step((5, 3, 9, 2), (30, 0, 11, 50))
     yield step((1, 1, 1, 1), (40, 9, 70, 20), 4, shared=True)
+    yield step((1, 1, 1, 1), (40, 9, 70, 20), 4, tp=2)
 
 
 def fenced() -> Iterator[Fields]:

@@ -21,7 +21,7 @@ from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.sparse_layer.call import SparseLayerCall
+from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
 from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
@@ -68,11 +68,16 @@ class _Cache:
 class SparseLayerBatch(HiddenStates):
     """The batch of a sparse layer's case."""
 
-    def call(self) -> SparseLayerCall:
-        """The only call."""
+    def call(self) -> SparseLayerCall | SparseLayerOnRanks:
+        """The only call, which ranks make together."""
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
-        case, latent, index = self.case, self._latent_cache, self._index_cache
-        q, k, v = self._attended()
+        parts = tuple(self._call(rank) for rank in range(self.case.tp))
+        return parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts)
+
+    def _call(self, rank: int) -> SparseLayerCall:
+        """Of one rank's heads, with caches of its own."""
+        case, latent, index = self.case, self._cache(self, self._latents), self._index_cache()
+        q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in self._attended)
         written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}
         written |= {} if case.shared else {"index_kv_cache": index.image}
         first = torch.tensor(start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
@@ -86,12 +91,13 @@ class SparseLayerBatch(HiddenStates):
             hidden_states=self._padded(),
             positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
             cos_sin_cache=self._table(),
-            weights=self.layer.handed(case, self.dtype, self.device),
+            weights=self.layer.handed(case, self.dtype, self.device, rank),
             metadata=MLASparseLayerMetadata(
                 latent.metadata(), index.metadata(), latent.slots(case.pad), index.slots(case.pad), case.decodes
             ),
             written={**written, "topk_indices_buffer": self._buffer()},
             case=case,
+            rank=rank,
         )
 
     def _table(self) -> Tensor:
@@ -111,6 +117,7 @@ class SparseLayerBatch(HiddenStates):
         kv_c, k_pe = latents(self.hidden, self.positions, self.layer.weights, self.layer.spec)
         return kv_c.to(self.dtype), k_pe.to(self.dtype)
 
+    @cached_property
     def _attended(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, N, P + R] of the model's dtype, k [S, N, P + R] and v [S, N, V] float64; stored latents are as new."""
         w, (kv_c, k_pe) = self.layer.weights, self._latents
@@ -120,11 +127,6 @@ class SparseLayerBatch(HiddenStates):
         q, k, v = (x.to(self.device) for x in found)
         return q, k, v
 
-    @cached_property
-    def _latent_cache(self) -> _Cache:
-        return self._cache(self, self._latents)
-
-    @cached_property
     def _index_cache(self) -> _Cache:
         """In blocks of its own."""
         keys = self.keys.to(self.dtype)

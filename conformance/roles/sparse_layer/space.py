@@ -14,6 +14,8 @@ from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS
 from mla_conformance.roles.sparse_layer.case import LATENTS, SparseLayerCase
 
+_HEADS = Numbers(exactly(4, 16, 1, 5, 32))
+_RANKS = Numbers(exactly(1, 2, 4, 8, 16))
 _KINDS = ("both", "decodes", "prefills")
 _REQUESTS = Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
 _SELECTED = {(4, 8): "8 by 4 heads", (9, 16): "16 by 9 heads", (2, 2): "2 by 2 heads", (9, 32): "32 by 9 heads"}
@@ -71,6 +73,10 @@ def _fields(row: Row, pick: Pick) -> Fields:
     return {"call": Call.SPARSE_LAYER, "q": q, "kv": kv, "decodes": decodes, **selected}
 
 
+def _shared(heads: str, ranks: str) -> bool:
+    return int(heads) % int(ranks) == 0
+
+
 def _long_enough(selected: str, keys: str, new: str) -> bool:
     least = _TOKENS.first(new) if new in _TOKENS.parts else int(new)
     return max(_longest(selected, keys)) >= least
@@ -92,7 +98,8 @@ SPARSE_LAYER = Space(
         plain("rotated", {"first": {"rope_last": False}, "last": {"rope_last": True}}, only=_OWN),
         values("layer pairs", "layer_pairs", *PAIRS[::-1]),
         values("dtype", "dtype", "bf16", "fp16"),
-        numbers("heads", "heads", Numbers(exactly(4, 16, 1, 5, 32))),
+        numbers("heads", "heads", _HEADS),
+        numbers("ranks", "tp", _RANKS),
         measured("requests", _REQUESTS, lambda case: _REQUESTS.class_of(len(case.q))),
         measured("queries", _QUERIES, lambda case: _QUERIES.class_of(max(case.q[: case.decodes])), _WITH_DECODES),
         measured("tokens", _TOKENS, lambda case: _TOKENS.class_of(max(case.q[case.decodes :])), _WITH_PREFILLS),
@@ -111,6 +118,7 @@ SPARSE_LAYER = Space(
         never("one request does not both", {"requests": ("1",), "requests that": ("both",)}),
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "tokens"), _long_enough),
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "queries"), _long_enough),
+        Rule("ranks have equal shares of the heads", ("heads", "ranks"), _shared),
     ),
     shape=_fields,
     small={"requests": ("2 to 7", "1"), "heads": ("4", "1", "5"), "selected": ("8 by 4 heads", "2 by 2 heads")},

@@ -1,7 +1,7 @@
 """Weights of a sparse layer that pick one column each, times a power of two, so that no projection rounds."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,13 +54,15 @@ class DrawnLayer:
         turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
         return DrawnLayer(weights, index, *_specs(case, tuple(turn * math.pi / 2 for turn in turns)))
 
-    def handed(self, case: SparseLayerCase, dtype: torch.dtype, device: torch.device) -> interface.SparseLayerWeights:
-        """The same as a layer under test gets them."""
+    def handed(
+        self, case: SparseLayerCase, dtype: torch.dtype, device: torch.device, rank: int
+    ) -> interface.SparseLayerWeights:
+        """The same as a layer under test gets them on a rank: those of its heads, and all that have none."""
 
         def linear(*parts: Tensor) -> Tensor:
             return torch.cat(parts, dim=-1).flatten(1).mT.to(device, dtype).contiguous()
 
-        w, index = self.weights, self.index
+        w, index = _share(self.weights, case.tp, rank), self.index
         assert w.W_DQ is not None and w.q_norm is not None and w.kv_norm is not None
         indexer = interface.SparseIndexerWeights(
             wq_b=linear(index.wq_b),
@@ -98,6 +100,13 @@ def _attention_weights(
         q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
         kv_norm=_powers(latent, (1.0, 2.0), generator),
     )
+
+
+def _share(weights: MLAWeights, ranks: int, rank: int) -> MLAWeights:
+    """With the heads of a rank alone."""
+    names = ("W_UQ", "W_QR", "W_UK", "W_UV")
+    heads = {name: getattr(weights, name).chunk(ranks, dim=1)[rank] for name in names}
+    return replace(weights, **heads, W_O=weights.W_O.chunk(ranks)[rank])
 
 
 def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:

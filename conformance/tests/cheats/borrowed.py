@@ -13,11 +13,10 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.reference.attention import attention
 from mla_conformance.tests.cheats.cheat import ThreeTimes, cheat
 
-_OWN = "that the numbers are those of a kernel of its own"
-_NUMBERS_ARE_RIGHT = (
-    "The numbers are right, and right numbers are all that a verdict is about. On a GPU the record lists the kernels "
-    "that were measured, here none but torch's; on a CPU nothing is measured. Whoever trusts the name reads the source "
-    "that the certificate pins."
+_OWN = "that its own kernel computed"
+NUMBERS_ARE_RIGHT = (
+    "The numbers are right, and a verdict is about nothing else. On a GPU the record lists the measured kernels, here "
+    "torch's alone; on a CPU nothing is measured. Whoever trusts the name reads the source that the certificate pins."
 )
 
 _SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -31,7 +30,7 @@ def _golden(attention: Any, kernel: ThreeTimes, q: torch.Tensor, k: torch.Tensor
     return state.output.to(q.dtype), state.lse.float()
 
 
-@cheat(claims=_OWN, trust=_NUMBERS_ARE_RIGHT)
+@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
 class CallsTheReference(ThreeTimes):
     """Calls the golden reference and rounds its result."""
 
@@ -39,7 +38,7 @@ class CallsTheReference(ThreeTimes):
         return _golden(attention, self, q, k, v)
 
 
-@cheat(claims=_OWN, trust=_NUMBERS_ARE_RIGHT)
+@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
 class CopiesTheReference(ThreeTimes):
     """Executes a copy of the reference's source, under another name."""
 
@@ -51,7 +50,7 @@ class CopiesTheReference(ThreeTimes):
         return _golden(copy.attention, self, q, k, v)
 
 
-@cheat(claims=_OWN, trust=_NUMBERS_ARE_RIGHT)
+@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
 class CallsAnotherBackend(ThreeTimes):
     """Hands every call to the adapter of another library."""
 
@@ -62,7 +61,7 @@ class CallsAnotherBackend(ThreeTimes):
         return other.run_prefill_new_tokens(q, k, v, True)
 
 
-@cheat(claims=_OWN, trust=_NUMBERS_ARE_RIGHT)
+@cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
 class WrapsSDPA(ThreeTimes):
     """Calls torch's attention on each request."""
 

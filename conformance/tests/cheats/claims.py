@@ -5,13 +5,13 @@ from importlib.metadata import Distribution
 from typing import ClassVar
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.tests.cheats.borrowed import NUMBERS_ARE_RIGHT
 from mla_conformance.tests.cheats.cheat import ThreeTimes, cheat
 
 
 @cheat(
     claims="that an emulation is a real kernel",
-    trust="The numbers are right. On a GPU the kernels that run are measured, and the report says that only torch's "
-    "did; on a CPU nothing is measured. Whoever trusts the word reads the source that the certificate pins.",
+    trust=NUMBERS_ARE_RIGHT,
 )
 class ClaimsToBeReal(ThreeTimes):
     """Computes with plain tensor operations and declares that it is no emulation."""

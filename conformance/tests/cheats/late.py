@@ -7,7 +7,7 @@ from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.trials.trial import Trial
 
 
-@cheat(claims="that numbers which it found are computed", apart=WRONG)
+@cheat(claims="that found numbers are computed", apart=WRONG)
 class FillsInWhenJudged(ThreeTimes):
     """Returns a view that a profiler, which it leaves behind, fills with the golden values when the judge is called."""
 

@@ -10,7 +10,7 @@ from mla_conformance.judging.golden import golden_attention
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.cheats.cheat import CASE, ThreeTimes, cheat
 
-_COMPUTED = "that numbers which were recorded beforehand are computed"
+_COMPUTED = "that recorded numbers are computed"
 
 
 @cache

@@ -5,6 +5,7 @@ As data, as lines for a terminal, and as the table of the threat model.
 
 import argparse
 import os
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -29,10 +30,11 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
-from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, Cheat, cheats
+from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, RIGHT, Cheat, cheats
 
 _STORED = "cheats.json"
 _THROUGH = "gets through"
+_WRONG = r".*(output|LSE) is \S+ at request.*"
 SALT = "chosen-when-it-was-written"
 """With it inputs are drawn that no cheat has seen before."""
 _SECONDS = 60.0
@@ -172,16 +174,28 @@ def markdown(report: CheatReport) -> str:
         if entry.trust:
             through.setdefault(entry.trust, []).append(f"`{entry.name}`")
     reasons = [f"- {', '.join(names)}: {reason}" for reason, names in through.items()]
-    return "\n".join([closing_line(report) + ".", "", *head, *rows, "", "Not caught apart, and why:", "", *reasons])
+    return "\n".join(
+        [
+            f"{closing_line(report)}. Where no claim is named, it is {RIGHT}.",
+            "",
+            *head,
+            *rows,
+            "",
+            "Not caught apart, and why:",
+            "",
+            *reasons,
+        ]
+    )
 
 
 def _row(entry: Cheat, found: Outcome) -> str:
     salted = " (with a salt)" if entry.salted else ""
     apart = "likewise" if found.alone and found.apart == found.alone else _short(found.apart)
-    cells = (f"`{entry.name}`", entry.attempt, entry.claims, _short(found.alone), apart + salted)
+    claims = "" if entry.claims == RIGHT else entry.claims
+    cells = (f"`{entry.name}`", entry.attempt, claims, _short(found.alone), apart + salted)
     return f"| {' | '.join(cells)} |"
 
 
 def _short(said: str) -> str:
-    """What a user is told, up to how much of the result is wrong."""
-    return f"caught: {said.partition(', wrong in')[0]}" if said else _THROUGH
+    """What a user is told; of wrong numbers, in which part of the result."""
+    return "caught: " + re.sub(_WRONG, r"wrong \1", said) if said else _THROUGH

@@ -15,7 +15,7 @@ import torch
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 
-_COMPUTED = "that numbers which it found are computed"
+_COMPUTED = "that found numbers are computed"
 
 
 @cheat(claims=_COMPUTED, apart=WRONG)

@@ -1,0 +1,106 @@
+"""Calls that ranks make together, each of its own heads."""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems.memory import Guarded
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOfARank(AttentionCall):
+    """A call that ranks may share.
+
+    Attributes:
+        rank: whose it is.
+    """
+
+    rank: int = 0
+
+
+OfARank = TypeVar("OfARank", bound=CallOfARank)
+
+
+class RanksDriver(Protocol):
+    """What a call needs of the ranks under test."""
+
+    def prepare(self, parts: Sequence[Any]) -> None:
+        """Weights and metadata of every rank."""
+
+    def forward(self, parts: Sequence[Any]) -> Sequence[Any]:
+        """The result of every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOnRanks(AttentionCall, Generic[OfARank]):
+    """What ranks do together: the result is that of all heads.
+
+    Attributes:
+        parts: the call of each rank, of its own heads, with its own caches.
+    """
+
+    parts: tuple[OfARank, ...]
+
+    @classmethod
+    def of(cls, parts: tuple[OfARank, ...]) -> Self:
+        """The call that consists of these."""
+        operands = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")}
+        one = parts[0]
+        return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
+
+    means: ClassVar = ("q", "k", "v")
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"{self.parts[0].name} on {len(self.parts)} ranks"
+
+    @property
+    def returns_lse(self) -> bool:
+        """A layer returns none."""
+        return False
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        """The operands of each rank."""
+        return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
+
+    @property
+    def reached(self) -> Iterable[torch.Tensor]:
+        """Operands and caches of each rank."""
+        return [tensor for part in self.parts for tensor in part.reached]
+
+    def handed(self) -> Self:
+        """The calls of all ranks as they may be known."""
+        return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
+
+    def overwritten(self, other: Self) -> Self:
+        """The other batch, at the addresses of this one."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
+
+    def prepare(self, backend: RanksDriver) -> None:
+        """Weights and metadata of every rank."""
+        backend.prepare(self.parts)
+
+    def invoke(self, backend: RanksDriver, out: Guarded | None) -> Any:
+        """What the ranks make together."""
+        return self.joined(backend.forward(self.parts))
+
+    @abstractmethod
+    def joined(self, results: Sequence[Any]) -> Any:
+        """The result [T, N, V] of all heads, from that of each rank."""
+
+    def wrong_writes(self) -> str:
+        """What one of the ranks wrote wrongly into its caches; empty if there is nothing."""
+        wrong = ((part.rank, part.wrong_writes()) for part in self.parts)
+        return next((f"on rank {rank}, {what}" for rank, what in wrong if what), "")
+
+    def operands(self) -> AttentionOperands:
+        """As of one rank with all heads."""
+        own = [part.operands() for part in self.parts]
+        value_weights = torch.cat([each.value_weights for each in own if each.value_weights is not None])
+        return replace(own[0], q=self.q, k=self.k, v=self.v, value_weights=value_weights)
