@@ -235,8 +235,8 @@ def test_an_index_cache_of_a_layer_without_an_indexer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ("q=[1];kv=[3];topk=9", "field topk: expected an even number of tokens"),
-        ("q=[1];kv=[3];topk=4", "1 or 2 topics for each index head but one, got 4 with 4 heads"),
+        ("q=[1];kv=[3];topk=9", "field topk: expected an even number from 6 to 12, or a multiple of one of 4 beyond"),
+        ("q=[1];kv=[3];topk=4", "since 4 index heads tell so many groups of keys apart, got 4"),
         ("q=[1];kv=[3];dims=32-32-32-96;data=integers", "integers has latents of whole 64 columns"),
         ("q=[1];kv=[3];decodes=2", "field decodes: expected at most the 1 requests, got 2"),
         ("q=[1];kv=[3];dims=32-32-256-128", "field dims: expected pairs to rotate"),

@@ -146,9 +146,11 @@ class SparseLayerCase(CachedCase):
         if self.heads % self.tp:
             raise CaseError(f"field heads: expected a multiple of the {self.tp} ranks, got {self.heads}")
         if self.topk % 2 or self.topics < self.queries - 1:
+            least = self.queries - 1
+            sizes = ", ".join(str(n) for n in range(least, 2 * least + 1) if n % 4 == 0)
             raise CaseError(
-                f"field topk: expected an even number of tokens, in 1 or 2 topics for each index head but one, got "
-                f"{self.topk} with {self.index_heads} heads"
+                f"field topk: expected an even number from {2 * least} to {4 * least}, or a multiple of one of {sizes} "
+                f"beyond, since {self.index_heads} index heads tell so many groups of keys apart, got {self.topk}"
             )
         if self.kv_lora_rank % WHOLE and (self.holds_codes or self.data == Data.INTEGERS):
             raise CaseError(f"field data: {self.data} has latents of whole {WHOLE} columns, got dims={self.dims}")
