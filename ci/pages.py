@@ -32,7 +32,7 @@ from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.topk.case import TopKCase
 
 ROOT = Path(__file__).parents[1]
-_LONG_SECONDS = 30
+_LONG_SECONDS = 60
 _NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|options:\n  -h, --help .*\n\n|  -h, --help .*\n")
 """Usage, which repeats the options, and the option that every command has."""
 _ROLES = (
