@@ -64,7 +64,8 @@ class MatrixTask:
     kernels: Sequence[MatrixKernel]
 
 
-def kernels() -> list[MatrixKernel]:
+@cache
+def kernels() -> Sequence[MatrixKernel]:
     """Honest kernels, the real ones among them, then the known defects."""
     honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
     wrong = [

@@ -1,6 +1,5 @@
 """What a failure is said to look like: known defects by name, other ones as unknown, and how far an error reaches."""
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -388,17 +387,6 @@ class ZeroForNoMaximumOfASplit(SplitDecode):
         return state._replace(maximum=state.maximum.masked_fill(shared & ~seen, 0.0))
 
 
-class LseOfSplits(ZeroForNoMaximumOfASplit):
-    """The LSE is joined from those of the splits, as an adapter does that is handed their states."""
-
-    def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
-        self._lse = torch.cat([part.maximum + part.total.log() for part in parts], dim=-1).logsumexp(dim=-1)
-        return super()._combine(parts)
-
-    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
-        return super()._finish(state)[0], self._lse
-
-
 THREE_TOKENS = "decode_multi_token:call=decode;dims=small;heads=2;q=[3];kv=[254];data=negative"
 
 
@@ -406,7 +394,6 @@ THREE_TOKENS = "decode_multi_token:call=decode;dims=small;heads=2;q=[3];kv=[254]
     ("kernel", "case"),
     [
         (ZeroForNoMaximumOfASplit, THREE_TOKENS),
-        (LseOfSplits, THREE_TOKENS),
         (
             ZeroForNoMaximum,
             "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[6];kv=[77];topk=512;fill=ragged;holes=scattered;"
