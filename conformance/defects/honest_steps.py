@@ -87,8 +87,9 @@ class SplitRows(EagerTopKBackend):
 
 
 class ColumnsOfTheLogits(EagerTopKBackend):
-    """Columns of the logits, not of the window, in their order and behind -1, all of which is declared."""
+    """Columns of the logits, not of the window, in their order and behind -1, all of which is declared; of no pools."""
 
+    supports_pools = False
     declaration = _selects(relative=False, order=SelectionOrder.ASCENDING, padding_behind=False)
 
     def _told(self, chosen, starts):
