@@ -36,7 +36,6 @@ from mla_conformance.diagnosis.candidates import Candidate, candidates, combined
 from mla_conformance.diagnosis.explain import ALIKE, MOST_TOLD, causes_of
 from mla_conformance.diagnosis.likeness import Behaviour, likeness, numbers_of
 from mla_conformance.diagnosis.neighbours import holding, outcome
-from mla_conformance.driving.executor import UNWATCHED
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.measured import Measured
@@ -195,7 +194,7 @@ def diagnoses(text: str, ids: Sequence[str]) -> list[Diagnosis]:
 
 def _tried(reference: str, case: Case, context: Context) -> tuple[Trial, Record]:
     name = reference.rpartition(":")[2]
-    return judged_trial(Subject(BackendReference(name, reference), torch.device("cpu"), UNWATCHED), case, context)
+    return judged_trial(Subject(BackendReference(name, reference), torch.device("cpu")), case, context)
 
 
 @cache

@@ -16,8 +16,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import holding, outcome
-from mla_conformance.driving.executor import UNWATCHED
-from mla_conformance.judging.record import PERHAPS, UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
@@ -29,10 +28,10 @@ UNALIKE = 0.9
 """Least likeness of a candidate of which nothing is told: in short rows the same mistake came out as 0.984, because a
 wrong row may round more than the right one's budget allows."""
 _PATIENCE = 15.0
-"""Seconds of CPU time of this thread for all candidates, and for cases nearby: what is told depends neither on what
-others do on the machine nor on the threads that torch keeps spinning."""
+"""Seconds of this process's CPU time for all candidates, and for cases nearby; others may share the machine."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
+_PERHAPS = "perhaps "
 MOST_TOLD = 2
 """Causes that a sentence names; more would be of no help."""
 
@@ -82,21 +81,21 @@ class ReportedCauses:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
         if not self.texts or not is_comparable(record) or len(trial.case.q) > _MOST_REQUESTS:
             return ""
-        observed, started = Behaviour.of(trial, record), time.thread_time()
+        observed, started = Behaviour.of(trial, record), time.process_time()
         try:
             for candidate, text in self._claimed(trial, observed):
-                if self.spent + time.thread_time() - started > _PATIENCE:
+                if self.spent + time.process_time() - started > _PATIENCE:
                     return ""
                 if likeness(observed, behaviour(candidate, trial)) >= ALIKE:
                     self.fits[candidate] += 1
                     return text
         finally:
-            self.spent += time.thread_time() - started
+            self.spent += time.process_time() - started
         return ""
 
     def _claimed(self, trial: Trial, observed: Behaviour) -> list[tuple[Candidate, str]]:
         """Candidates with the text that names them, those that fitted most first."""
-        texts = [text for text in self.texts if observed.is_numeric or text.startswith(PERHAPS)]
+        texts = [text for text in self.texts if observed.is_numeric or text.startswith(_PERHAPS)]
         everyone = candidates(trial.case.role)
         named = [(candidate, text) for text in texts for candidate in everyone if candidate.reported in text]
         return sorted(named, key=lambda each: -self.fits[each[0]])
@@ -104,10 +103,10 @@ class ReportedCauses:
 
 def _likenesses(observed: Behaviour, trial: Trial, asked: Sequence[Candidate]) -> dict[Candidate, float] | None:
     """How alike each candidate fails; None if there was no time to try them all."""
-    started = time.thread_time()
+    started = time.process_time()
     found: dict[Candidate, float] = {}
     for candidate in asked:
-        if time.thread_time() - started > _PATIENCE:
+        if time.process_time() - started > _PATIENCE:
             return None
         found[candidate] = likeness(observed, behaviour(candidate, trial))
     return found
@@ -120,10 +119,10 @@ def _fitting(likenesses: Mapping[Candidate, float]) -> list[Candidate]:
 
 def _holding(fitting: Sequence[Candidate], trial: Trial) -> list[Candidate]:
     """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
-    started = time.thread_time()
+    started = time.process_time()
 
     def outcome_of(subject: Subject, case: Case) -> str | None:
-        if time.thread_time() - started > _PATIENCE:
+        if time.process_time() - started > _PATIENCE:
             return None
         tried, record = judged_trial(subject, case, trial.context)
         trial.disturbed |= tried.disturbed
@@ -139,7 +138,7 @@ def behaviour(candidate: Candidate, trial: Trial) -> Behaviour:
 
 
 def _subject(candidate: Candidate, trial: Trial) -> Subject:
-    return Subject(BackendReference(candidate.kernel.__name__, candidate.reference), trial.subject.device, UNWATCHED)
+    return Subject(BackendReference(candidate.kernel.__name__, candidate.reference), trial.subject.device)
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:
@@ -155,7 +154,7 @@ def describe(fitting: Sequence[Candidate], certain: bool) -> str:
     if len(reported) > MOST_TOLD:
         return ""
     sentence = reported[0] if len(reported) == 1 else f"one of: {'; or '.join(reported)}"
-    return sentence if certain else f"{PERHAPS}{sentence}"
+    return sentence if certain else f"{_PERHAPS}{sentence}"
 
 
 def causes_of(fitting: Sequence[Candidate]) -> list[Candidate]:

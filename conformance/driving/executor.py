@@ -144,19 +144,16 @@ class Executor:
             step: the step.
             reached: memory of the caller that it may write, and that is looked at afterwards.
         """
-        done = self._run(step)
+        done = run_step(step)
         return replace(done, kept=done.value)
 
     def make(self, step: Callable[[], Any]) -> StepResult:
         """A step whose value is for later steps only."""
-        return self._run(step)
+        return run_step(step)
 
     def query(self, question: Callable[[], Any], kind: Any) -> StepResult:
         """A step that answers with plain data of this type."""
-        return self._run(question)
-
-    def _run(self, step: Callable[[], Any]) -> StepResult:
-        return run_step(step)
+        return run_step(question)
 
     def lost(self, device: torch.device) -> bool:
         """Whether the steps destroyed the GPU's context that they run in."""
@@ -169,20 +166,7 @@ class Executor:
         """Give back memory of the device that is held without need."""
 
 
-class _Unwatched(Executor):
-    """Carries out steps of this project's own kernels, which leave the process as it is."""
-
-    def _run(self, step: Callable[[], Any]) -> StepResult:
-        looks = len(_looks)
-        try:
-            return StepResult(step())
-        except Exception as error:
-            return StepResult(None, one_line(error), _traceback(), _ran_out(error))
-        finally:
-            del _looks[looks:]
-
-
-IN_PROCESS, UNWATCHED = Executor(), _Unwatched()
+IN_PROCESS = Executor()
 
 
 def itself(value: Any) -> Any:

@@ -30,8 +30,6 @@ UNLIKE: Final = "unlike every known defect"
 """The explanation of a failure that nothing explains."""
 UNCOMPARED: Final = "not compared with every known defect, which would take too long"
 """The explanation of a failure for which time ran out."""
-PERHAPS: Final = "perhaps "
-"""Before an explanation that other cases do not bear out."""
 _EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED)
 _SHOWN_CASES = 3
 

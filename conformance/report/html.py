@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mla_conformance.judging.record import PERHAPS, Record
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.heat_picture import picture, words
@@ -68,11 +68,11 @@ def _verdict(backend: BackendSummary) -> str:
 
 def _because(causes: Sequence[Cause]) -> str:
     first, *others = causes
-    part, sentence = f", {len(first.failures)} of them" if others else "", first.sentence.removeprefix(PERHAPS)
+    part = f", {len(first.failures)} of them" if others else ""
     if first.kind == "likely":
-        part = f"{part or ','} {'most likely' if sentence == first.sentence else 'perhaps'} because"
+        part = f"{part or ','} most likely because"
     likely = sum(cause.kind == "likely" for cause in others)
-    return f"{part}: {sentence}" + (f"; {counted(likely, 'other likely cause')}" if likely else "")
+    return f"{part}: {first.sentence}" + (f"; {counted(likely, 'other likely cause')}" if likely else "")
 
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:
