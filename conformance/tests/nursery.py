@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _REQUEST = 2**20
 _AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "LC_", "LANG", "LD_")
@@ -24,7 +25,8 @@ class ForkedKeeper:
     """What is used of ``subprocess.Popen`` for a keeper; ``pid`` is its process."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self._status = pid, None
+        self.pid = pid
+        self._status: int | None = None
 
     def send_signal(self, number: int) -> None:
         """As long as it was not waited for."""
@@ -116,7 +118,7 @@ def main(descriptor: int) -> None:
             os.close(number)
 
 
-def _become(request: dict[str, object], descriptor: int, log: int) -> None:
+def _become(request: dict[str, Any], descriptor: int, log: int) -> None:
     """A process as ``Popen`` would have started it, once its parent is who asked for it."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -124,7 +126,7 @@ def _become(request: dict[str, object], descriptor: int, log: int) -> None:
         os.dup2(source, number)
     os.close(log)
     os.close(nothing)
-    os.chdir(str(request["folder"]))
+    os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
     while os.getppid() not in (1, request["supervisor"]):

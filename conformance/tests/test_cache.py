@@ -11,6 +11,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.problems.written_rows import WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -234,5 +235,6 @@ def test_what_lies_beside_an_entry_or_a_pool_is_looked_at(kernel: type) -> None:
 def test_what_is_handed_to_a_kernel_does_not_say_what_is_right(text: str) -> None:
     (call,) = calls(text)
     for written in call.handed().written.values():
+        assert not isinstance(written, WrittenEntries)
         hidden = (written.low, written.high) if isinstance(written, WrittenRows) else (written.after,)
         assert all(x.is_meta for x in hidden) and not written.cache.is_meta

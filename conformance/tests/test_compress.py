@@ -1,7 +1,7 @@
 """The role compress: its golden entries, the pages that its states get, and what it tells of wrong writes."""
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.honest_compression import HONEST_COMPRESSORS
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
 from mla_conformance.reference.prepare_index import Prepared
 from mla_conformance.roles.compress.call import CompressCall
@@ -140,32 +141,34 @@ def test_pages_of_states_are_dealt_out_again_and_kept_as_long_as_a_group_needs_t
 class WritesBeside(EagerCompressBackend):
     """The bytes of another layer are touched."""
 
-    def run_compress(self, kv, score, ape, norm_weight, cos_sin_cache, state_cache, kv_cache):
+    def run_compress(
+        self, kv: Any, score: Any, ape: Any, norm_weight: Any, cos_sin_cache: Any, state_cache: Any, kv_cache: Any
+    ) -> None:
         super().run_compress(kv, score, ape, norm_weight, cos_sin_cache, state_cache, kv_cache)
         self.touch(kv_cache, state_cache)
 
-    def touch(self, kv_cache, state_cache):
+    def touch(self, kv_cache: torch.Tensor, state_cache: torch.Tensor) -> None:
         storage_bytes(kv_cache)[0] = 7
 
 
 class WritesAFreeSlot(WritesBeside):
     """An entry stands in block 0, which no request has."""
 
-    def touch(self, kv_cache, state_cache):
+    def touch(self, kv_cache: torch.Tensor, state_cache: torch.Tensor) -> None:
         kv_cache[0, 1] = 1.0
 
 
 class WritesOtherStates(WritesBeside):
     """A state stands in block 0."""
 
-    def touch(self, kv_cache, state_cache):
+    def touch(self, kv_cache: torch.Tensor, state_cache: torch.Tensor) -> None:
         state_cache[0, 1] = 1.0
 
 
 class WritesTooMuch(WritesBeside):
     """The first entry of a slot that is written is one too large."""
 
-    def touch(self, kv_cache, state_cache):
+    def touch(self, kv_cache: torch.Tensor, state_cache: torch.Tensor) -> None:
         slots = self._compress_metadata.slot_mapping
         for slot in slots[slots >= 0].tolist():
             kv_cache[slot // kv_cache.shape[1], slot % kv_cache.shape[1], 3] += 1
@@ -188,7 +191,7 @@ def test_wrong_writes_are_told(kernel: type, said: str) -> None:
 
 def test_a_backend_is_handed_no_expected_entry() -> None:
     handed = called(MIXED).handed().written["kv_cache"]
-    assert handed.bounds is not None and all(bound.is_meta for bound in handed.bounds)
+    assert isinstance(handed, WrittenEntries) and handed.bounds and all(bound.is_meta for bound in handed.bounds)
 
 
 class FourAlone(EagerCompressBackend):

@@ -172,7 +172,9 @@ def test_ranks_are_handed_their_heads_and_caches_of_their_own() -> None:
     parts, memory = call.parts, [x.data_ptr() for x in call.reached]
     for name, dim in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
         assert torch.equal(torch.cat([getattr(p.weights, name) for p in parts], dim), getattr(whole, name))
-    assert all(torch.equal(part.weights.indexer.wq_b, whole.indexer.wq_b) for part in parts)
+    for part in parts:
+        assert whole.indexer and part.weights.indexer
+        assert torch.equal(part.weights.indexer.wq_b, whole.indexer.wq_b)
     assert len(memory) == len(set(memory)) and not call.wrong_writes()
 
 

@@ -1,6 +1,6 @@
 """A selection over pools of tokens: which lists are right, and who is asked."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class NoPools(MLATopKBackend):
     def get_name() -> str:
         return "NO_POOLS"
 
-    def run_top_k_per_row(self, logits, topk_tokens):
+    def run_top_k_per_row(self, logits: Any, topk_tokens: int) -> Any:
         raise AssertionError("nothing is asked of it")
 
 
