@@ -217,11 +217,11 @@ def test_the_command_rewrites_the_section_and_nothing_else(
 ) -> None:
     monkeypatch.setattr("mla_conformance.commands.defects.run_matrix", lambda tier: outcomes({}))
     path = tmp_path / "page.md"
-    path.write_text("before\n<!-- defects:begin -->old<!-- defects:end -->\nafter\n")
+    path.write_text("before\n<!-- defects:begin -->stale<!-- defects:end -->\nafter\n")
     assert main(["defects", "--tier", "smoke", "--page", str(path)]) == 1
     assert f"0 of {len(DEFECTS)} known defects killed · " in capsys.readouterr().out
     written = path.read_text(encoding="utf-8")
-    assert written.startswith("before\n<!-- defects:begin -->\n0 of ") and "old" not in written
+    assert written.startswith("before\n<!-- defects:begin -->\n0 of ") and "stale" not in written
     assert written.endswith("<!-- defects:end -->\nafter\n")
 
 
