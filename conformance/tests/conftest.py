@@ -139,3 +139,12 @@ def real_run(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
             assert main(["certify", *backends, *JUDGED, f"--expectations={folder}", f"--out={folder / 'out'}"]) == 1
 
     return once("real-run", fill) / "out"
+
+
+_started_anew = place.start_keeper
+
+
+@pytest.fixture
+def keepers_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of a test import everything anew: what reaches into other processes finds those of a user's run."""
+    monkeypatch.setattr(place, "start_keeper", _started_anew)

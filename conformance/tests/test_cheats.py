@@ -64,6 +64,7 @@ def apart() -> dict[str, str]:
         }
 
 
+@pytest.mark.usefixtures("keepers_started_anew")
 @pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)
 def test_what_one_process_lets_through_is_caught_apart(entry: Cheat, apart: dict[str, str]) -> None:
     assert entry.apart in apart[entry.reference]
