@@ -27,17 +27,20 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     torch.set_num_threads(threads)
 
 
+_started_anew = place.start_keeper
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _keepers_are_forked() -> Iterator[None]:
     """Runs of this process import torch and the suite once for all, where a process can adopt orphans."""
     if sys.platform != "linux":
         yield
         return
-    nursery, started_anew = Nursery(), place.start_keeper
+    nursery = Nursery()
 
     def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> Any:
         fork = nursery.forks_for(environment)
-        return (nursery.start_keeper if fork else started_anew)(descriptor, log, environment)
+        return (nursery.start_keeper if fork else _started_anew)(descriptor, log, environment)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, "start_keeper", start_keeper)
@@ -141,10 +144,9 @@ def real_run(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     return once("real-run", fill) / "out"
 
 
-_started_anew = place.start_keeper
-
-
-@pytest.fixture
-def keepers_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of a test import everything anew: what reaches into other processes finds those of a user's run."""
-    monkeypatch.setattr(place, "start_keeper", _started_anew)
+@pytest.fixture(scope="module")
+def keepers_started_anew() -> Iterator[None]:
+    """Runs import everything anew: what reaches into other processes finds those of a user's run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(place, "start_keeper", _started_anew)
+        yield

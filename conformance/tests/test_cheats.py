@@ -54,7 +54,7 @@ def test_the_threat_model_holds_the_stored_table() -> None:
 
 
 @pytest.fixture(scope="module")
-def apart() -> dict[str, str]:
+def apart(keepers_started_anew: None) -> dict[str, str]:
     """By reference, what is said of each cheat apart, in processes that have judged nothing else."""
     with Supervisor(60.0) as supervisor:
         supervisor.add_place(Setup("cpu", apart=True), {})
@@ -64,7 +64,6 @@ def apart() -> dict[str, str]:
         }
 
 
-@pytest.mark.usefixtures("keepers_started_anew")
 @pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)
 def test_what_one_process_lets_through_is_caught_apart(entry: Cheat, apart: dict[str, str]) -> None:
     assert entry.apart in apart[entry.reference]
