@@ -162,9 +162,10 @@ class _Sweep:
         key_bytes = TileKeys.bytes_of_key(self.requests[0], self.low)
         pair_bytes = 8 if self.low is None else 8 + 3 * self.low.itemsize
         blocks = plan_blocks(self.device, heads=self.shape[0], key_bytes=key_bytes, pair_bytes=pair_bytes)
+        # Counts are made here, before the lanes, each of which has a stream of its own and waits for this one alone.
         return [
-            Panel(request, heads, rows, blocks, self.scale, self.low)
-            for request in self.requests
+            Panel(request, heads, rows, counts[rows], blocks, self.scale, self.low)
+            for request, counts in ((request, request.counts()) for request in self.requests)
             for rows in cuts(len(request.positions), blocks.panel)
             for heads in cuts(self.shape[0], blocks.heads)
         ]

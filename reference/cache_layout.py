@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS, TiledFormat
 from mla_conformance.reference.quantization import (
+    BLOCK_ELEMENTS,
     E2M1_MAX,
     E4M3_MAX,
     dequantize_e2m1,
@@ -157,6 +158,10 @@ def encode_tiles(keys: Tensor, form: TiledFormat, tile_scales: str = "float32") 
     """
     require_float8()
     _check_form(form, keys.shape[-1], keys.dtype)
+    return _by_blocks(lambda block: _encoded(block, form, tile_scales), keys)
+
+
+def _encoded(keys: Tensor, form: TiledFormat, tile_scales: str) -> Tensor:
     tiles = keys[:, : form.coded].to(torch.float64).unflatten(-1, (form.tiles, form.tile))
     scales, stored = _scales(tiles.abs().amax(dim=-1) / _LARGEST[form.codes], form, tile_scales)
     plain = torch.nn.functional.pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[-1]))
@@ -187,6 +192,15 @@ def decode_tiles(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> T
     plain_dtype: the model's. Raises ValueError for one other than 16 bits where plain values are stored.
     """
     _check_form(form, form.coded + form.plain, plain_dtype)
+    return _by_blocks(lambda block: _decoded(block, form, plain_dtype), rows)
+
+
+def _by_blocks(convert: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+    """What rows are converted to, some at a time."""
+    return torch.cat([convert(block) for block in rows.split(max(1, BLOCK_ELEMENTS[rows.device.type] // rows.shape[1]))])
+
+
+def _decoded(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
     scales = _STORED[form.scales](parts["scales"][:, : form.scale_bytes - form.padding].contiguous())
     values = _unpacked(parts["codes"], form.codes).unflatten(-1, (form.tiles, form.tile)) * scales.unsqueeze(-1)
@@ -211,7 +225,7 @@ def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor,
     if form.scales == "e4m3":
         code = quantize_e4m3(least, 1.0).to(torch.float64).clamp(min=_LEAST_E4M3).to(torch.float8_e4m3fn)
         return code.to(torch.float64), code
-    exponent = least.clamp(min=form.least_scale).log2().ceil()
+    exponent = _next_power(least.clamp(min=form.least_scale))
     if form.scales == "ue8m0":
         return torch.exp2(exponent), (exponent + _EXPONENT_BIAS).to(torch.uint8)
     number = torch.exp2(exponent).to(torch.float32) if tile_scales == "pow2" else least.to(torch.float32)
@@ -220,9 +234,16 @@ def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor,
     return number.to(torch.float64), number
 
 
+def _next_power(x: Tensor) -> Tensor:
+    """The exponent of the least power of two that is not below each positive number, as float64."""
+    mantissa, exponent = torch.frexp(x)
+    return (exponent - (mantissa == 0.5).int()).to(torch.float64)
+
+
 def _exponents(data: Tensor) -> Tensor:
     """Powers of two of their biased exponents; all bits set is not a number."""
-    powers = torch.exp2(data.to(torch.float64) - _EXPONENT_BIAS)
+    # As bits of a float64, which are the same on every device.
+    powers = (data.to(torch.int64) + (1023 - _EXPONENT_BIAS)).bitwise_left_shift_(52).view(torch.float64)
     return powers.masked_fill(data == _NOT_A_NUMBER, torch.nan)
 
 

@@ -43,6 +43,7 @@ class Panel:
         request: whose rows.
         heads: which heads.
         rows: which rows of the request.
+        counts: [r] int64, how many keys each of them sees, ascending.
         blocks: sizes of the pieces.
         scale: factor of the logits.
         low: precision of the error terms' products; None without error terms.
@@ -51,6 +52,7 @@ class Panel:
     request: RequestRows
     heads: slice
     rows: slice
+    counts: Tensor
     blocks: Blocks
     scale: float
     low: torch.dtype | None
@@ -131,7 +133,8 @@ class Panel:
         """[h, r, V] float32, Σ |v| of the visible keys."""
         shared, request = self._seen_by_all, self.request
         if not self._stepped:
-            some = _of_some(request, self.heads, self.rows, shared, low)
+            ragged = slice(shared, request.visible(self.rows.stop - 1))
+            some = _of_some(request, self.heads, self.counts, ragged, low)
             return some.add_(_of_all(request, self.heads, shared))
         start = shared - 1
         v = magnitudes(heads_first(request.v[start : start + self._length, self.heads]), low)
@@ -181,7 +184,7 @@ class Panel:
             for part in cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
                 first = bisect_left(positions, part.start + 1, key=self.request.visible)
                 rows = slice(block.start + first, block.stop)
-                yield Band(cut(rows), [self._keys(part)], self.request.counts[self.rows][rows] - part.start)
+                yield Band(cut(rows), [self._keys(part)], self.counts[rows] - part.start)
 
 
 def _of_all(request: RequestRows, heads: slice, keys: int) -> Tensor:
@@ -201,11 +204,11 @@ def _in_steps(v: Tensor, step: int) -> Tensor:
     return within.add_(whole.cumsum(dim=1) - whole).view(v.shape)
 
 
-def _of_some(request: RequestRows, heads: slice, rows: slice, start: int, low: torch.dtype) -> Tensor:
-    """[h, r, V] float32 for some rows of a request, over the keys from ``start`` on that each of them sees."""
-    counts, v = request.counts[rows, None], request.v[:, heads].transpose(0, 1)
+def _of_some(request: RequestRows, heads: slice, counts: Tensor, keys: slice, low: torch.dtype) -> Tensor:
+    """[h, r, V] float32 for rows of a request that see so many keys, over those of ``keys`` that each of them sees."""
+    v = request.v[:, heads].transpose(0, 1)
     sums = torch.zeros(v.shape[0], counts.shape[0], v.shape[2], device=v.device)
-    for keys in cuts(request.visible(rows.stop - 1), _KEYS, start=start):
-        seen = torch.arange(keys.start, keys.stop, device=v.device) < counts
-        sums.add_(seen.to(low) @ magnitudes(v[:, keys].contiguous(), low))
+    for part in cuts(keys.stop, _KEYS, start=keys.start):
+        seen = torch.arange(part.start, part.stop, device=v.device) < counts[:, None]
+        sums.add_(seen.to(low) @ magnitudes(v[:, part].contiguous(), low))
     return sums

@@ -5,7 +5,6 @@ Of each request a row sees the first so many keys.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -53,7 +52,6 @@ class RequestRows:
         """Rows times keys times heads, the invisible ones included."""
         return len(self.positions) * self.k.shape[0] * self.q.shape[1]
 
-    @cached_property
     def counts(self) -> Tensor:
         """[r] int64, ascending: row i sees keys 0 … counts[i] - 1."""
         return (_index(self.positions, self.k.device) + self.diagonal + 1).clamp_(0, self.k.shape[0])

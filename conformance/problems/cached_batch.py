@@ -57,13 +57,15 @@ class CachedBatch(Draw[AnyCached]):
         width = rank + case.dimensions.qk_rope_head_dim
         keys = self.regime.keys(torch.randn(tokens, 1, width, generator=self.generator))[:, 0]
         kv_c = self.regime.values(keys[:, :rank])
-        parts = kv_c.to(self.dtype), keys[:, rank:].to(self.dtype)
-        return encode(*parts, layout, float(self.k_scale), case.scales)
+        parts = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
+        # Every step of it is exact or correctly rounded, so that a GPU writes the same bits, sooner.
+        return encode(*parts, layout, float(self.k_scale), case.scales).cpu()
 
     def meaning(self, entries: torch.Tensor, layout: str) -> torch.Tensor:
         """[S, 1, L + R] float64 on the device: what entries mean."""
-        parts = decode_rows(entries, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
-        return torch.cat(parts, dim=-1).unsqueeze(1).to(self.device)
+        there = entries.to(self.device)
+        parts = decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
+        return torch.cat(parts, dim=-1).unsqueeze(1)
 
     def owned(self, rank: int) -> tuple[list[int], list[int]]:
         """How many tokens of each request a rank holds, and the numbers of these tokens among those of the batch."""

@@ -115,7 +115,7 @@ def _digest(drawn: tuple[object, ...]) -> int:
 
 COUNTER_SEEDS = 2**23
 """Seeds from 0 on that there are; each has 2^40 numbers of its own."""
-_CHUNK = {"cpu": 2**16, "cuda": 2**25}
+_CHUNK = {"cpu": 2**15, "cuda": 2**25}
 """Numbers that are made at a time: a CPU's caches hold them, and a GPU has enough to do."""
 _LOW_BITS = 2**63 - 1
 _DEVIATION = (8 * (256**2 - 1) / 12) ** 0.5

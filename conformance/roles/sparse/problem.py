@@ -101,14 +101,14 @@ class SparseBatch(CachedBatch[SparseCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
         """[T, N, D] in the model's dtype, on the device; to a data regime the keys of a row are those of its list."""
-        case, keys = self.case, self.keys.cpu()
+        case, keys = self.case, self.keys.float().cpu()
         shape = (sum(case.q), case.heads, keys.shape[-1])
         if case.data == Data.NORMAL:
             return self._padded(self._normal(shape))
         q = torch.randn(*shape, generator=self.generator)
         for row in range(len(q)):
             named = self.selected[row][self.selected[row] != NO_KEY]
-            k = keys[named].float().expand(-1, case.heads, -1)
+            k = keys[named].expand(-1, case.heads, -1)
             site = Site(q[row : row + 1], k, case.softmax_scale, edges(len(named), case))
             q[row : row + 1] = self.regime.queries(site)
         return self._padded(q.to(self.dtype).to(self.device))
