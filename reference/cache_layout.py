@@ -197,7 +197,8 @@ def decode_tiles(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> T
 
 def _by_blocks(convert: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """What rows are converted to, some at a time."""
-    return torch.cat([convert(block) for block in rows.split(max(1, BLOCK_ELEMENTS[rows.device.type] // rows.shape[1]))])
+    blocks = rows.split(max(1, BLOCK_ELEMENTS[rows.device.type] // rows.shape[1]))
+    return torch.cat([convert(block) for block in blocks])
 
 
 def _decoded(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ HOST = "cpu"
 _LENGTH = struct.Struct("<Q")
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
+_OUT_OF_MEMORY = 2
 _NO_RESERVE = 0x4000
 """Linux' MAP_NORESERVE: of a piece as large as the machine's memory, only what is used counts."""
 _KEPT_BYTES = 2**28
@@ -134,6 +135,8 @@ def _opened(handle: bytes) -> int:
     address = ctypes.c_uint64()
     flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
     status = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
+    if status == _OUT_OF_MEMORY:
+        raise MemoryError("no memory of the GPU is left to open what another process shares")
     _check("cuIpcOpenMemHandle", status)
     return address.value
 

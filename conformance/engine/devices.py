@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-MOST_ON_GPU = 8
+MOST_ON_GPU = 4
+"""Workers of a GPU: with more of them, more cases exceed a share of its memory, and contexts take turns."""
 WORKER_BYTES = 12 * 2**30
 """What a worker takes of a GPU: 6 GiB of kept inputs and golden results, a context, and most cases."""
 CONTEXT_BYTES = 2**30

@@ -49,6 +49,12 @@ class Findings:
             earlier = self.given_up.get(event.backend)
             self.given_up[event.backend] = f"{earlier}; {event.reason}" if earlier else event.reason
 
+    def forget_lacking(self) -> None:
+        """Have cases judged again for which there was no memory, though this machine has enough."""
+        lacking = [key for key, record in self.verdicts.items() if record.lacked_memory]
+        for key in lacking:
+            del self.verdicts[key]
+
     @property
     def failures(self) -> list[Record]:
         """The records of what failed."""

@@ -21,6 +21,8 @@ _CAPABILITIES_OF_64_BITS = 0x20080522
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
 _LANDLOCK_SCOPE_SIGNAL = 2
 _STANDARD = 2
+LACKED_MEMORY = 77
+"""Exit status of a process of ours for which there was no memory to begin with, or to open what another shares."""
 _PATIENCE = 2.0
 """Seconds in which a process that closed its connection ends by itself."""
 _STATM = Path("/proc/self/statm")
@@ -176,6 +178,8 @@ def how_it_ends(step: Callable[[], object]) -> str:
 
 def how(status: int) -> str:
     """How a process ended."""
+    if status == LACKED_MEMORY:
+        return f"exit status {status}, out of memory"
     if status >= 0:
         return f"exit status {status}"
     return signal.strsignal(-status) or f"signal {-status}"

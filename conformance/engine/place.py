@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mla_conformance.engine.limits import end_of, how
+from mla_conformance.engine.limits import LACKED_MEMORY, end_of, how
 from mla_conformance.engine.messages import (
     Ended,
     Explore,
@@ -227,7 +227,8 @@ class WorkerSlot:
             stacks = b"\n".join(self._stacks).decode("utf-8", "replace")
             detail = stacks or "no stacks: it did not answer the signal"
             return self._started.with_verdict(Verdict(Status.TIMEOUT, HUNG, detail=detail), self.timeout)
-        return self._started.with_verdict(Verdict(Status.CRASH, f"{DIED}: {self.why(status)}"), 0.0)
+        died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
+        return self._started.with_verdict(Verdict(died, f"{DIED}: {self.why(status)}"), 0.0)
 
     def expire(self) -> None:
         """The deadline has passed: ask where the worker is, then end it; at last its keeper."""

@@ -159,6 +159,11 @@ class RunRequest:
         return () if self.cases or self.tier is Tier.SMOKE else self.drawn
 
     @property
+    def is_traced(self) -> bool:
+        """Whether it is looked which kernels run, for which a profiler takes seconds to start."""
+        return self.deployment is not None or not (self.cases or self.tier is Tier.SMOKE)
+
+    @property
     def triples(self) -> bool:
         """Whether cases are fitted for triples of classes as well."""
         return self.tier is Tier.NIGHTLY

@@ -52,8 +52,8 @@ class Limits:
     """What a run allows.
 
     Attributes:
-        workers: processes that run cases; by default one per core, on a CPU up to four, up to eight on each GPU if its
-            memory is enough for them.
+        workers: processes that run cases; by default one per core, up to four, and as many on each GPU if its memory is
+            enough for them.
         timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
@@ -236,6 +236,7 @@ class Run:
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         for event in self.folder.journal.events():
             self.found.keep(event)
+        self.found.forget_lacking()
         self._write(journal.Resumed())
         self._begin_code()
 
@@ -290,7 +291,7 @@ class Run:
             self._on_phase("asking when bits are the same, and how errors are spread")
             for outcome in self.outcomes(Tasks(asked)):
                 self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
-        if self.device == "cuda":
+        if self.device == "cuda" and self.request.is_traced:
             self._on_phase("looking which kernels run")
             self._trace()
         self._write(journal.Completed())

@@ -14,7 +14,7 @@ import msgspec
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.folder import BoundedLog
-from mla_conformance.engine.limits import adopt_orphans, children, end_children, how
+from mla_conformance.engine.limits import LACKED_MEMORY, adopt_orphans, children, end_children, how
 from mla_conformance.engine.messages import (
     Describe,
     Ended,
@@ -286,6 +286,8 @@ class Supervisor:
         record = place.outcome(status)
         if record is None and self._is_unstartable(given):
             record = crash_of(given, f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}")
+            if record and status == LACKED_MEMORY:
+                record = record.with_fields(status=Status.UNAVAILABLE)
         if record or isinstance(given, Unrecorded):
             yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
             return

@@ -8,7 +8,6 @@ import msgspec
 
 from mla_conformance.engine.messages import Judge, Task
 from mla_conformance.engine.supervisor import TaskOutcome, Tasks
-from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import counted
 
 _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
@@ -75,6 +74,6 @@ def _lacked_memory(outcome: TaskOutcome) -> Judge | None:
         return None
     if record is None:
         return task
-    if record.status is not Status.UNAVAILABLE or record.too_large:
+    if not record.lacked_memory:
         return None
     return task if task.fresh else msgspec.structs.replace(task, fresh=True)

@@ -35,6 +35,7 @@ from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import may_have_gpu, visible_gpus
 from mla_conformance.engine.limits import (
+    LACKED_MEMORY,
     allocated_memory,
     close_descriptors,
     end_as,
@@ -72,7 +73,7 @@ from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFact
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import free_memory, is_free_again, whole_memory
+from mla_conformance.problems.memory import free_memory, is_free_again, out_of_memory, whole_memory
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
@@ -275,7 +276,8 @@ class Worker:
         crowded = self._is_crowded()
         if record.status is Status.UNAVAILABLE:
             self._context.forget()
-            return crowded or not is_free_again(self._device)
+            # What another process shares may not have been opened, and is not offered again.
+            return crowded or bool(self._others) or not is_free_again(self._device)
         return crowded
 
     def _is_crowded(self) -> bool:
@@ -344,9 +346,9 @@ def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) ->
     """Nothing that is raised may lead back into what the process that forked was doing."""
     try:
         serve(connection)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
-        leave(1)
+        leave(LACKED_MEMORY if out_of_memory(error) else 1)
     leave(0)
 
 

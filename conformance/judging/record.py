@@ -118,6 +118,11 @@ class Record(Said, frozen=True):
         """Whether this record fails its capability."""
         return self.status in FAILED
 
+    @property
+    def lacked_memory(self) -> bool:
+        """Whether there was no memory for it, though by the suite's own estimate this machine has enough."""
+        return self.status is Status.UNAVAILABLE and not self.too_large
+
     def with_fields(self, **changes: Any) -> "Record":
         """This record with other values of some fields."""
         return replace(self, **changes)

@@ -14,6 +14,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Completed, Journal, Reported
+from mla_conformance.engine.limits import LACKED_MEMORY
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record
@@ -38,6 +39,14 @@ if (mark := pathlib.Path(__file__).with_name("imported")).exists():
 mark.touch()
 
 class Ends(EagerPrefillBackend): ...
+"""
+LACKS = f"""
+import os
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Lacks(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments, **options):
+        os._exit({LACKED_MEMORY})
 """
 Records = dict[tuple[str, str], Record]
 
@@ -130,6 +139,12 @@ def test_an_answer_that_was_not_asked_for_is_a_crash(plain: Records) -> None:
 def test_a_process_that_ends_before_its_case_begins_is_not_started_for_ever(plain: Records) -> None:
     found = plain["Ends", NEW[1]]
     assert found.status is Status.CRASH and "before the case began, 3 times: exit status 3" in found.message
+
+
+def test_a_process_without_memory_to_begin_with_fails_nobody(tmp_path: Path) -> None:
+    (tmp_path / "lacks.py").write_text(LACKS)
+    found = judged(tmp_path, ["lacks.py:Lacks"], NEW[1:2], apart=False)[0]["Lacks", NEW[1]]
+    assert found.status is Status.UNAVAILABLE and found.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
 
 
 def test_what_was_loaded_stands_in_the_journal(folder: Path, run: tuple[Records, str]) -> None:

@@ -52,6 +52,15 @@ def judged(backend: type, case: str, device: torch.device = CPU) -> Record:
     return judge_one(Subject.of(location, device), Case.parse(case), CONTEXT)
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["graph_replay:call=decode;q=[1,1];kv=[9,5];ranks=2", "sparse_layer_graph:call=sparse_layer;q=[1];kv=[9];tp=2"],
+)
+def test_a_graph_of_several_ranks_is_refused_in_words(case: str) -> None:
+    found = judge_one(Subject.of("EAGER", torch.device("cpu")), Case.parse(case), Context())
+    assert found.status is Status.UNSUPPORTED and "one rank" in found.message
+
+
 def test_a_capturable_backend_passes() -> None:
     assert judged(Capturable, GRAPH).status is Status.PASS
 

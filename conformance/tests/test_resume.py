@@ -1,5 +1,6 @@
 """A run that was cut short at any point and resumed gives the report of an undisturbed one."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalError, Judgement, Plan, Planned
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts
+from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
@@ -56,6 +58,20 @@ def test_a_shard_and_drawn_cases_are_resumed(tmp_path: Path, settled: Settled, a
     (cut / "journal.jsonl").write_bytes(b"".join(lines[:2]))
     assert main(["certify", "--resume", str(cut), "-n1"]) == 0
     assert settled(cut / "report.json") == settled(whole / "report.json")
+
+
+def test_what_lacked_memory_is_judged_again(undisturbed: Path, tmp_path: Path, settled: Settled) -> None:
+    lines = (undisturbed / "journal.jsonl").read_text().splitlines()
+    *_, too_large, lacking = [number for number, line in enumerate(lines) if '"event": "verdict"' in line]
+    for number, changes in ((too_large, {"too_large": True}), (lacking, {})):
+        event = json.loads(lines[number])
+        event["record"] |= {"status": "unavailable", **changes}
+        lines[number] = json.dumps(event)
+    (tmp_path / "journal.jsonl").write_text("\n".join(lines[: lacking + 1]) + "\n")
+    main(["certify", "--resume", str(tmp_path), "-n1"])
+    records = [event.record for event in Journal.inside(tmp_path).events() if isinstance(event, Judgement)]
+    assert [record.status for record in records[-3:]] == [Status.UNAVAILABLE, Status.UNAVAILABLE, Status.PASS]
+    assert records[-1].case == records[-2].case != records[-3].case
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.99])

@@ -182,6 +182,8 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
 
 
 def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
+    if getattr(case, "ranks", 1) > 1 or getattr(case, "tp", 1) > 1:
+        return ["graphs are captured on one rank only"]
     if case.role in (Role.LAYER, Role.SPARSE_LAYER) and device.type != "cuda":
         return []  # replayed as a call over the same buffers
     if case.role is Role.LAYER:
