@@ -9,7 +9,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 4
 """Workers of a GPU: with more of them, more cases exceed a share of its memory, and contexts take turns."""
 WORKER_BYTES = 12 * 2**30
-"""What a worker takes of a GPU: 6 GiB of kept inputs and golden results, a context, and most cases."""
+"""What a worker takes of a GPU: 2 GiB of kept inputs and golden results, three contexts, and most cases."""
 CONTEXT_BYTES = 2**30
 """What a process takes of a GPU beside what torch allocates: its context, and code."""
 _DRIVER = Path("/proc/driver/nvidia/version")

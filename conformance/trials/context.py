@@ -23,9 +23,9 @@ from mla_conformance.roles.table import build_problem, golden_of
 
 Value = TypeVar("Value")
 
-PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**31}
+PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**30}
 """Memory that inputs may keep, by type of device; larger ones are built each time."""
-GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**32}
+GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Memory that golden results may keep, by type of device; the last one is kept in any case."""
 
 
