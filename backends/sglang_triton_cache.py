@@ -48,6 +48,7 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
             Deviation("gathers rows that are listed", "lists them by the block table"),
             Deviation("on Hopper the launcher takes a kernel in CUDA for rows that it can", "launches the Triton one"),
             Deviation("gathers tiles of codes as values alone", "as codes declared unsupported"),
+            Deviation("gathers 64 columns of rope behind tiles of codes, always", "entries without are unsupported"),
         ),
     )
 
@@ -58,6 +59,8 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
             yield f"gathering {_TILED} as it is not supported"
         if config.kv_cache_dtype == _TILED and config.qk_rope_head_dim not in (0, 64):
             yield f"{config.qk_rope_head_dim} columns of rope not supported"
+        if config.call == "gather_latent" and config.kv_cache_dtype == _TILED and config.qk_rope_head_dim == 0:
+            yield f"gathering {_TILED} without a rope part not supported"
 
     def run_write_latent(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor

@@ -1,6 +1,6 @@
 """The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -10,8 +10,9 @@ import torch
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.problems.operands import Draw, start_loc
+from mla_conformance.problems.operands import Draw, edges, segments, start_loc
 from mla_conformance.problems.paging import Pages
+from mla_conformance.problems.regimes import Site
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.kv_cache import local_positions
 
@@ -66,6 +67,13 @@ class CachedBatch(Draw[AnyCached]):
         there = entries.to(self.device)
         parts = decode_rows(there, layout, float(self.k_scale), *self.case.latent_dims, self.dtype)
         return torch.cat(parts, dim=-1).unsqueeze(1)
+
+    def sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
+        """Each request's rows of the queries q [T, N, D], and its keys."""
+        case, keys = self.case, self.keys.float().cpu()
+        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
+            k = keys[seen].expand(-1, case.heads, -1)
+            yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True)
 
     def owned(self, rank: int) -> tuple[list[int], list[int]]:
         """How many tokens of each request a rank holds, and the numbers of these tokens among those of the batch."""

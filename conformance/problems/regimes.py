@@ -5,7 +5,7 @@ calls and keys that were up-projected from a paged cache. A dominant key is made
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +49,24 @@ class Regime:
         queries: new queries of a request.
         keys: new keys [S, N, D].
         values: new values [S, N, V].
+        by_element: whether a new query follows from the old one's elements alone, not from keys or other rows.
     """
 
     sentence: str
     queries: Callable[[Site], torch.Tensor] = _normal_queries
     keys: Callable[[torch.Tensor], torch.Tensor] = _same
     values: Callable[[torch.Tensor], torch.Tensor] = _same
+    by_element: bool = True
+
+    def new_queries(
+        self, q: torch.Tensor, scale: float, sites: Callable[[], Iterable[tuple[slice, Site]]]
+    ) -> torch.Tensor:
+        """New queries for q [T, N, D], which may be written over; sites, of some rows each, where those matter."""
+        if self.by_element:
+            return self.queries(Site(q, q[:0], scale, ()))
+        for rows, site in sites():
+            q[rows] = self.queries(site)
+        return q
 
 
 def _spotlighted(site: Site) -> torch.Tensor:
@@ -135,12 +147,18 @@ REGIMES: dict[str, Regime] = {
         "one dominant key at an edge of a sequence, page, chunk or tile, another for each row and head, over a tail: "
         "a lost or leaked key changes everything",
         lambda site: _aligned(site, 4.0),
+        by_element=False,
     ),
     Data.HOT_TAIL: Regime(
-        "one key holds more than half of the mass over a diffuse tail: mass lost in the tail", _hot_over_tail
+        "one key holds more than half of the mass over a diffuse tail: mass lost in the tail",
+        _hot_over_tail,
+        by_element=False,
     ),
     Data.HOT_ONES: Regime(
-        "a hot key over a diffuse tail with V = 1: the weights must add up", _hot_over_tail, values=torch.ones_like
+        "a hot key over a diffuse tail with V = 1: the weights must add up",
+        _hot_over_tail,
+        values=torch.ones_like,
+        by_element=False,
     ),
     Data.LARGE_LOGITS: Regime(
         "logits × 8: overflow, and a softmax scale applied in low precision", _scaled_queries(8.0)
@@ -166,7 +184,11 @@ REGIMES: dict[str, Regime] = {
         "a mean offset and outlier channels", lambda site: _outliers(site.q) * 0.1, _outliers, _outliers
     ),
     Data.LOW_RANK: Regime(
-        "rows that are nearly multiples of one another", lambda site: _low_rank(site.q), _low_rank, _low_rank
+        "rows that are nearly multiples of one another",
+        lambda site: _low_rank(site.q),
+        _low_rank,
+        _low_rank,
+        by_element=False,
     ),
     Data.TINY_VALUES: Regime("values of size 1e-3: an absolute tolerance accepts zeros", values=lambda v: v * 1e-3),
     Data.ZERO_KEYS: Regime("all logits equal: the output is the mean of the visible values", keys=torch.zeros_like),

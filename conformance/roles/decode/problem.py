@@ -10,10 +10,9 @@ from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import edges, lay_out, segments, start_loc
+from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, write_pages
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.regimes import Site
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.decode.case import DecodeCase
 
@@ -34,11 +33,9 @@ class DecodeBatch(CachedBatch[DecodeCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
         """[T, N, L + R] in the model's dtype, on the device; rows of padding are poison."""
-        case, keys = self.case, self.keys.float().cpu()
-        q = torch.randn(sum(case.q), case.heads, keys.shape[-1], generator=self.generator)
-        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            k = keys[seen].expand(-1, case.heads, -1)
-            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True))
+        case = self.case
+        q = torch.randn(sum(case.q), case.heads, sum(case.latent_dims), generator=self.generator)
+        q = self.regime.new_queries(q, case.softmax_scale, lambda: self.sites(q))
         padding = poison((case.pad, *q.shape[1:]), self.dtype, torch.device("cpu"), case.poison)
         return torch.cat([q.to(self.dtype), padding]).to(self.device)
 

@@ -6,10 +6,9 @@ import torch
 
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import edges, lay_out, segments, start_loc
+from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.regimes import Site
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase
@@ -34,12 +33,9 @@ class IndexerBatch(CachedBatch[IndexerCase]):
     @cached_property
     def drawn(self) -> torch.Tensor:
         """[rows, H, D] in the model's dtype, on the CPU, without rows of padding."""
-        case, keys = self.case, self.keys.float().cpu()
+        case = self.case
         q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
-        for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            k = keys[seen].expand(-1, case.heads, -1)
-            q[rows] = self.regime.queries(Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True))
-        return q.to(self.dtype)
+        return self.regime.new_queries(q, case.softmax_scale, lambda: self.sites(q)).to(self.dtype)
 
     @cached_property
     def weights(self) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """From a layer case to its calls: a batch of prefills and decodes over a paged cache, and what it must leave there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -155,12 +155,16 @@ class LayerBatch(Draw[LayerCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
         """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
-        case, k = self.case, self.keys[0]
+        case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
+        return self._padded(self.regime.new_queries(q, case.softmax_scale, lambda: self._sites(q)).to(self.dtype))
+
+    def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
+        """Each request's rows of the queries, and its keys."""
+        case, k = self.case, self.keys[0]
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
-            site = Site(q[rows], k[seen].float(), case.softmax_scale, edges(seen.stop - seen.start, case), causal=True)
-            q[rows] = self.regime.queries(site)
-        return self._padded(q.to(self.dtype))
+            bounds = edges(seen.stop - seen.start, case)
+            yield rows, Site(q[rows], k[seen].float(), case.softmax_scale, bounds, causal=True)
 
     @cached_property
     def entries(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """From a prefill case to its calls: random operands, or latents from a paged cache, up-projected chunk by chunk."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -52,10 +52,10 @@ class PrefillBatch(Draw[PrefillCase]):
         new, *chunks = [self._cast(keys) for keys in (context.new_tokens, *context.chunk_keys)]
         locations = [tuple(chunk.key_start_loc) for chunk in context.chunks]
         queries = start_loc(self.case.q)
-        per_request = [
+        per_request = (
             torch.cat([k[loc[r] : loc[r + 1]] for (k, _), loc in zip(chunks, locations, strict=True)] + [new[0][rows]])
             for r, rows in enumerate(segments(queries))
-        ]
+        )
         q, scale = self._queries(per_request), self._output_scale()
         metadata = assemble_metadata(self.case, self.case.q, context.chunks, self.dtype, self.device, context)
         calls = [self._call(None, q, new, queries, metadata, scale)]
@@ -86,14 +86,16 @@ class PrefillBatch(Draw[PrefillCase]):
         seed = int(torch.randint(2**20, (), generator=self.generator))
         return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
 
-    def _queries(self, keys: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _queries(self, keys: Iterable[torch.Tensor]) -> torch.Tensor:
         """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
         case = self.case
         q = self._normal(sum(case.q), case.heads, case.dimensions.qk_head_dim).float()
-        for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
-            site = Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), case.is_causal)
-            q[rows] = self.regime.queries(site)
-        return q.to(self.dtype)
+
+        def sites() -> Iterator[tuple[slice, Site]]:
+            for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
+                yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), case.is_causal)
+
+        return self.regime.new_queries(q, case.softmax_scale, sites).to(self.dtype)
 
     def _call(
         self,

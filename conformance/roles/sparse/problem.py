@@ -1,7 +1,7 @@
 """From a sparse case to calls: entries in a paged cache or gathered, on one rank or on several, queries and lists."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -101,17 +101,21 @@ class SparseBatch(CachedBatch[SparseCase]):
     @cached_property
     def queries(self) -> torch.Tensor:
         """[T, N, D] in the model's dtype, on the device; to a data regime the keys of a row are those of its list."""
-        case, keys = self.case, self.keys.float().cpu()
-        shape = (sum(case.q), case.heads, keys.shape[-1])
+        case = self.case
+        shape = (sum(case.q), case.heads, self.main.keys.shape[-1])
         if case.data == Data.NORMAL:
             return self._padded(self._normal(shape))
         q = torch.randn(*shape, generator=self.generator)
+        q = self.regime.new_queries(q, case.softmax_scale, lambda: self._sites(q))
+        return self._padded(q.to(self.dtype).to(self.device))
+
+    def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
+        """Each row of the queries, and the keys of its list."""
+        case, keys = self.case, self.keys.float().cpu()
         for row in range(len(q)):
             named = self.selected[row][self.selected[row] != NO_KEY]
-            k = keys[named].expand(-1, case.heads, -1)
-            site = Site(q[row : row + 1], k, case.softmax_scale, edges(len(named), case))
-            q[row : row + 1] = self.regime.queries(site)
-        return self._padded(q.to(self.dtype).to(self.device))
+            k, own = keys[named].expand(-1, case.heads, -1), slice(row, row + 1)
+            yield own, Site(q[own], k, case.softmax_scale, edges(len(named), case))
 
     def _normal(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Queries that know no keys; many of them are drawn where they are used, by counters."""
