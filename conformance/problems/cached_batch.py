@@ -60,7 +60,7 @@ class CachedBatch(Draw[AnyCached]):
         kv_c = self.regime.values(keys[:, :rank])
         parts = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
         # Every step of it is exact or correctly rounded, so that a GPU writes the same bits, sooner.
-        return encode(*parts, layout, float(self.k_scale), case.scales).cpu()
+        return encode(*parts, layout, float(self.k_scale), case.scales).cpu()  # type: ignore[arg-type, call-arg]
 
     def meaning(self, entries: torch.Tensor, layout: str) -> torch.Tensor:
         """[S, 1, L + R] float64 on the device: what entries mean."""
