@@ -23,7 +23,11 @@ _STANDS_IN: dict[str, dict[str, str]] = {
         "MLADecodeBackend": "Backend",
         **dict.fromkeys(("MLACommonDecodeMetadata", "MLADecodeSelectorConfig"), "object"),
     },
-    "kernel": {"UnsupportedConfiguration": "ValueError"},
+    "checks": dict.fromkeys(("check_decode_operands", "check_operands", "check_unquantised"), "MagicMock()"),
+    "kernel": {
+        "UnsupportedConfiguration": "ValueError",
+        **dict.fromkeys(("expect", "require_declared"), "MagicMock()"),
+    },
     "metadata": dict.fromkeys(("ChunkedContextMetadata", "MLACommonPrefillMetadata"), "object"),
     "platform": {"DeviceCapability": "tuple"},
     "slots": {"slots_at": "slots_at", "slots_of": "slots_of"},
@@ -31,7 +35,7 @@ _STANDS_IN: dict[str, dict[str, str]] = {
     "graph_support": {"AttentionCGSupport": "MagicMock()"},
     "declaration": dict.fromkeys(("Declaration", "Deviation", "LseClass", "Precision", "Rounding"), "MagicMock()"),
 }
-"""What a script has in the place of names of the interface; what is declared decides nothing."""
+"""What a script has in the place of names of the interface; no declaration decides, and nothing is to be refused."""
 _UNCALLED = (
     "cache", "compress", "index_space", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk",
 )  # fmt: skip

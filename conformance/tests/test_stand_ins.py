@@ -133,8 +133,8 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
     ("taken", "said"),
     [
         ("from mla_conformance.backends.latent_entries import gather", "gather of mla_conformance.backends.latent"),
-        ("from mla_conformance.backends.kernel import expect", "expect of mla_conformance.backends.kernel"),
-        ("import mla_conformance.backends.checks as checks", "mla_conformance.backends.checks,"),
+        ("from mla_conformance.backends.kernel import output_dtype", "output_dtype of mla_conformance.backends.kern"),
+        ("import mla_conformance.backends.eager as eager", "mla_conformance.backends.eager,"),
         ("import mla_conformance", "mla_conformance,"),
     ],
 )
@@ -146,6 +146,14 @@ def test_a_file_beside_the_kernel_that_computes_with_this_project_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(NotWritable, match=re.escape(f"pages.py computes with {said}")):
         ran(f"{tmp_path / 'kernel.py'}:Mine", tmp_path / "repro.py")
+
+
+def test_the_decode_of_the_authors_guide_runs_alone(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "add-a-backend.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "guide.py").write_text("".join(blocks), encoding="utf-8")
+    found = ran(f"{tmp_path / 'guide.py'}:MyDecode", tmp_path / "repro.py")
+    assert (found.status, found.verdict) == (0, "right"), found.printed
 
 
 def test_what_is_stood_in_for_exists() -> None:
