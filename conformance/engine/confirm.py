@@ -1,17 +1,19 @@
 """Blame: whether a failure is its backend's own, seen by judging the case again in processes that have judged nothing.
 
-The first failure of each capability of a backend is judged again alone. If it holds then, it is judged after what the
-process that it failed in had judged of the same backend before: the last case, the last few, all. If it holds again, it
-is judged after everything that the process had done: what fails only then is of what another backend left behind.
+The first failure of each capability of a backend is judged again alone. If it passes then, it is judged after what the
+process that it failed in had judged of the same backend before: the last case, the last few, all. If it fails, fewer of
+these cases are tried, found by bisection. If it passes, it is judged after everything that the process had done: what
+fails only then is of what another backend left behind.
 
 What explains one failure is tried on the backend's others, too; it is claimed of those only that it fits. Or a failure
 is minimised: the simplest case is sought that fails as a given one does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, islice, takewhile
+from time import monotonic
 from typing import Final
 
 from mla_conformance.cases.case import Case
@@ -26,6 +28,10 @@ UNREPEATED: Final = "unrepeated"
 MOST_EXPLAINED = 3
 """Capabilities of a backend whose first failure is explained."""
 _FEW = 4
+_SHORTER = 12
+"""Attempts to find fewer cases after which a failure repeats, each in a process of its own: enough for one of 1000."""
+_SHORTENING = 120.0
+"""Seconds after which no further one begins: each may judge nearly all of a long history once more."""
 _OPEN = ("", UNCOMPARED)
 """The explanations of failures that may still turn out to look like another one."""
 _PATIENCE = 15.0
@@ -47,32 +53,81 @@ class FailureConfirmation:
     history: Sequence[RecordKey]
     explain: bool
     alone: Record | None = None
+    _repeated: Record | None = field(default=None, init=False)
+    _fails: bool = field(default=False, init=False)
 
     @cached_property
     def attempts(self) -> Iterator[Judge]:
-        """What to run, one after the other, until :meth:`settled` has an answer."""
-        own = [done for done in self.history if self._is_own(done) and done[1]]
-        befores = ((), *(tuple(own[-count:]) for count in (1, _FEW, len(own)) if own), tuple(self.history))
-        for before in dict.fromkeys(befores):
-            yield Judge(self.failure.reference, self.failure.case, before, fresh=True, explain=self.explain)
+        """What to run, one after the other, until :meth:`settled` has an answer or nothing is left."""
+        for before in self._histories():
+            explain = self.explain and self._repeated is None  # a shorter history changes no explanation
+            yield Judge(self.failure.reference, self.failure.case, before, fresh=True, explain=explain)
+
+    def _histories(self) -> Iterator[tuple[RecordKey, ...]]:
+        """What to run before the case: nothing, its backend's cases, fewer of them once it fails, or everything."""
+        yield ()
+        own = tuple(done for done in self.history if self._is_own(done) and done[1])
+        passed = 0
+        for count in sorted({min(count, len(own)) for count in (1, _FEW, len(own))} - {0}):
+            yield own[-count:]
+            if self._repeated:
+                yield from _limited(self._shorter(own[-count:], passed))
+                return
+            passed = count
+        if not all(map(self._is_own, self.history)):
+            yield tuple(self.history)
+
+    def _shorter(self, failing: tuple[RecordKey, ...], passed: int) -> Iterator[tuple[RecordKey, ...]]:
+        """Parts of a failing history, of whose last ``passed`` cases alone it is known that the failure needs more.
+
+        Bisection finds the latest case that the failure needs, given all that follow it. If that case alone does not
+        make it fail, the next one is sought among those that follow.
+        """
+        needed: tuple[RecordKey, ...] = ()
+        while failing:
+            low, high = 0, len(failing) - passed  # it fails after failing[low:], and passes after failing[high:]
+            while high - low > 1:
+                middle = (low + high) // 2
+                yield (*needed, *failing[middle:])
+                low, high = (middle, high) if self._fails else (low, middle)
+            needed, failing, passed = (*needed, failing[low]), failing[low + 1 :], 0
+            if failing:
+                yield needed
+                if self._fails:
+                    return
 
     def _is_own(self, done: RecordKey) -> bool:
         return done[0] == self.failure.reference
 
     def settled(self, attempt: Judge, again: Record) -> Record | None:
-        """The record if this attempt decides; None if it does not."""
+        """The record if this attempt decides; None if it does not, or if a shorter history may do."""
         if not attempt.before:
             self.alone = again
-        if not again.failed or again.case != self.failure.case:  # it may have died of a case before
+        self._fails = self._is_repeated(again)
+        if not self._fails:
             return None
         if not all(map(self._is_own, attempt.before)):
             return self._of_another()
+        if self._repeated is None:
+            self._repeated = self._as_found(again)
+        if not attempt.before:
+            return self._repeated.with_fields(confirmation=ALONE)
+        after = tuple(case for _, case in attempt.before)
+        self._repeated = self._repeated.with_fields(confirmation=AFTER, after=after)
+        return self._repeated if len(after) == 1 else None
+
+    def _is_repeated(self, again: Record) -> bool:
+        """Whether it is this case that failed, and as before: the process may have died of a case before it."""
+        if not again.failed or again.case != self.failure.case:
+            return False
+        found = self._repeated
+        return found is None or (again.status, again.check) == (found.status, found.check)
+
+    def _as_found(self, again: Record) -> Record:
         found = again.with_fields(capability=self.failure.capability)
         if self.failure.key == EXPLORED:
             found = found.with_fields(message=self.failure.message)  # which tells what the case was made of
-        if not attempt.before:
-            return found.with_fields(confirmation=ALONE)
-        return found.with_fields(confirmation=AFTER, after=tuple(case for _, case in attempt.before))
+        return found
 
     def _of_another(self) -> Record:
         """The verdict of the case alone, for a backend answers for itself; it says what had happened."""
@@ -84,9 +139,15 @@ class FailureConfirmation:
         assert self.alone is not None
         return self.alone.with_fields(capability=self.failure.capability, message=what, confirmation=UNREPEATED)
 
-    def unrepeated(self) -> Record:
-        """The record if no attempt failed."""
-        return self.failure.with_fields(confirmation=UNREPEATED)
+    def outcome(self) -> Record:
+        """The record once nothing is left to attempt: with the shortest history after which the case failed, if any."""
+        return self._repeated or self.failure.with_fields(confirmation=UNREPEATED)
+
+
+def _limited(attempts: Iterator[tuple[RecordKey, ...]]) -> Iterator[tuple[RecordKey, ...]]:
+    """Those that there is patience for."""
+    until = monotonic() + _SHORTENING
+    return takewhile(lambda _: monotonic() < until, islice(attempts, _SHORTER))
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:

@@ -418,15 +418,15 @@ class Run:
         """Make the next attempt of every confirmation, all at once, until each is settled."""
         while pending:
             attempts = [(next(confirmation.attempts, None), confirmation) for confirmation in pending]
-            yield from (confirmation.unrepeated() for attempt, confirmation in attempts if not attempt)
+            yield from (confirmation.outcome() for attempt, confirmation in attempts if not attempt)
             of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
             pending = []
             for outcome in self._judged(Tasks([[attempt] for attempt, _ in attempts if attempt])):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
+                self._keep_heat(outcome)
                 settled = confirmation.settled(outcome.task, outcome.answer.record)
                 if settled:
-                    self._keep_heat(outcome)
                     yield settled
                 else:
                     pending.append(confirmation)

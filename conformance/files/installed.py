@@ -10,7 +10,7 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.resources import files
@@ -163,15 +163,32 @@ def source_digests(modules: Iterable[str]) -> dict[str, str]:
     Args:
         modules: names of modules; a file that is no module of a package by its path.
     """
-    found: dict[str, str] = {}
+    found = source_files(modules)
+    return {source_name(name): source_digest(name, found[name]) for name in sorted(found, key=source_name)}
+
+
+def is_followed(name: str) -> bool:
+    """Whether a module is none of a wheel, and of the harness only if it is one of its adapters."""
+    if name.startswith(_HARNESS):
+        return name.startswith(_ADAPTERS)
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names or top == _HARNESS[:-1]:
+        return False
+    path = module_file(name)
+    return path is not None and not any(path.resolve().is_relative_to(site) for site in sites())
+
+
+def source_files(modules: Iterable[str], follows: Callable[[str], bool] = is_followed) -> dict[str, Path]:
+    """The Python files of these modules and of those that they import and ``follows`` holds for, by name."""
+    found: dict[str, Path] = {}
     left = list(modules)
     while left:
         name = left.pop()
         path = module_file(name)
-        if path is not None and path.suffix == ".py" and source_name(name) not in found:
-            found[source_name(name)] = source_digest(name, path)
-            left += filter(_is_followed, [*_imported(name, path), *_packages(name)])
-    return dict(sorted(found.items()))
+        if path is not None and path.suffix == ".py" and name not in found:
+            found[name] = path
+            left += filter(follows, [*_imported(name, path), *_packages(name)])
+    return found
 
 
 def source_name(module: str) -> str:
@@ -203,17 +220,6 @@ def module_file(name: str) -> Path | None:
         spec = find_spec(name) if name.startswith(_HARNESS) else PathFinder.find_spec(name, locations)
     path = Path(spec.origin) if spec and spec.origin else None
     return path if path and is_file(path) else None
-
-
-def _is_followed(name: str) -> bool:
-    """Whether a module is none of a wheel, and of the harness only if it is one of its adapters."""
-    if name.startswith(_HARNESS):
-        return name.startswith(_ADAPTERS)
-    top = name.partition(".")[0]
-    if top in sys.stdlib_module_names or top == _HARNESS[:-1]:
-        return False
-    path = module_file(name)
-    return path is not None and not any(path.resolve().is_relative_to(site) for site in sites())
 
 
 def _packages(name: str) -> list[str]:

@@ -81,18 +81,63 @@ def attempts(confirmation: FailureConfirmation, answers: list[Status]) -> tuple[
         befores.append(attempt.before)
         if settled := confirmation.settled(attempt, record(status)):
             return befores, settled
-    return befores, confirmation.unrepeated()
+    return befores, confirmation.outcome()
 
 
 OWN = [("mine.py:Mine", f"lse:q=[{tokens}]") for tokens in range(1, 8)]
 OTHERS = [("OTHER", ""), ("OTHER", FIRST)]
 
 
+def shortened(count: int, needed: set[int], fails: Status = Status.FAIL) -> tuple[int, Record]:
+    """How many attempts are made, and their record, if a case needs those of ``count`` earlier ones that are named."""
+    own = [("mine.py:Mine", f"lse:q=[{number}]") for number in range(count)]
+    confirmation, made = FailureConfirmation(record(), own, explain=True), 0
+    for attempt in confirmation.attempts:
+        made += 1
+        repeats = {own[number] for number in needed} <= set(attempt.before)
+        if settled := confirmation.settled(attempt, record(fails if repeats else Status.PASS)):
+            return made, settled
+    return made, confirmation.outcome()
+
+
 def test_a_failure_is_tried_alone_then_after_more_and_more_of_its_own_cases() -> None:
-    befores, found = attempts(FailureConfirmation(record(), OWN, False), [Status.PASS] * 3 + [Status.CRASH])
+    befores, found = attempts(FailureConfirmation(record(), OWN, False), [Status.PASS] * 9)
     assert befores == [(), tuple(OWN[-1:]), tuple(OWN[-4:]), tuple(OWN)]
-    assert (found.confirmation, found.status) == ("after", Status.CRASH)
-    assert found.after == tuple(case for _, case in OWN)
+    assert (found.confirmation, found.status) == ("unrepeated", Status.FAIL)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 300, 1000])
+def test_one_earlier_case_that_makes_it_fail_is_found_among_many(count: int) -> None:
+    for number in {0, count // 3, count // 2, count - 1}:
+        made, found = shortened(count, {number}, Status.CRASH)
+        assert (found.after, found.confirmation) == ((f"lse:q=[{number}]",), "after"), found.replay
+        assert found.status is Status.CRASH and made <= 15
+
+
+def test_several_earlier_cases_are_found_in_their_order_and_a_long_search_ends() -> None:
+    _, found = shortened(30, {3, 20})
+    assert found.after == ("lse:q=[3]", "lse:q=[20]")
+    made, found = shortened(900, set(range(0, 900, 90)))
+    assert made <= 16 and found.confirmation == "after"
+    assert {f"lse:q=[{number}]" for number in range(0, 900, 90)} <= set(found.after)
+
+
+def test_only_the_first_failure_is_explained_and_only_its_like_shortens_the_history() -> None:
+    confirmation = FailureConfirmation(record(), OWN, explain=True)
+    explained = []
+    for attempt in confirmation.attempts:
+        explained.append(attempt.explain)
+        other = Status.CRASH if len(explained) > 4 else Status.PASS
+        again = record(Status.FAIL if attempt.before == tuple(OWN) else other)
+        assert confirmation.settled(attempt, again) is None
+    assert explained[:4] == [True] * 4 and set(explained[4:]) == {False}
+    assert confirmation.outcome().after == tuple(case for _, case in OWN)
+
+
+def test_a_search_that_takes_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mla_conformance.engine.confirm._SHORTENING", 0.0)
+    made, found = shortened(7, {0})
+    assert made == 4 and len(found.after) == 7
 
 
 def test_a_failure_that_repeats_only_after_what_others_did_is_theirs() -> None:
@@ -148,7 +193,7 @@ def test_a_failure_after_a_case_of_its_own_names_that_case_and_its_replay_reprod
 ) -> None:
     found = records["Remembers", THIRD]
     assert (found.status, found.confirmation) == (Status.FAIL, "after")
-    assert FIRST in found.after and THIRD not in found.after
+    assert found.after == (FIRST,)
     monkeypatch.chdir(folder)
     command, *arguments = shlex.split(found.replay)
     assert command == "mla-conformance" and "--after" in arguments

@@ -1,0 +1,36 @@
+"""Where the tokens of a batch are: their slots in a paged cache, block · page + offset, or their gathered rows."""
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.sparse import MLASparseMetadata
+
+
+def slots_at(block_table: Tensor, request: Tensor | slice, token: Tensor, page: int) -> Tensor:
+    """Int64 slots of tokens by request and number, or of each request's; any slot where the table has no column."""
+    column = (token // page).clamp(0, block_table.shape[1] - 1)
+    return block_table[request, column].long() * page + token % page
+
+
+def slots_of(metadata: MLACommonDecodeMetadata | MLASparseMetadata, page: int) -> Tensor:
+    """[B, max_seq_len] int64, the slot of each token that a request has on this rank; -1 behind its last one.
+
+    Shapes follow from the metadata's maxima, so that nothing waits for the device.
+
+    Args:
+        metadata: of a batch over a cache, or over gathered keys, whose rows are their slots.
+        page: tokens of a page of the cache.
+    """
+    token = torch.arange(metadata.max_seq_len, device=metadata.seq_lens.device)
+    if metadata.block_table is None:
+        slots = _first_rows(metadata).unsqueeze(1) + token
+    else:
+        slots = slots_at(metadata.block_table, slice(None), token, page)
+    return slots.masked_fill(token >= metadata.seq_lens.unsqueeze(1), -1)
+
+
+def _first_rows(metadata: MLACommonDecodeMetadata | MLASparseMetadata) -> Tensor:
+    """[B] int64, where the gathered keys of each request begin."""
+    assert isinstance(metadata, MLASparseMetadata) and metadata.workspace_starts is not None
+    return metadata.workspace_starts.long()
