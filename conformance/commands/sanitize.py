@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.certificate.sanitized import SanitizerFinding, SanitizedKernel, write_sanitized
+from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding, write_sanitized
 from mla_conformance.commands.console import BROKEN
 from mla_conformance.commands.sanitized_cases import choose
 from mla_conformance.engine.devices import this_machine

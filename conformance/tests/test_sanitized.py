@@ -9,7 +9,7 @@ import pytest
 
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.digests import record_digests, seal
-from mla_conformance.certificate.sanitized import SanitizerFinding, SanitizedKernel, write_sanitized
+from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding, write_sanitized
 from mla_conformance.certificate.submission import write_submission
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
