@@ -32,7 +32,7 @@ _FIELDS = {
 }
 _SEVERAL_TILES = {
     OrderOfAdditions: {"q": (49,), **_SMALL},
-    OrderOfSplits: {"call": Call.DECODE, "q": (1, 1), "kv": (200, 100), "page": 64, "dims": "small", "heads": 2},
+    OrderOfSplits: {"call": Call.DECODE, "q": (1, 1), "kv": (300, 200), "page": 64, "dims": "small", "heads": 8},
 }
 """Two have the same sum in either order."""
 
