@@ -87,6 +87,10 @@ def test_a_kernel_that_is_always_wrong_is_not_repeated() -> None:
     assert "LSE" in of("mla_conformance.defects.decode_softmax:Base2DecodeLse", case, 5).failed
 
 
+def test_calls_that_return_nothing_are_said_to() -> None:
+    assert "return nothing to compare" in of("EAGER", "slot_mapping:q=[40,5,9];kv=[10,100,0];page=16", 5).failed
+
+
 def test_figures() -> None:
     found = Repeated(calls=1000, seconds=2.0, differing=10, first=3)
     assert found.calls_for(0.95) == 299

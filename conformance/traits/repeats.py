@@ -38,7 +38,8 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
     trial = Trial(subject, case, context)
     try:
         trial.require_support()
-        trial.conforms()
+        if _writes_only(trial.conforms()):
+            return Repeated(failed="its calls write into memory and return nothing to compare")
         step = partial(launched, trial.backend, trial.problem, calls, _other(trial))
         differing, *kept = trial.call("repeated calls", step)
     except Nonconformance as failure:
@@ -46,6 +47,10 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
     numbers, seconds = differing[:-1].long().tolist(), float(differing[-1])
     found = Repeated(calls, seconds, deterministic=trial.declaration.deterministic)
     return _told(trial, found, numbers, kept) if numbers else found
+
+
+def _writes_only(seen: Observation) -> bool:
+    return any(part is None for returned in seen.returned for part in parts_of(returned.value))
 
 
 def _other(trial: Trial) -> Problem | None:
