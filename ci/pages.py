@@ -1,6 +1,7 @@
 """What pages show of the code, and of what commands printed: ``python ci/pages.py``.
 
-What every command's help says, every field of a case id, and from ``ci/seen`` (``ci/seen.py``) outputs and times.
+What every command's help says, every field of a case id, from ``ci/seen`` (``ci/seen.py``) outputs and times, and from
+``ci/bench`` how soon races are found.
 """
 
 import inspect
@@ -116,6 +117,16 @@ def times(runs: list[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def races() -> str:
+    """Of what ``ci/races.py`` measured: a row for each frequency, that of its slowest kernel."""
+    where, _, *table = (ROOT / "ci" / "bench" / "cpu-races.txt").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")][1:5] for line in table[2:]]
+    slowest = {row[0]: row for row in sorted(cells, key=lambda row: float(row[2]))}
+    rows = sorted(slowest.values(), key=lambda row: int(row[0].replace(",", "")))
+    lines = [["wrong once in", "calls", "seconds", "found with"], ["---"] * 4, *rows]
+    return "\n".join(f"|{'|'.join(row)}|" for row in lines) + f"\n\n*{where}*"
+
+
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
     """The sections of the pages under ``root``, each with what it should hold.
 
@@ -127,6 +138,7 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     yield Section.of(docs / "case-ids.md", "fields"), case_fields()
     ours = [run for run in seen.values() if run["command"].startswith("mla-conformance")]
     yield Section.of(docs / "cost.md", "times"), times([run for run in ours if run["seconds"] >= _LONG_SECONDS])
+    yield Section.of(docs / "beyond-numbers.md", "races"), races()
     for page in (root / "README.md", *sorted(docs.rglob("*.md"))):
         for name in re.findall(r"<!-- seen:([\w-]+):begin -->", page.read_text("utf-8")):
             yield Section.of(page, f"seen:{name}"), printed(seen[name])

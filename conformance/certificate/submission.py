@@ -12,8 +12,11 @@ from mla_conformance.certificate.signature import signature_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.json_report import to_text
+from mla_conformance.traits.sanitizer import TOOLS
 
 RECORD_NAME, ENVIRONMENT_NAME = "record.json", "environment.txt"
+SANITIZED_NAMES = {tool: f"sanitize-{tool}.json" for tool in TOOLS}
+"""By tool of compute-sanitizer, the file of what it reported."""
 
 
 def folder_of(suite: str, backend: str) -> Path:
@@ -69,7 +72,7 @@ def folder_problems(record: Path, certificate: Certificate) -> Iterator[str]:
     if (suite.name, kernel.name) != expected.parts:
         yield f"it lies in {suite.name}/{kernel.name}, expected {expected}, of what it is"
     known = {RECORD_NAME, ENVIRONMENT_NAME, signature_of(record).name}
-    for name in sorted({path.name for path in kernel.iterdir()} - known):
+    for name in sorted({path.name for path in kernel.iterdir()} - known - set(SANITIZED_NAMES.values())):
         yield f"{name} lies beside it; expected {', '.join(sorted(known))} and nothing else"
     yield from _installed(record.with_name(ENVIRONMENT_NAME), certificate)
 

@@ -7,7 +7,7 @@ from itertools import chain
 
 import torch
 
-from mla_conformance.bench import runs, suite
+from mla_conformance.bench import fences, runs, suite
 from mla_conformance.commands.options import require_tests
 from mla_conformance.engine.describe import device_facts, find_device
 from mla_conformance.engine.request import RunRequest
@@ -44,7 +44,7 @@ def _lines(options: argparse.Namespace, request: RunRequest, device: torch.devic
     if options.kernels:
         return suite.throughput(device)
     if options.suite:
-        return suite.split(request, device)
+        return chain(suite.split(request, device), _fences(request, device))
     if options.runs:
         return runs.compare_runs(request, device)
     require_tests("bench of the golden pass")
@@ -55,6 +55,13 @@ def _lines(options: argparse.Namespace, request: RunRequest, device: torch.devic
     if options.sparse:
         return golden.sparse(device.type)
     return chain(golden.compare(device.type), suite.plugin_cost())
+
+
+def _fences(request: RunRequest, device: torch.device) -> Iterator[str]:
+    """Where nothing but the cases over fenced memory was asked for, what the fences cost."""
+    if request.capabilities == (fences.CAPABILITY,):
+        cases = request.cases_of(fences.CAPABILITY)
+        yield from (line for each in request.backends for line in fences.cost(Subject(each, device), cases))
 
 
 def _require_available(request: RunRequest | None, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
-from mla_conformance.commands.sanitize import sanitize
+from mla_conformance.commands.sanitize import Sanitizing, sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
 from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
@@ -50,7 +50,7 @@ def certify(options: argparse.Namespace) -> int:
     plan = _recorded(options.resume) if options.resume else None
     request = _resumed(options, plan) if plan else _new(options)
     if options.sanitize:
-        return sanitize(request, options.sanitize, bool(options.capability), options.timeout)
+        return sanitize(request, _sanitizing(options))
     expectations = _expectations(options.expectations)
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
@@ -58,6 +58,13 @@ def certify(options: argparse.Namespace) -> int:
     run = Run(request, folder, limits, expectations)
     status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle if issuing else None)
     return issuing.write(run.summary(), status, run.found.code.digests) if issuing else status
+
+
+def _sanitizing(options: argparse.Namespace) -> Sanitizing:
+    for name in ("certificate", "record", "sign"):
+        if getattr(options, name):
+            raise InputError(f"{_flag(name)}: cannot be combined with --sanitize, which judges nothing")
+    return Sanitizing(options.sanitize, bool(options.capability), options.timeout, options.submission)
 
 
 def _new(options: argparse.Namespace) -> RunRequest:

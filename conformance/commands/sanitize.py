@@ -1,76 +1,154 @@
 """``certify --sanitize``: small cases under compute-sanitizer, which is no verdict of the suite's own."""
 
-from collections.abc import Iterator, Sequence
+import datetime
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.cases.case import Case
-from mla_conformance.cases.work import work_of
+from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding, write_sanitized
 from mla_conformance.commands.console import BROKEN
+from mla_conformance.commands.sanitized_cases import choose
+from mla_conformance.engine.devices import this_machine
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import GPU_TIMEOUT
+from mla_conformance.files.places import place_of
 from mla_conformance.judging.record import replay_line
 from mla_conformance.report.terminal import columns, counted, say, wrapped
-from mla_conformance.traits.sanitizer import Sanitized, by_error, program, sanitized
-
-_SMALL = "memory_bounds"
-"""The capability whose cases are taken where none is named."""
-_CASES = 2
-"""Of each capability and role: the tool makes a call some hundred times slower."""
+from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watched
+from mla_conformance.traits.sanitizer_output import joined
+from mla_conformance.version import SUITE_VERSION, __version__
 
 
-def sanitize(request: RunRequest, tool: str, named: bool, timeout: float | None) -> int:
+@dataclass(frozen=True)
+class Sanitizing:
+    """What is asked.
+
+    Attributes:
+        check: the tool of compute-sanitizer.
+        named: whether capabilities were named.
+        timeout: seconds for a process; None for what a case may take on a GPU.
+        root: folder of submissions, which tells kernels and receives what is found; None for none.
+    """
+
+    check: str
+    named: bool
+    timeout: float | None = None
+    root: Path | None = None
+
+
+def sanitize(request: RunRequest, asked: Sanitizing) -> int:
     """Carry it out; the exit status is that of a run that judged nothing wherever the tool could not watch.
 
-    Args:
-        request: backends and capabilities.
-        tool: of compute-sanitizer.
-        named: whether capabilities were named.
-        timeout: seconds for a case.
+    Raises:
+        InputError: a record cannot be read, or what was found not be written.
     """
-    path = program()
-    if not path or request.device == "cpu":
-        why = "compute-sanitizer watches a GPU, not a CPU" if path else "compute-sanitizer is not installed here"
-        say(f"{tool} unavailable: {why}; nothing was checked")
+    try:
+        if request.device == "cpu":
+            raise ToolUnavailable("compute-sanitizer watches a GPU, not a CPU: leave out --device cpu")
+        tool = Tool.found()
+    except ToolUnavailable as error:
+        _say(f"{asked.check} unavailable: {error}; nothing was checked")
         return BROKEN
-    cases = list(_small(request.capabilities if named else (_SMALL,), request))
-    seconds = timeout or GPU_TIMEOUT
-    statuses = [_checked(path, tool, backend, cases, seconds) for backend in request.backends]
+    statuses = [_sanitized(tool, request, asked, backend) for backend in request.backends]
     return 1 if 1 in statuses else max(statuses)
 
 
-def _small(capabilities: Sequence[str], request: RunRequest) -> Iterator[Case]:
-    for name in capabilities:
-        taken: dict[str, int] = {}
-        for case in sorted(request.cases_of(name), key=work_of):
-            if taken.setdefault(case.role, 0) < _CASES:
-                taken[case.role] += 1
-                yield case
-
-
-def _checked(path: str, tool: str, backend: BackendReference, cases: Sequence[Case], seconds: float) -> int:
+def _sanitized(tool: Tool, request: RunRequest, asked: Sanitizing, backend: BackendReference) -> int:
     """One backend; its exit status."""
-    found = [sanitized(path, tool, backend.reference, case.id, "cuda", seconds) for case in cases]
-    for text in lines(tool, backend, found):
-        for line in [text] if text.lstrip().startswith("replay: ") else wrapped(text, columns()):
-            say(line)
-    watched = [each for each in found if not each.unavailable and not each.unsupported]
+    chosen = choose(request, asked.named, asked.root, backend.name)
+    if chosen.what:
+        _say(f"{asked.check} {backend.name}: {chosen.what}")
+    watch = Watch(tool, asked.check, backend.reference, "cuda", asked.timeout or GPU_TIMEOUT)
+    found = watch.calls([case.id for case in chosen.cases], chosen.most)
+    for text in lines(watch, backend, found):
+        _say(text)
+    watched = [each for each in found.cases if not each.unavailable]
+    if watched and asked.root:
+        say(f"wrote {write_sanitized(asked.root, _kernel(watch, backend, found))}", error=True)
     if any(each.errors for each in watched):
         return 1
-    return 0 if watched and not any(each.unavailable for each in found) else BROKEN
+    return 0 if watched and len(watched) == len(found.cases) else BROKEN
 
 
-def lines(tool: str, backend: BackendReference, found: list[Sanitized]) -> Iterator[str]:
+def _say(text: str) -> None:
+    for line in [text] if text.lstrip().startswith("replay: ") else wrapped(text, columns()):
+        say(line)
+
+
+def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[str]:
     """What the tool said of a backend: each error once, with a case that shows it, and what says nothing."""
-    for error, case in by_error(found):
+    who = f"{watch.check} {backend.name}"
+    for error, case in joined((each.case, each.errors) for each in found.cases):
         place = (f", {error.place}" if error.place else "") + (f", launched at {error.launch}" if error.launch else "")
-        yield f"{tool} {backend.name}: {error.kernel}: {error.cause}, {counted(error.count, 'time')}{place}"
+        yield f"{who}: {error.kernel}: {error.cause}, {counted(error.count, 'time')}{place}"
         yield f"  replay: {replay_line(case, backend.reference)}"
+    for why, ids in _silent(found):
+        yield f"{who} unavailable{ids}: {_by(watch, found)}: {why}"
+    for each in found.cases:
+        if each.is_clean:
+            yield f"{who}: nothing reported of {each.case}, {each.seconds:.1f} s"
+    clean, seconds = sum(each.is_clean for each in found.cases), sum(each.seconds for each in found.cases)
+    refused = len(found.begin.unsupported) if found.begin else 0
+    yield f"{who}: nothing reported of {counted(clean, 'case')}, {refused} unsupported, {seconds:.1f} s; no verdict"
+
+
+def _silent(found: Watched) -> Iterator[tuple[str, str]]:
+    """Why nothing is known, and of which cases."""
+    if found.unavailable:
+        yield found.unavailable, ""
+    elif not found.cases:
+        yield "it supports none of the cases here", ""
     silent: dict[str, list[str]] = {}
-    for each in found:
+    for each in found.cases:
         if each.unavailable:
             silent.setdefault(each.unavailable, []).append(each.case)
-    for why, ids in silent.items():
-        yield f"{tool} {backend.name} unavailable for {counted(len(ids), 'case')}, such as {ids[0]}: {why}"
-    clean = sum(not (each.errors or each.unavailable or each.unsupported) for each in found)
-    refused = sum(each.unsupported for each in found)
-    yield f"{tool} {backend.name}: nothing reported of {counted(clean, 'case')}, {refused} unsupported; no verdict"
+    yield from ((why, f" for {counted(len(ids), 'case')}, such as {ids[0]}") for why, ids in silent.items())
+
+
+def _by(watch: Watch, found: Watched) -> str:
+    """The tool, and the CUDA of torch where that is another one."""
+    torchs = found.begin.environment.get("cuda", "") if found.begin else ""
+    other = watch.tool.cuda and torchs and watch.tool.cuda.partition(".")[0] != torchs.partition(".")[0]
+    return f"{watch.tool}" + (f", torch of CUDA {torchs}" if other else "")
+
+
+def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> SanitizedKernel:
+    """As a file holds it."""
+    assert found.begin is not None  # what was watched has begun
+    return SanitizedKernel(
+        suite=SUITE_VERSION,
+        version=__version__,
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        backend=backend.name,
+        reference=backend.reference,
+        device=found.begin.environment["device"],
+        environment={**found.begin.environment, **this_machine()},
+        versions=found.begin.versions,
+        tool=watch.check,
+        tool_version=watch.tool.version,
+        tool_cuda=watch.tool.cuda,
+        checked={each.case: each.seconds for each in found.cases if not each.unavailable},
+        unchecked={each.case: each.unavailable for each in found.cases if each.unavailable},
+        errors=_reported(found, backend),
+    )
+
+
+def _reported(found: Watched, backend: BackendReference) -> tuple[SanitizerFinding, ...]:
+    """With places as another machine finds them."""
+    return tuple(
+        SanitizerFinding(
+            kernel=error.kernel,
+            cause=error.cause,
+            count=error.count,
+            place=_placed(error.place, backend),
+            launch=_placed(error.launch, backend),
+            case=case,
+        )
+        for error, case in joined((each.case, each.errors) for each in found.cases)
+    )
+
+
+def _placed(place: str, backend: BackendReference) -> str:
+    path, colon, line = place.rpartition(":")
+    return place_of(Path(path), backend.file) + colon + line if path else place

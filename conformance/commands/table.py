@@ -235,7 +235,7 @@ COMMANDS = (
             option("--runs", _REFERENCE, "runs of each backend, of all, and of all by one worker", nargs="+"),
             flag("--apart", "of --runs: all of them once more, judged apart"),
             option("--tier", _TIERS, "of --suite and --runs", default="smoke"),
-            several("--capability", "NAME", "of --runs; by default all"),
+            several("--capability", "NAME", "of --suite and --runs, else all"),
             several("--case", "ID", "of --suite: this case, not a tier"),
         ),
         ("--suite TORCH_SDPA --tier smoke", "--kernels --device cuda"),

@@ -12,6 +12,7 @@ from mla_conformance.certificate.certificate import Certificate, Outdated, read_
 from mla_conformance.certificate.compare import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.digests import judge_alike
 from mla_conformance.certificate.rerun import judged_cases, rerun
+from mla_conformance.certificate.sanitized import sanitized_problems
 from mla_conformance.certificate.signature import SignatureError, signature_of, signer_of
 from mla_conformance.certificate.submission import folder_problems, records_below, strays
 from mla_conformance.certificate.verify import problems
@@ -48,7 +49,8 @@ def _verify(path: Path, options: argparse.Namespace, in_folder: bool) -> int:
     salt = secrets.token_hex(8) if options.salt is None else options.salt
     found = _Found(certificate, again=options.rerun > 0)
     found.against += problems(certificate, datetime.date.today())
-    found.against += folder_problems(path, certificate) if in_folder else ()
+    if in_folder:
+        found.against += [*folder_problems(path, certificate), *sanitized_problems(path, certificate)]
     found.take(_signature(path, options))
     if certificate.is_current:
         found.take(_beside_this_machine(certificate, options))

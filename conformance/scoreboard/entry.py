@@ -11,6 +11,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import Finding, Outdated, Shown, read_certificate, read_shown, records_of
+from mla_conformance.certificate.sanitized import SanitizedKernel, read_sanitized, sanitized_problems
 from mla_conformance.certificate.submission import records_below
 from mla_conformance.certificate.verify import age, problems
 from mla_conformance.files.inputs import InputError
@@ -60,10 +61,12 @@ class Entry:
     Attributes:
         record: what of it is shown.
         old: why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that.
+        sanitized: what tools of compute-sanitizer reported of the kernel.
     """
 
     record: Shown
     old: str
+    sanitized: tuple[SanitizedKernel, ...] = ()
 
     @property
     def versions(self) -> str:
@@ -192,7 +195,10 @@ def _read(path: Path) -> Entry | RefusedRecord:
         return RefusedRecord(path, str(error))
     old = age(certificate)
     against = [problem for problem in problems(certificate, datetime.date.today()) if problem != old]
-    return RefusedRecord(path, "; ".join(against)) if against else Entry(read_shown(path), old)
+    against += sanitized_problems(path, certificate)
+    if against:
+        return RefusedRecord(path, "; ".join(against))
+    return Entry(read_shown(path), old, tuple(read_sanitized(path)))
 
 
 def _read_earlier(path: Path, outdated: str) -> Entry | RefusedRecord:

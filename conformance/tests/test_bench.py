@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mla_conformance.bench import suite, timing
+from mla_conformance.backends.roles import Role
+from mla_conformance.bench import fences, suite, timing
 from mla_conformance.bench.timing import Timing, timed
 from mla_conformance.cli import main
 from mla_conformance.engine.request import RunRequest
@@ -22,6 +23,7 @@ from mla_conformance.tests.bench.formulas import (
     materialised,
     plain,
 )
+from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")
@@ -107,6 +109,17 @@ def test_named_cases_are_measured_one_by_one(capsys: pytest.CaptureFixture[str])
     for case, line in zip(cases, lines, strict=True):
         reported = re.fullmatch(r"EAGER, (.*): ([\d.]+) s: .*golden ([\d.]+) s .*", line)
         assert reported and reported[1] == case and float(reported[3]) <= float(reported[2])
+
+
+def test_fences_are_measured_beside_the_same_calls_without_them() -> None:
+    cases = [case for case in CAPABILITIES[fences.CAPABILITY].cases if case.role in (Role.PREFILL, Role.DECODE)]
+    (line,) = fences.cost(Subject.of("mla_conformance.backends.eager:EagerPrefillBackend", CPU), cases[:2])
+    reported = re.fullmatch(
+        r".*, (\d+) cases? with .*: ([\d.]+) s, ([\d.]+) times .* alone ([\d.]+) s, ([\d.]+) times", line
+    )
+    assert reported and int(reported[1]) == 2 and float(reported[4]) <= float(reported[2]) and float(reported[5]) > 0
+    reader = "mla_conformance.defects.bounds:ElementBehindQ"
+    assert [": fail, not measured" in line for line in fences.cost(Subject.of(reader, CPU), cases[:1])] == [True]
 
 
 def test_the_workspace_leaves_out_operands_and_results() -> None:

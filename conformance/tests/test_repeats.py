@@ -1,5 +1,7 @@
 """Many calls of one case: what is rare is found and counted, what is right is not suspected."""
 
+import runpy
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,54 @@ def test_a_kernel_without_a_race_has_the_same_bits(reference: str, case: str) ->
     assert (found.differing, found.breaks, found.failed) == (0, False, "")
 
 
+KERNELS = """
+import threading
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Crowded(EagerPrefillBackend):
+    def _batch(self, *operands, **options):
+        output, lse = super()._batch(*operands, **options)
+        return output * (1.5 if threading.active_count() > THREADS else 1.0), lse
+
+class Remembers(EagerPrefillBackend):
+    shape = None
+    def prepare_metadata(self, prefill):
+        self.before, self.shape = self.shape, prefill.query_start_loc.tolist()
+        super().prepare_metadata(prefill)
+    def _batch(self, *operands, **options):
+        output, lse = super()._batch(*operands, **options)
+        return output * (1.0 if self.before in (None, self.shape) else 1.5), lse
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "numbers", "where"),
+    [
+        ("Crowded", range(18, 34), "beside other streams or threads"),
+        ("Remembers", range(34, 50), "between calls of another batch"),
+    ],
+)
+def test_what_else_goes_on_is_part_of_what_is_found(tmp_path: Path, kernel: str, numbers: range, where: str) -> None:
+    (tmp_path / "kernels.py").write_text(KERNELS.replace("THREADS", str(threading.active_count())))
+    found = of(f"{tmp_path}/kernels.py:{kernel}", PREFILL, 60)
+    assert found.first in numbers and found.what.endswith(where) and "output is" in found.wrong
+
+
+def test_races_are_measured_up_to_one_in_ten_thousand() -> None:
+    measured = runpy.run_path(str(Path(__file__).parents[2] / "ci" / "races.py"))
+    kernels = measured["KERNELS"]
+    assert [kernel.one_in for kernel in kernels] == [100, 100, 300, 1_000, 1_000, 5_000, 10_000]
+    cells = list(measured["_cells"](kernels[0], measured["_repeated"](kernels[0], 100, torch.device("cpu"))))
+    assert cells[:3] == ["OrderOfAdditions", "100", "100"] and cells[-1] == "right, with other bits"
+
+
 def test_a_kernel_that_is_always_wrong_is_not_repeated() -> None:
     case = "decode_lse:call=decode;dims=small;heads=2;q=[1];kv=[40]"
     assert "LSE" in of("mla_conformance.defects.decode_softmax:Base2DecodeLse", case, 5).failed
+
+
+def test_calls_that_return_nothing_are_said_to() -> None:
+    assert "return nothing to compare" in of("EAGER", "slot_mapping:q=[40,5,9];kv=[10,100,0];page=16", 5).failed
 
 
 def test_figures() -> None:

@@ -1,34 +1,138 @@
-"""A process that calls a backend on one case and judges nothing, for tools that watch it: ``python -m`` this module."""
+"""A process that calls a backend on cases and judges nothing, for tools that watch it: ``python -m`` this module.
+
+It writes lines of JSON into a file: what it is about to call and where, then a line for each case once it was called.
+"""
 
 import sys
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-NO_DEVICE, UNSUPPORTED = 77, 78
-"""Exit statuses: there is no such device, the backend does not support the case here."""
+import msgspec
+from msgspec import Struct
 
-
-def main(told: Sequence[str]) -> int:
-    """Make the calls of a case on a device, and say so in a file; the exit status."""
-    import torch  # not for whoever asks what the statuses are
+if TYPE_CHECKING:
+    import torch
 
     from mla_conformance.cases.case import Case
-    from mla_conformance.driving.driver import run_calls
-    from mla_conformance.files.places import search_current_folder
-    from mla_conformance.roles.table import build_problem
     from mla_conformance.trials.subject import Subject
 
-    reference, case_id, device, marker = told
-    if device == "cuda" and not torch.cuda.is_available():
-        return NO_DEVICE
-    search_current_folder()
-    subject, case = Subject.of(reference, torch.device(device)), Case.parse(case_id)
-    if subject.unavailable or subject.unsupported(case):
-        return UNSUPPORTED
-    seen = run_calls(subject.create(case), build_problem(case, subject.device))
-    Path(marker).write_text(seen.error.error if seen.error else "", encoding="utf-8")
-    return 0
+NO_DEVICE = "torch sees no CUDA device"
+
+
+class CallsBegin(Struct, frozen=True):
+    """What is said before the first call.
+
+    Attributes:
+        environment: device and versions that the calls run with.
+        versions: of the distributions behind the backend.
+        unavailable: why nothing is called; empty where something is.
+        chosen: ids of the cases that are called, in this order.
+        unsupported: ids of those that are not, since the backend does not support them here.
+    """
+
+    environment: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    unavailable: str = ""
+    chosen: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
+
+
+class CallEnded(Struct, frozen=True):
+    """What became of a case: the seconds of its calls, compiling included, and what they raised, if they did."""
+
+    case: str
+    seconds: float
+    raised: str = ""
+
+
+def read_calls(path: Path) -> tuple[CallsBegin | None, tuple[CallEnded, ...]]:
+    """What the process wrote before it ended, however it did."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    if not lines:
+        return None, ()
+    ended = tuple(msgspec.json.decode(line, type=CallEnded) for line in lines[1:])
+    return msgspec.json.decode(lines[0], type=CallsBegin), ended
+
+
+def main(told: Sequence[str]) -> None:
+    """Make the calls of cases on a device, and write what became of them.
+
+    Args:
+        told: the backend, the device, the file, how many cases of each capability and role are called at most, 0 for
+            all, and the ids of the cases.
+    """
+    import torch  # not for whoever only reads the lines
+
+    from mla_conformance.cases.case import Case
+    from mla_conformance.files.places import search_current_folder
+    from mla_conformance.trials.subject import Subject
+
+    reference, device, path, most, *ids = told
+    with Path(path).open("ab", buffering=0) as file:
+        tell = partial(_tell, file.write)
+        if device == "cuda" and not torch.cuda.is_available():
+            tell(CallsBegin(_versions_of_torch(), unavailable=NO_DEVICE))
+            return
+        search_current_folder()
+        subject = Subject.of(reference, torch.device(device))
+        chosen, begin = _begin(subject, [Case.parse(each) for each in ids], int(most))
+        tell(begin)
+        for case in chosen:
+            tell(_called(subject, case))
+
+
+def _tell(write: Callable[[bytes], object], what: Struct) -> None:
+    write(msgspec.json.encode(what) + b"\n")
+
+
+def _begin(subject: "Subject", cases: Iterable["Case"], most: int) -> "tuple[list[Case], CallsBegin]":
+    environment = _versions_of_torch() | _device_facts(subject.device)
+    if subject.unavailable:
+        return [], CallsBegin(environment, unavailable="; ".join(subject.unavailable))
+    chosen, unsupported, taken = list["Case"](), list[str](), Counter[tuple[str, str]]()
+    for case in cases:
+        kind = case.capability, case.role
+        if most and taken[kind] == most:
+            continue
+        if subject.unsupported(case):
+            unsupported.append(case.id)
+            continue
+        taken[kind] += 1
+        chosen.append(case)
+    ids = tuple(case.id for case in chosen)
+    return chosen, CallsBegin(environment, subject.versions(), "", ids, tuple(unsupported))
+
+
+def _called(subject: "Subject", case: "Case") -> CallEnded:
+    from mla_conformance.backends.foreign import one_line
+    from mla_conformance.driving.driver import run_calls
+    from mla_conformance.roles.table import build_problem
+
+    began = time.perf_counter()
+    try:
+        error = run_calls(subject.create(case), build_problem(case, subject.device)).error
+        raised = error.error if error else ""
+    except Exception as failure:  # a constructor may raise, and a lost context makes no inputs
+        raised = one_line(failure)
+    return CallEnded(case.id, round(time.perf_counter() - began, 2), raised)
+
+
+def _versions_of_torch() -> dict[str, str]:
+    import torch
+
+    return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda or "")}
+
+
+def _device_facts(device: "torch.device") -> dict[str, str]:
+    from mla_conformance.backends.platform import describe_device, get_device_capability
+
+    capability = get_device_capability(device)
+    return {"device": describe_device(device), "compute_capability": str(capability) if capability else ""}
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,17 +1,21 @@
-"""Many calls of one case, launched back to back: a race shows as a result whose bits differ."""
+"""Many calls of one case, back to back, under load and between others: a race shows as a result whose bits differ."""
 
 import time
+from collections.abc import Callable, Iterator
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
 import torch
 
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging.traits import Repeated
 from mla_conformance.judging.verdict import Nonconformance, Status
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
+from mla_conformance.traits.load import load
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
@@ -20,14 +24,24 @@ _AT_ONCE = 16
 """Calls whose results are kept until they are compared, so that nothing stands between their launches."""
 
 
+class Surroundings(StrEnum):
+    """What else goes on while calls are made, so many calls by turns; the words stand behind what differs."""
+
+    NOTHING = "in calls back to back"
+    LOAD = "beside other streams or threads"
+    OTHER_CALLS = "between calls of another batch"
+
+
 def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repeated:
     """What so many further calls of a case show, which has to hold first."""
     subject.executor.begin()
     trial = Trial(subject, case, context)
     try:
         trial.require_support()
-        trial.conforms()
-        differing, *kept = trial.call("repeated calls", partial(launched, trial.backend, trial.problem, calls))
+        if _writes_only(trial.conforms()):
+            return Repeated(failed="its calls write into memory and return nothing to compare")
+        step = partial(launched, trial.backend, trial.problem, calls, _other(trial))
+        differing, *kept = trial.call("repeated calls", step)
     except Nonconformance as failure:
         return Repeated(failed=str(failure))
     numbers, seconds = differing[:-1].long().tolist(), float(differing[-1])
@@ -35,32 +49,82 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
     return _told(trial, found, numbers, kept) if numbers else found
 
 
-def launched(backend: Any, problem: Problem, calls: int) -> tuple[torch.Tensor, ...]:
-    """Make a problem's calls so often, and compare.
+def _writes_only(seen: Observation) -> bool:
+    return any(part is None for returned in seen.returned for part in parts_of(returned.value))
+
+
+def _other(trial: Trial) -> Problem | None:
+    """Another batch for the same instance; None where it does not support that."""
+    return None if trial.unsupported(trial.case.varied()) else trial.other_problem()
+
+
+def launched(backend: Any, problem: Problem, calls: int, other: Problem | None = None) -> tuple[torch.Tensor, ...]:
+    """Make a problem's calls so often, in changing surroundings, and compare.
 
     Returns:
         Numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of all; then
         the tensors of the first call and those of the first that differs.
     """
-    for call in problem.calls:
-        call.prepare(backend)
-    first, flags, other = [part.clone() for part in _once(backend, problem)], [], list[torch.Tensor]()
+    _prepare(backend, problem)
+    first, flags, differing = [part.clone() for part in _once(backend, problem)], [], list[torch.Tensor]()
     _wait(problem)
     began = time.perf_counter()
-    for start in range(1, calls, _AT_ONCE):
-        results = [_once(backend, problem) for _ in range(start, min(start + _AT_ONCE, calls))]
-        flags += [_differs(first, result) for result in results]
-        if not other and bool(torch.stack(flags[-len(results) :]).any()):
-            other = next(result for result in results if bool(_differs(first, result)))
+    with load(problem.device) as more:
+        for results in _blocks(backend, problem, calls, more, other):
+            flags += [_differs(first, result) for result in results]
+            if not differing and bool(torch.stack(flags[-len(results) :]).any()):
+                differing = next(result for result in results if bool(_differs(first, result)))
     _wait(problem)
     seconds = time.perf_counter() - began
     numbers = torch.stack(flags).nonzero().flatten().cpu() + 2 if flags else torch.zeros(0)
-    return torch.cat([numbers.double(), torch.tensor([seconds], dtype=torch.float64)]), *first, *other
+    return torch.cat([numbers.double(), torch.tensor([seconds], dtype=torch.float64)]), *first, *differing
+
+
+def _blocks(
+    backend: Any, problem: Problem, calls: int, more: Callable[[], None], other: Problem | None
+) -> Iterator[list[list[torch.Tensor]]]:
+    """The results of all calls but the first, block by block, each block in surroundings of its own."""
+    before: dict[Surroundings, Callable[[], object]] = {
+        Surroundings.NOTHING: lambda: None,
+        Surroundings.LOAD: more,
+        Surroundings.OTHER_CALLS: partial(_between, backend, problem, other),
+    }
+    for start in range(1, calls, _AT_ONCE):
+        first = before[_surroundings(start)]
+        yield [_behind(first, backend, problem) for _ in range(start, min(start + _AT_ONCE, calls))]
+
+
+def _surroundings(number: int) -> Surroundings:
+    """Those of a call, counted from 0."""
+    return tuple(Surroundings)[(number - 1) // _AT_ONCE % len(Surroundings)]
+
+
+def _between(backend: Any, problem: Problem, other: Problem | None) -> None:
+    """Another batch's calls, as of an engine's step, then the metadata of this one."""
+    if other is not None:
+        _prepare(backend, other)
+        _once(backend, other)
+        _prepare(backend, problem)
+
+
+def _prepare(backend: Any, problem: Problem) -> None:
+    for call in problem.calls:
+        call.prepare(backend)
+
+
+def _behind(before: Callable[[], object], backend: Any, problem: Problem) -> list[torch.Tensor]:
+    before()
+    return _once(backend, problem)
 
 
 def _once(backend: Any, problem: Problem) -> list[torch.Tensor]:
-    """The tensors that all calls of a problem return."""
-    return [part for call in problem.calls for part in parts_of(call.invoke(backend, call.output_buffer()))]
+    """The tensors that all calls of a problem return; ranks share the instance, so that each has its metadata first."""
+    parts, ranks = list[torch.Tensor](), isinstance(problem.case, CachedCase) and len(problem.calls) > 1
+    for call in problem.calls:
+        if ranks:
+            call.prepare(backend)
+        parts += parts_of(call.invoke(backend, call.output_buffer()))
+    return parts
 
 
 def _differs(first: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
@@ -84,6 +148,7 @@ def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Te
     places = [(mine != theirs) & ~(mine.isnan() & theirs.isnan()) for mine, theirs in zip(first, other, strict=True)]
     rows = int(places[0].flatten(1).any(dim=1).sum())
     what = f"{sum(int(each.sum()) for each in places)} elements of {sum(map(torch.numel, first))} in {rows} rows"
+    what += f", {_surroundings(numbers[0] - 1)}"
     verdict = judge(trial.problem, trial.expect(trial.problem), _observed(trial.problem, other), trial.declaration)
     wrong = "" if verdict.status is Status.PASS else verdict.message
     return Repeated(found.calls, found.seconds, len(numbers), numbers[0], what, wrong, "", found.deterministic)

@@ -1,123 +1,85 @@
-"""Calls under NVIDIA's compute-sanitizer: its XML, grouped by kernel and cause. No torch.
+"""Calls of a backend under NVIDIA's compute-sanitizer. No torch."""
 
-Source of the form: what Compute Sanitizer 2025.3.1 wrote on an H200, of each tool one kernel with a planted error.
-"""
-
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from xml.etree import ElementTree
 
 from mla_conformance.traits import called
+from mla_conformance.traits.called import CallEnded, CallsBegin, read_calls
+from mla_conformance.traits.sanitizer_output import (
+    LONGEST,
+    PROGRAM,
+    SanitizerError,
+    UnreadableOutput,
+    errors_of,
+    read_output,
+)
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-_PROGRAM, _BESIDE = "compute-sanitizer", Path("/usr/local/cuda/bin/compute-sanitizer")
-_ROOT = "ComputeSanitizerOutput"
-_HOST = "host"
-_LAUNCHERS = re.compile(r"-packages/(triton|torch|mla_conformance)/")
-"""Packages whose frames are not where somebody decided to launch a kernel."""
-_TORCHS = re.compile(r"\bat::|\bat_cuda_detail::|\bc10::")
-"""Torch's own kernels, which make inputs and copies, too: reports on them are no backend's but in memcheck."""
-_MEMCHECK = ("Precise", "Imprecise", "Api")
-_VARYING = re.compile(r"0x[0-9a-fA-F]+|\(\d+,\s*\d+,\s*\d+\)")
-_LONGEST = 400
-_MOST_BYTES = 2**26
+_BESIDE = Path("/usr/local/cuda/bin") / PROGRAM
+_VERSION_SECONDS = 60.0
+_LAST_LINES = 3
+"""Lines of what was printed that are told: where the tool gives up, it says why in more than one."""
 _WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor gets memory of its own; otherwise what lies behind one belongs to a block of the allocator."""
 
 
-class UnreadableOutput(ValueError):
-    """A file that is not what the tool writes; the message says what was expected."""
+class ToolUnavailable(Exception):
+    """There is no tool that could watch anything; the message says why."""
 
 
 @dataclass(frozen=True)
-class SanitizerError:
-    """Equal errors of one kernel.
+class Tool:
+    """The program as it is installed.
 
     Attributes:
-        kernel: its name, or the function of the host's interface.
-        cause: what the tool says, without addresses and threads.
-        count: how many records.
-        place: source line, or else module, of the first; empty if it is not told.
-        launch: the line of Python that launched the first; empty if none did.
+        path: of it.
+        version: as it says.
+        cuda: version of the CUDA toolkit that it lies in; empty where the toolkit does not tell.
     """
 
-    kernel: str
-    cause: str
-    count: int = 1
-    place: str = ""
-    launch: str = ""
+    path: str
+    version: str
+    cuda: str = ""
+
+    @staticmethod
+    def found() -> "Tool":
+        """The one of the search path, or of CUDA's usual folder.
+
+        Raises:
+            ToolUnavailable: there is none, or it does not say which version it is.
+        """
+        path = shutil.which(PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
+        if not path:
+            raise ToolUnavailable(f"{PROGRAM} is not installed here; it comes with the CUDA toolkit")
+        try:
+            done = _run([path, "--version"], _VERSION_SECONDS)
+        except _NotRun as error:
+            raise ToolUnavailable(str(error)) from error
+        version = re.search(r"\bVersion (\d[\w.]*)", done.stdout)
+        if done.returncode or not version:
+            raise ToolUnavailable(f"{path} does not say which version it is; {_last_words(done)}")
+        return Tool(path, version[1], _cuda_of(Path(path)))
+
+    def __str__(self) -> str:
+        return f"{PROGRAM} {self.version}" + (f" of CUDA {self.cuda}" if self.cuda else "")
 
 
-def errors_of(text: str) -> tuple[SanitizerError, ...]:
-    """The errors in the tool's XML, the most frequent first; those of the host only where no kernel has any.
-
-    Raises:
-        UnreadableOutput: something else, or a document that was cut off.
-    """
-    try:
-        root = ElementTree.fromstring(text)
-    except ElementTree.ParseError as error:
-        raise UnreadableOutput(f"expected XML of {_PROGRAM}: {error}") from error
-    if root.tag != _ROOT:
-        raise UnreadableOutput(f"expected XML of {_PROGRAM}, whose root is {_ROOT}, got {root.tag}")
-    found: dict[tuple[str, str], SanitizerError] = {}
-    for record in _telling(root.findall("record")):
-        told = _error(record)
-        known = found.get((told.kernel, told.cause))
-        found[told.kernel, told.cause] = replace(known, count=known.count + 1) if known else told
-    return tuple(sorted(found.values(), key=lambda each: -each.count))
-
-
-def _telling(records: list[ElementTree.Element]) -> list[ElementTree.Element]:
-    """Without what follows from others: after an error of a kernel every call of the host fails."""
-    telling = [each for each in records if _kind(each) in _MEMCHECK or not _TORCHS.search(_place(each, "func"))]
-    return [each for each in telling if _kind(each) != "Api"] or telling
-
-
-def _kind(record: ElementTree.Element) -> str:
-    return _first(record, "kind")
-
-
-def _error(record: ElementTree.Element) -> SanitizerError:
-    kernel = _place(record, "func") or _first(record, "what/api") or _HOST
-    said = [_first(record, name) for name in ("what/text", "what/error", "what/result")]
-    told = " ".join([next(filter(None, said), ""), _first(record, "what/type"), *_accesses(record)])
-    path, line = _place(record, "path"), _place(record, "line")
-    place = f"{path}:{line}" if path and line else path or _place(record, "module")
-    cause = " ".join(_VARYING.sub("…", told).split())[:_LONGEST]
-    return SanitizerError(kernel[:_LONGEST], cause, place=place, launch=_launch(record))
-
-
-def _place(record: ElementTree.Element, name: str) -> str:
-    """Of a race, where the second access was made."""
-    return _first(record, f"where/{name}") or _first(record, f"what/destination/where/{name}")
-
-
-def _accesses(record: ElementTree.Element) -> list[str]:
-    """The two of a race, in words."""
-    both = [_first(record, f"what/{name}/direction").lower() for name in ("source", "destination")]
-    line = _first(record, "what/source/where/line")
-    return [f"({both[0]} in line {line}, {both[1]})"] if all(both) else []
-
-
-def _launch(record: ElementTree.Element) -> str:
-    """The innermost line of Python in the host's stack that is of no launcher."""
-    for frame in record.iterfind("hostStack/frame"):
-        path, line = _first(frame, "path"), _first(frame, "line")
-        if path.endswith(".py") and not _LAUNCHERS.search(path):
-            return f"{path}:{line}"
+def _cuda_of(path: Path) -> str:
+    """The version in the file that every toolkit has in its first folder."""
+    for folder in path.resolve().parents[:3]:
+        try:
+            return str(json.loads((folder / "version.json").read_text(encoding="utf-8"))["cuda"]["version"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
     return ""
-
-
-def _first(record: ElementTree.Element, path: str) -> str:
-    return (record.findtext(path) or "").strip()
 
 
 @dataclass(frozen=True)
@@ -128,83 +90,147 @@ class Sanitized:
         case: its id.
         errors: what the tool reports.
         unavailable: why that says nothing; empty if it does.
-        unsupported: whether the backend does not support the case.
+        seconds: that the calls took.
     """
 
     case: str
     errors: tuple[SanitizerError, ...] = ()
     unavailable: str = ""
-    unsupported: bool = False
+    seconds: float = 0.0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether it was called and nothing is reported."""
+        return not (self.errors or self.unavailable)
 
 
-def program() -> str:
-    """Where the tool is; empty if it is not here."""
-    return shutil.which(_PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
+@dataclass(frozen=True)
+class Watched:
+    """What became of a backend under the tool.
 
-
-def sanitized(path: str, tool: str, reference: str, case: str, device: str, seconds: float) -> Sanitized:
-    """Call a backend on a case under the tool.
-
-    Args:
-        path: of the program.
-        tool: one of :data:`TOOLS`.
-        reference: the backend.
-        case: its id.
-        device: where.
-        seconds: how long it may take.
+    Attributes:
+        begin: with what it was called; None if its process did not come so far.
+        cases: those that were to be called.
+        unavailable: why nothing was; empty otherwise.
     """
-    with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
-        output, marker = Path(folder, "output.xml"), Path(folder, "called")
-        command = [path, "--tool", tool, "--xml", "--save", str(output), "--target-processes", "all"]
-        command += [sys.executable, "-m", called.__name__, reference, case, device, str(marker)]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False,
-                env=os.environ | _WITHOUT_CACHE,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Sanitized(case, unavailable=f"took longer than {seconds:.0f} s")
-        except OSError as error:
-            return Sanitized(case, unavailable=f"{path} cannot be run: {error.strerror}")
-        return _result(case, done, output, marker)
+
+    begin: CallsBegin | None = None
+    cases: tuple[Sanitized, ...] = ()
+    unavailable: str = ""
 
 
-def _result(case: str, done: "subprocess.CompletedProcess[str]", output: Path, marker: Path) -> Sanitized:
-    """Errors count whatever became of the process; that there are none counts only of one that made its calls."""
-    if done.returncode == called.NO_DEVICE:
-        return Sanitized(case, unavailable="torch sees no CUDA device")
-    if done.returncode == called.UNSUPPORTED:
-        return Sanitized(case, unsupported=True)
+@dataclass(frozen=True)
+class Watch:
+    """How a backend is called under the tool.
+
+    Attributes:
+        tool: the program.
+        check: one of :data:`TOOLS`.
+        reference: the backend.
+        device: where.
+        seconds: that a process may take.
+    """
+
+    tool: Tool
+    check: str
+    reference: str
+    device: str
+    seconds: float
+
+    def calls(self, cases: Sequence[str], most: int = 0) -> Watched:
+        """Call cases in one process, and what is not clean there in one of its own, which tells whose an error is.
+
+        Args:
+            cases: their ids.
+            most: how many of each capability and role that the backend supports; 0 for all.
+        """
+        first = self._attempt(cases, most)
+        if first.begin is None or first.begin.unavailable:
+            return Watched(first.begin, unavailable=first.begin.unavailable if first.begin else first.in_words())
+        found = first.each()
+        if len(found) > 1:
+            unsure = {each.case for each in found if first.errors or not each.is_clean}
+            found = [self._alone(each.case) if each.case in unsure else each for each in found]
+        return Watched(first.begin, tuple(found))
+
+    def _alone(self, case: str) -> Sanitized:
+        found = self._attempt([case], 0)
+        return next(iter(found.each()), Sanitized(case, found.errors, found.unavailable))
+
+    def _attempt(self, cases: Sequence[str], most: int) -> "_Attempt":
+        with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
+            output, lines = Path(folder, "output.xml"), Path(folder, "called")
+            command = [self.tool.path, "--tool", self.check, "--xml", "--save", str(output)]
+            command += ["--target-processes", "all", sys.executable, "-m", called.__name__]
+            try:
+                done = _run([*command, self.reference, self.device, str(lines), str(most), *cases], self.seconds)
+            except _NotRun as error:
+                return _Attempt(*read_calls(lines), unavailable=str(error))
+            return _attempted(done, output, *read_calls(lines))
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What one process showed.
+
+    Attributes:
+        begin: what it was to call.
+        ended: the cases that were called.
+        errors: what the tool reports of them all.
+        unavailable: why that it reports nothing says nothing.
+    """
+
+    begin: CallsBegin | None
+    ended: tuple[CallEnded, ...]
+    errors: tuple[SanitizerError, ...] = ()
+    unavailable: str = ""
+
+    def each(self) -> list[Sanitized]:
+        """The cases one by one, errors as if each had all of them."""
+        ended = {each.case: each for each in self.ended}
+        return [self._of(case, ended.get(case)) for case in (self.begin.chosen if self.begin else ())]
+
+    def in_words(self) -> str:
+        """Why nothing was called, with what is reported of that."""
+        return "; ".join([self.unavailable, *(f"{each.kernel}: {each.cause}" for each in self.errors[:1])])
+
+    def _of(self, case: str, ended: CallEnded | None) -> Sanitized:
+        """Errors count whatever became of the process; that there are none, only of a call that returned."""
+        found = Sanitized(case, self.errors, seconds=ended.seconds if ended else 0.0)
+        if self.errors:
+            return found
+        raised = f"the call raised {ended.raised}" if ended and ended.raised else ""
+        return replace(found, unavailable=self.unavailable or raised or ("" if ended else "it was not called"))
+
+
+def _attempted(
+    done: "subprocess.CompletedProcess[str]", output: Path, begin: CallsBegin | None, ended: tuple[CallEnded, ...]
+) -> _Attempt:
     try:
-        errors = errors_of(_read(output))
+        errors = errors_of(read_output(output))
     except UnreadableOutput as error:
-        return Sanitized(case, unavailable=f"{error}; {_last_words(done)}")
-    if errors:
-        return Sanitized(case, errors)
-    if not marker.exists() or done.returncode:
-        return Sanitized(case, unavailable=f"the calls were not made under it; {_last_words(done)}")
-    raised = marker.read_text(encoding="utf-8")
-    return Sanitized(case, unavailable=f"the call raised {raised}" if raised else "")
+        return _Attempt(begin, ended, unavailable=f"{error}; {_last_words(done)}")
+    complete = begin is not None and len(ended) == len(begin.chosen) and not done.returncode
+    return _Attempt(begin, ended, errors, "" if complete else f"the calls were not made under it; {_last_words(done)}")
 
 
-def _read(output: Path) -> str:
-    if not output.exists():
-        raise UnreadableOutput(f"{_PROGRAM} wrote no output: it may not attach here")
-    if output.stat().st_size > _MOST_BYTES:
-        raise UnreadableOutput(f"{_PROGRAM} wrote more than {_MOST_BYTES} bytes")
-    return output.read_text(encoding="utf-8", errors="replace")
+class _NotRun(Exception):
+    """A program that did not come to its end."""
+
+
+def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False,
+            env=os.environ | _WITHOUT_CACHE,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise _NotRun(f"took longer than {seconds:.0f} s") from error
+    except OSError as error:
+        raise _NotRun(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
 def _last_words(done: "subprocess.CompletedProcess[str]") -> str:
-    lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-    return f"exit status {done.returncode}" + (f": {lines[-1][:_LONGEST]}" if lines else "")
-
-
-def by_error(found: list[Sanitized]) -> Iterator[tuple[SanitizerError, str]]:
-    """Errors of all cases, equal ones as one, each with the first case that shows it."""
-    joined: dict[tuple[str, str], tuple[SanitizerError, str]] = {}
-    for each in found:
-        for error in each.errors:
-            known, case = joined.get((error.kernel, error.cause), (replace(error, count=0), each.case))
-            joined[error.kernel, error.cause] = replace(known, count=known.count + error.count), case
-    yield from joined.values()
+    printed: Iterable[str] = (line.strip("= \t\r") for line in f"{done.stdout}\n{done.stderr}".splitlines())
+    lines = [line for line in printed if line][-_LAST_LINES:]
+    return f"exit status {done.returncode}" + (f": {' / '.join(lines)[-LONGEST:]}" if lines else "")
