@@ -24,6 +24,17 @@ from mla_conformance.backends.sparse import MLASparseSelectorConfig
 
 _V32, _V4 = "fp8_ds_mla", "fp8_v4"
 _PREFILL_COLUMNS = 128
+_COARSE_SCALES = "keeps the scales of V3.2's entries in bfloat16"
+_DEVIATIONS = (
+    Deviation("decode: lengths are of requests, not of query tokens", "each token is a request of one"),
+    Deviation("LSE [B, N, queries of a request] of a decode, [T, N] of a prefill", "[N, T]"),
+    Deviation("LSE +inf in a row without keys", "-inf where it is +inf"),
+    Deviation("a schedule holds for one batch of lengths", "a new one at each call, made on the device"),
+    Deviation("reads queries in units of 16 bytes", "queries that start elsewhere are copied"),
+    Deviation("reads V3.2's entries without lengths and without a second cache", "declared unsupported"),
+    Deviation("reads V3.2's entries with a rope part alone", "others declared unsupported"),
+    Deviation("kernels for Hopper on request only", "use_legacy"),
+)
 
 
 class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
@@ -45,17 +56,7 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     declaration: ClassVar[Declaration] = Declaration(
         rounding=Rounding(dequantised_keys=Precision.MODEL),
         distributions=("sgl-flash-mla", "torch"),
-        deviations=(
-            Deviation("decode: lengths are of requests, not of query tokens", "each token is a request of one"),
-            Deviation("LSE [B, N, queries of a request] of a decode, [T, N] of a prefill", "[N, T]"),
-            Deviation("LSE +inf in a row without keys", "-inf where it is +inf"),
-            Deviation("a schedule holds for one batch of lengths", "a new one at each call, made on the device"),
-            Deviation("reads queries in units of 16 bytes", "queries that start elsewhere are copied"),
-            Deviation("keeps the scales of V3.2's entries in bfloat16", "declared: powers of two, which that leaves"),
-            Deviation("reads V3.2's entries without lengths and without a second cache", "declared unsupported"),
-            Deviation("reads V3.2's entries with a rope part alone", "others declared unsupported"),
-            Deviation("kernels for Hopper on request only", "use_legacy"),
-        ),
+        deviations=(*_DEVIATIONS, Deviation(_COARSE_SCALES, "declared: powers of two, which that leaves")),
     )
 
     @classmethod
@@ -120,6 +121,24 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
             use_legacy=True,
         )
         return output, lse
+
+
+class FlashMLASparseFloat32Scales(FlashMLASparseBackend):
+    """The same decode over entries of V3.2 with any float32 scales, as SGLang writes them: no power of two hides what
+    the kernel rounds them to."""
+
+    variant: ClassVar[str] = "float32"
+    supported_calls: ClassVar[list[str]] = ["decode"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [_V32]
+    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = []
+    supported_tile_scales: ClassVar[list[str]] = ["float32"]
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
+    supports_topk_length: ClassVar[bool] = False
+    declaration: ClassVar[Declaration] = Declaration(
+        rounding=FlashMLASparseBackend.declaration.rounding,
+        distributions=FlashMLASparseBackend.declaration.distributions,
+        deviations=(*_DEVIATIONS, Deviation(_COARSE_SCALES, "float32 ones, as they are")),
+    )
 
 
 def _limits(config: MLASparseSelectorConfig) -> Iterator[str]:

@@ -176,7 +176,10 @@ class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
         "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
     )
     FLASH_ATTN_MLA_SPARSE = "mla_conformance.backends.flash_attn_mla_sparse.FlashAttnMLASparseBackend"
-    FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend"
+    FLASHMLA_SPARSE = (
+        "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend",
+        "float32=mla_conformance.backends.flash_mla_sparse.FlashMLASparseFloat32Scales",
+    )
     FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
     FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"
     SGLANG_TRITON_SPARSE = (

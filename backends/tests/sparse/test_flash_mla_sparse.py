@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
+from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend, FlashMLASparseFloat32Scales
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 
 _LABEL, _FILE = "sgl-flash-mla 1.0.0", "flash_mla/flash_mla_interface.py"
@@ -79,6 +79,11 @@ def library(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) ->
 )
 def test_conventions(asked: Any, selects: Any) -> None:
     selects(FlashMLASparseBackend, **asked)
+
+
+@pytest.mark.usefixtures("library")
+def test_any_scales_are_read_by_the_same_call(selects: Any) -> None:
+    selects(FlashMLASparseFloat32Scales, "fp8_ds_mla", topk=64, sink=True)
 
 
 @pytest.mark.usefixtures("library")
