@@ -5,6 +5,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from enum import IntEnum, StrEnum
 from typing import Any
 
 import torch
@@ -215,6 +216,8 @@ def literal(value: Any) -> str:
         return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
+    if isinstance(value, IntEnum | StrEnum):
+        return literal(value.value)  # a library takes the number or the text as well
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value).replace("'", '"') if isinstance(value, str) else repr(value)
     raise NotWritable(f"the call has an argument of type {type(bare(value)).__name__}, which cannot be written down")

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
 from mla_conformance.export.inputs import MOST_BYTES
-from mla_conformance.export.program import NotWritable, folded, written
+from mla_conformance.export.program import NotWritable, folded, literal, written
 from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, Ran, script_of
 from mla_conformance.files.inputs import InputError
@@ -315,6 +316,24 @@ def test_what_came_from_nowhere_is_not_written(monkeypatch: pytest.MonkeyPatch) 
         result = q + kept
     with pytest.raises(NotWritable, match=r"depends on a torch\.float32 \[3\] that was neither given"):
         written(recorder.steps, {"q": q}, [result])
+
+
+class _Policy(IntEnum):
+    FP8 = 16
+
+
+class _Mode(StrEnum):
+    FAST = "fast"
+
+
+class _Kind(Enum):
+    OTHER = 1
+
+
+def test_a_name_of_a_number_or_a_text_is_written_as_that() -> None:
+    assert (literal(_Policy.FP8), literal(_Mode.FAST)) == ("16", '"fast"')
+    with pytest.raises(NotWritable, match="type _Kind, which cannot be written down"):
+        literal(_Kind.OTHER)
 
 
 def test_long_statements_are_broken_between_arguments() -> None:

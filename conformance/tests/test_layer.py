@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.judging.record import Record
@@ -24,6 +22,7 @@ from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.layer.driver import Layer
 from mla_conformance.roles.layer.weights import PackedLinear, as_linear
 from mla_conformance.roles.table import build_problem
+from mla_conformance.tests.drawn import little_work
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -51,32 +50,8 @@ def layer_call(text: str) -> LayerCall:
     return call
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> Case:
-    """A batch of short decodes and of longer prefills, in either order, over any layout of the cache."""
-    decodes = draw(st.lists(st.integers(1, 4), max_size=3))
-    prefills = draw(st.lists(st.integers(5, 40), min_size=not decodes, max_size=2))
-    order, cache = draw(st.sampled_from(list(Order))), draw(st.sampled_from(CACHES))
-    q = decodes + prefills if order == Order.DECODES_FIRST else prefills + decodes
-    return Case.of(
-        capability=draw(st.sampled_from(["mixed_batch", "cache_write"])),
-        call="layer",
-        dims="r1" if cache == "fp8_ds_mla" else "32-16-32-64",
-        heads=1 if cache == "fp8_ds_mla" else 2,
-        q=tuple(q),
-        kv=tuple(draw(st.lists(st.integers(0, 150), min_size=len(q), max_size=len(q)))),
-        decodes=len(decodes),
-        order=order,
-        cache=cache,
-        pad=draw(st.integers(0, 3)),
-        page=draw(st.sampled_from([16, 1, 32])),
-        layers=draw(st.integers(1, 2)),
-        poison=draw(st.sampled_from(["nan", "inf", "large"])),
-    )
-
-
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
-@given(batches())
+@given(little_work("layer_combinations", heads=("1", "odd", "8"), dims=("32-16-32-64", "64-16-96-64", "r1")))
 def test_the_common_layer_passes_whatever_is_drawn(case: Case) -> None:
     assert Case.parse(case.id) == case
     found = judged(case)
