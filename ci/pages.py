@@ -33,8 +33,9 @@ from mla_conformance.roles.topk.case import TopKCase
 
 ROOT = Path(__file__).parents[1]
 _LONG_SECONDS = 60
-_NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|options:\n  -h, --help .*\n\n|  -h, --help .*\n")
-"""Usage, which repeats the options, and the option that every command has."""
+_NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n", re.MULTILINE)
+"""Usage, which repeats the options, headings, and the option that every command has."""
+_WIDTH = "80"
 _ROLES = (
     PrefillCase,
     DecodeCase,
@@ -50,10 +51,9 @@ _ROLES = (
 
 
 def commands() -> str:
-    """Options, examples and exit status of every command, at a width that a page holds."""
-    with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
-        reported = [(name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance")]
-    texts = ((name, _NOISE.sub("", text)) for name, text in reported)
+    """Arguments, options, examples and exit status of every command."""
+    with patch.dict(os.environ, {"COLUMNS": _WIDTH, "NO_COLOR": "1"}):
+        texts = [(name, _NOISE.sub("", parser.format_help()).strip("\n")) for name, parser in commands_of(_parser())]
     return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
 
 

@@ -14,7 +14,7 @@ from mla_conformance.commands.options import Command
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import NO_TORCH
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report.terminal import put, typed
+from mla_conformance.report.terminal import put, typed, wrapped
 
 _WIDTH = 80
 _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ..."}
@@ -47,6 +47,11 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, unknown(what, value, action.choices, f"{self.prog} --help"))
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrapped(text, width)
+
+
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add every command of the table; ``run`` of what is parsed carries it out and gives the exit status."""
     rooms = {"": parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")}
@@ -66,7 +71,7 @@ def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> No
     calls = [line for call in command.examples for line in typed(f"{program} {command.words} {call}", _WIDTH, "  ")]
     status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
     parser.epilog = "\n".join(["examples:", *calls, "", status])
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = _Formatter
     parser.set_defaults(run=partial(_carry_out, command.run))
 
 

@@ -23,23 +23,23 @@ _REFERENCE = "NAME, module:Class or file.py:Class"
 _TIERS = "smoke|full|nightly"
 _SHELLS = ("bash", "zsh", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
-_JUDGED = f"0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing, or not all, could be judged · {_ENDED}"
-_LISTED = "0 listed · 2 usage"
+_JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
+_LISTED = "0 listed; 2 usage"
 
-_WHICH_CASE = "id of a case, or a file that holds one"
+_WHICH_CASE = "a case's id, or its file"
 _CASE = option("case", "CASE_ID|FILE.json", _WHICH_CASE)
 _CASE_IF_ANY = option("case", "CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
-_DEVICE = option("--device", "cpu|cuda", "where kernels run; by default cuda if there is a GPU")
+_DEVICE = option("--device", "cpu|cuda", "by default a GPU, if present")
 _BACKEND = option("--backend", "BACKEND", _REFERENCE)
 _NEEDED_BACKEND = option("--backend", "BACKEND", _REFERENCE, required=True)
 _BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all")
-_CAPABILITIES = several("--capability", "NAME", "judge this capability; by default all")
+_CAPABILITIES = several("--capability", "NAME", "by default all")
 _EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
-_FAILURE = option("--failure", "K", "number of a cause, as certify prints them; by default 1", type=count, default=1)
+_FAILURE = option("--failure", "K", "number of a cause as certify prints it, by default 1", type=count, default=1)
 _SALT = option("--salt", "TEXT", "draw all inputs anew, from this text")
 _SECTION = "rewrite the section between this file's markers"
-_REPORT = path("report", "REPORT", "a report.json, or the folder of a run")
-_TIMEOUT = option("--timeout", "TIME", "end a process whose case takes longer", type=seconds)
+_REPORT = path("report", "REPORT", "report.json, or a run's folder")
+_TIMEOUT = option("--timeout", "TIME", "end cases that take longer", type=seconds)
 _JSON = path("--out", "FILE", "also write the outcome as JSON")
 _SELECTION = (
     _BACKENDS,
@@ -62,7 +62,7 @@ COMMANDS = (
             option(
                 "--explore",
                 "N|TIME",
-                "also judge N drawn cases of each role, or as many as 10m allow; failing ones are minimised",
+                "also judge N drawn cases of each role, or for 10m; minimise failing ones",
                 type=extent,
             ),
             _SALT,
@@ -80,7 +80,7 @@ COMMANDS = (
             option(
                 "--give-up-after",
                 "N",
-                "drop a backend after N equal failures of its process; by default 5",
+                "drop a backend after N equal failures; by default 5",
                 type=count,
                 default=5,
             ),
@@ -99,13 +99,13 @@ COMMANDS = (
                 "instead, run small cases on a GPU under this tool of compute-sanitizer",
                 choices=TOOLS,
             ),
-            flag("--apart", "separate inputs, kernel and judge by processes, as for a certificate"),
+            flag("--apart", "inputs, kernel and judge in separate processes"),
             flag("--json", "print the report as JSON instead of text"),
             _EXPECTATIONS,
             (
                 path("--certificate", "FILE", "certify a complete run of one backend"),
-                path("--submission", "DIR", "write its record as a folder to hand in, below DIR"),
-                path("--record", "FILE", "write the record of a kernel that lacks must-pass cases, and list these"),
+                path("--submission", "DIR", "write its record below DIR, to hand in"),
+                path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
             ),
             path("--sign", "KEY", "sign what is written with this SSH key"),
         ),
@@ -126,8 +126,8 @@ COMMANDS = (
             _DEVICE,
             _TIMEOUT,
         ),
-        ("my_backend.py:MyBackend", "my_backend.py:MyBackend --capability lse"),
-        "130 Ctrl-C · 2 usage · 3 no process can be started, or nobody reads what is printed",
+        ("my_backend.py:MyBackend --capability lse",),
+        "130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads what is printed",
     ),
     Command(
         "replay",
@@ -162,7 +162,7 @@ COMMANDS = (
             path("--out", "FILE", "write the case here"),
         ),
         ("'lse:q=[64,3]' --backend my_backend.py:MyBackend --out small.json",),
-        f"0 a simplest case was found · 2 usage, or the case does not fail · 3 no process can be started · {_ENDED}",
+        f"0 a simplest case was found; 2 usage, or the case does not fail; 3 no process can be started; {_ENDED}",
     ),
     Command(
         "export",
@@ -180,14 +180,14 @@ COMMANDS = (
             "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
             "--issue build/mla-conformance/latest --failure 2",
         ),
-        "0 written · 2 usage, or one call alone does not show it",
+        "0 written; 2 usage, or one call alone does not show it",
     ),
     Command(
         "backends",
         "list the backends, and why one cannot run here",
         "mla_conformance.commands.listing:list_backends",
         (_DEVICE,),
-        ("", "--device cpu"),
+        ("",),
         _LISTED,
     ),
     Command(
@@ -212,12 +212,12 @@ COMMANDS = (
             option("name", "NAME", "show everything about this model", nargs="?"),
             flag("--proof", "instead, compare the golden layer with the models' own code"),
             (
-                path("--oracle", "FILE", "with --proof: compare with this file of an author, not transformers"),
+                path("--oracle", "FILE", "with --proof: compare with this file of an author"),
                 path("--docs", "FILE", "rewrite this page's section: sources of figures, or with --proof its tables"),
             ),
         ),
         ("", "deepseek-r1", "--proof --oracle DeepSeek-V3/inference/model.py"),
-        "0 listed, or all agree · 1 a difference of --proof is too large · 2 usage",
+        "0 listed, or all agree; 1 a difference of --proof is too large; 2 usage",
     ),
     Command(
         "defects",
@@ -228,16 +228,16 @@ COMMANDS = (
             _JSON,
             path("--page", "FILE", _SECTION),
         ),
-        ("--tier smoke", "--out defects.json"),
-        "0 every wrong kernel is found and no honest one · 1 not so · 2 usage",
+        ("--tier smoke",),
+        "0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
     Command(
         "cheats",
         "kernels that cheat, and what catches them",
         "mla_conformance.commands.defects:try_cheats",
         (_JSON, path("--table", "FILE", _SECTION)),
-        ("", "--out cheats.json"),
-        "0 all fare as expected · 1 one does not · 2 usage",
+        ("",),
+        "0 all fare as expected; 1 one does not; 2 usage",
     ),
     Command(
         "bench",
@@ -256,7 +256,7 @@ COMMANDS = (
             several("--case", "ID", "with --suite: this case, not a tier"),
         ),
         ("--suite TORCH_SDPA --tier smoke", "--kernels --device cuda"),
-        "0 measured · 2 usage",
+        "0 measured; 2 usage",
     ),
     Command(
         "gate",
@@ -286,7 +286,7 @@ COMMANDS = (
                 "what has to pass: by default shipped, the suite's list; or profiles of it, which then bind",
                 nargs="*",
             ),
-            option("--max-drift", "SHARE", "close if an error uses this much more of its budget", type=drift),
+            option("--max-drift", "SHARE", "close if an error grew by more of its budget", type=drift),
             option(
                 "--require-bitwise",
                 "QUESTION",
@@ -300,7 +300,7 @@ COMMANDS = (
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
             "after/report.json --baseline before/report.json --require-tier smoke",
         ),
-        "0 open · 1 closed · 2 usage",
+        "0 open; 1 closed; 2 usage",
     ),
     Command(
         "expectations update",
@@ -308,7 +308,7 @@ COMMANDS = (
         "mla_conformance.commands.gating:update_expectations",
         (_REPORT, path("--dir", "DIR", "rewrite this folder", required=True)),
         ("build/mla-conformance/latest/report.json --dir expectations",),
-        "0 rewritten · 2 usage",
+        "0 rewritten; 2 usage",
     ),
     Command(
         "verify",
@@ -324,7 +324,7 @@ COMMANDS = (
             path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
         ),
         ("submissions/2026.4", "certificate.json --rerun 20 --device cuda"),
-        "0 all hold · 1 one does not · 2 usage",
+        "0 all hold; 1 one does not; 2 usage",
     ),
     Command(
         "mustpass",
@@ -347,7 +347,7 @@ COMMANDS = (
             path("--out", "DIR", "a new or empty folder; by default one in build/mla-conformance"),
         ),
         ("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
-        "0 no regression · 1 something got worse · 2 usage · 3 not everything could be judged",
+        "0 no regression; 1 something got worse; 2 usage; 3 not everything could be judged",
     ),
     Command(
         "report render",
@@ -368,12 +368,10 @@ COMMANDS = (
         (
             path("before", "BEFORE", "report of the earlier run"),
             path("after", "AFTER", "report of the later run"),
-            option(
-                "--drift", "SHARE", "growth of an error, by its budget, that is a regression", type=drift, default=DRIFT
-            ),
+            option("--drift", "SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
         ),
         ("before.json after.json --drift 0.2",),
-        "0 no regression · 1 regressions · 2 usage",
+        "0 no regression; 1 regressions; 2 usage",
     ),
     Command(
         "report merge",
@@ -384,7 +382,7 @@ COMMANDS = (
             path("--out", "FILE", "write the report here", required=True),
         ),
         ("1/report.json 2/report.json --out report.json",),
-        "0 a verdict on every case · 2 usage, or not shards of one list · 3 cases are missing",
+        "0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
     Command(
         "report schema",
@@ -403,7 +401,7 @@ COMMANDS = (
             path("--out", "DIR", "write the site here", required=True),
         ),
         ("submissions --out site", "before.json after.json --out site"),
-        "0 written · 1 written without records that cannot be read · 2 usage",
+        "0 written; 1 written without records that cannot be read; 2 usage",
     ),
     Command(
         "completion",

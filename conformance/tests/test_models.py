@@ -1,8 +1,8 @@
 """Models: what is read of a configuration, which cases a deployment has, and what a user is told of bad input."""
 
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
