@@ -68,7 +68,8 @@ def is_read() -> bool:
 _LINE_WIDTH = 118
 _UNBROKEN = "\xa0"
 _INSTALL = re.compile(r"\(pip install [^()]*\)")
-_ARGUMENT = re.compile(r"(?:'[^']*'|\S)+")
+_ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")
+"""A word of a command, or an option with its value."""
 
 
 def near(path: Path) -> Path:
@@ -102,7 +103,7 @@ def side_by_side(texts: Iterable[str], mark: str, width: int, first: str = "", f
 
 
 def typed(command: str, width: int, indent: str = "") -> list[str]:
-    """A command as one types it in lines of ``width`` columns; no argument is divided."""
+    """A command in lines of ``width`` columns, as one types it; an option and its value stay on one line."""
     lines = side_by_side(_ARGUMENT.findall(command), " ", width - 2, indent, f"{indent}    ")
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
