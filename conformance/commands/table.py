@@ -46,7 +46,7 @@ _SELECTION = (
     _CAPABILITIES,
     option("--tier", _TIERS, "how many cases; by default full"),
     _DEVICE,
-    path("--cases", "DIR", "judge the case files of this folder instead"),
+    path("--cases", "DIR", "judge this folder's case files instead"),
 )
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
@@ -72,9 +72,9 @@ COMMANDS = (
                 path(
                     "--out", "DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"
                 ),
-                path("--resume", "DIR", "continue the interrupted run of this folder"),
+                path("--resume", "DIR", "continue this folder's interrupted run"),
             ),
-            flag("--fresh", "with --out: set an unfinished run aside, and start another"),
+            flag("--fresh", "with --out: set an unfinished run aside"),
             _TIMEOUT,
             option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
             option(
@@ -96,11 +96,11 @@ COMMANDS = (
             option(
                 "--sanitize",
                 "TOOL",
-                "instead, run small cases on a GPU under this tool of compute-sanitizer",
+                "instead, run small cases under this tool of compute-sanitizer",
                 choices=TOOLS,
             ),
             flag("--apart", "inputs, kernel and judge in separate processes"),
-            flag("--json", "print the report as JSON instead of text"),
+            flag("--json", "print the report as JSON"),
             _EXPECTATIONS,
             (
                 path("--certificate", "FILE", "certify a complete run of one backend"),
@@ -127,7 +127,7 @@ COMMANDS = (
             _TIMEOUT,
         ),
         ("my_backend.py:MyBackend --capability lse",),
-        "130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads what is printed",
+        "130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
     Command(
         "replay",
@@ -213,7 +213,7 @@ COMMANDS = (
             flag("--proof", "instead, compare the golden layer with the models' own code"),
             (
                 path("--oracle", "FILE", "with --proof: compare with this file of an author"),
-                path("--docs", "FILE", "rewrite this page's section: sources of figures, or with --proof its tables"),
+                path("--docs", "FILE", _SECTION),
             ),
         ),
         ("", "deepseek-r1", "--proof --oracle DeepSeek-V3/inference/model.py"),
@@ -263,7 +263,7 @@ COMMANDS = (
         "decide by reports whether a change may be merged",
         "mla_conformance.commands.gating:gate",
         (
-            path("reports", "REPORT", "a report of the run; several if it has shards or jobs", nargs="+"),
+            path("reports", "REPORT", "reports of one run", nargs="+"),
             several("--baseline", "REPORT", "report of an earlier run", type=Path),
             _EXPECTATIONS,
             option(
@@ -283,14 +283,14 @@ COMMANDS = (
             option(
                 "--must-pass",
                 "FILE|NAME[@VERSION]",
-                "what has to pass: by default shipped, the suite's list; or profiles of it, which then bind",
+                "what has to pass: the suite's list (shipped), or profiles, which then bind",
                 nargs="*",
             ),
             option("--max-drift", "SHARE", "close if an error grew by more of its budget", type=drift),
             option(
                 "--require-bitwise",
                 "QUESTION",
-                "a row's bits have to stay the same, by certify --bitwise: repeats, alone, pages …",
+                "require these answers of certify --bitwise: repeats, alone, pages …",
                 nargs="+",
                 default=[],
             ),

@@ -65,7 +65,7 @@ def is_read() -> bool:
     return not _lost
 
 
-_LINE_WIDTH = 118
+_LINE_WIDTH = 80
 _UNBROKEN = "\xa0"
 _INSTALL = re.compile(r"\(pip install [^()]*\)")
 _ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")

@@ -167,7 +167,6 @@ def stated() -> dict[str, list[str]]:
             f"has at most {MOST_LINES} lines;",
             f"more than {MOST_LINES} lines |",
             f"more than {MOST_BYTES} characters",
-            f"at most {MOST} of each",
         ],
         "docs/running.md": ["from {} to {} columns; where there is none, {} or".format(*map(width, ("1", "999", "")))],
         "docs/tutorial.md": [f"`✔ new_tokens {len(smoke('new_tokens'))}`"],
