@@ -203,6 +203,17 @@ def test_what_is_stored_is_of_a_command_that_exists_and_of_this_suite(name: str)
     assert set(reported) <= {SUITE_VERSION} or "H200" in seen["on"], f"run: python ci/seen.py {name}"
 
 
+def test_what_commands_print_is_shown_at_80_columns() -> None:
+    """But for what ran on a GPU at another width."""
+    on_a_gpu = "|".join(name for name, seen in STORED.items() if "H200" in seen["on"])
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = re.sub(
+            rf"<!-- seen:({on_a_gpu}):begin -->.*?<!-- seen:\1:end -->", "", page.read_text("utf-8"), flags=re.DOTALL
+        )
+        shown = "".join(re.findall(r"^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))
+        assert [line for line in shown.splitlines() if len(line) > 80] == [], page.name
+
+
 def test_what_a_failure_looks_like_is_what_is_printed_today() -> None:
     """But for the last digits of numbers, which are the machine's."""
     stored = load("seen").Seen.of("base2")
