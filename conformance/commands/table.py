@@ -107,7 +107,7 @@ COMMANDS = (
                 path("--submission", "DIR", "write its record below DIR, to hand in"),
                 path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
             ),
-            path("--sign", "KEY", "sign what is written with this SSH key"),
+            path("--sign", "KEY", "sign it with this SSH key"),
         ),
         (
             "--backend TORCH_SDPA",
@@ -319,7 +319,7 @@ COMMANDS = (
             option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
             option("--backend", "BACKEND", "run this backend again; by default the certificate's"),
             _DEVICE,
-            option("--salt", "TEXT", "draw their inputs from this text; by default a new one"),
+            option("--salt", "TEXT", "draw their inputs from this text"),
             flag("--signature", "require a signature of one of the --signers"),
             path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
         ),
