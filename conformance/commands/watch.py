@@ -24,11 +24,10 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
 from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.report.terminal import columns, counted, is_read, say, wrapped
+from mla_conformance.report.terminal import columns, counted, is_read, say
 
 _POLL_SECONDS = 0.3
 """Seconds between two looks at the file."""
-_INDENT = " " * len("00:00:00 ")
 
 
 def watch(options: argparse.Namespace) -> int:
@@ -166,6 +165,4 @@ class _Watch:
             say(line)
 
     def _say(self, sign: str, text: str) -> None:
-        line = f"{time.strftime('%H:%M:%S')} {self._backend.name} {sign} {text}"
-        for part in wrapped(line, columns(), further=_INDENT):
-            say(part)
+        say(f"{time.strftime('%H:%M:%S')} {self._backend.name} {sign} {text}")

@@ -153,7 +153,7 @@ BAD: dict[str, tuple[Config, str]] = {
     "an odd rotation": ({"qk_rope_head_dim": 63}, "qk_rope_head_dim: expected `int` that's a multiple of 2"),
     "a factor of text": ({"rope_parameters": {"factor": "x"}}, "rope parameters: factor: expected `float`, got `str`"),
     "a list of one": ({"index_topk": 1}, "no case can be made of these numbers: expected one non-negative length"),
-    "too few kinds": ({"layer_types": ["full_attention"]}, "num_hidden_layers: expected 1, as kinds are told, got 78"),
+    "too few kinds": ({"layer_types": ["full_attention"]}, "num_hidden_layers: expected 1, one for each kind, got 78"),
 }
 
 
