@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from mla_conformance.cli import _parser
 from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
+from mla_conformance.report.terminal import typed
 from mla_conformance.roles.cache.case import CacheCase
 from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.decode.case import DecodeCase
@@ -34,8 +36,9 @@ from mla_conformance.roles.topk.case import TopKCase
 
 ROOT = Path(__file__).parents[1]
 _LONG_SECONDS = 60
-_NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|options:\n  -h, --help .*\n\n|  -h, --help .*\n")
-"""Usage, which repeats the options, and the option that every command has."""
+_NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n", re.MULTILINE)
+"""Usage, which repeats the options, headings, and the option that every command has."""
+_WIDTH = 80
 _ROLES = (
     PrefillCase,
     DecodeCase,
@@ -51,10 +54,9 @@ _ROLES = (
 
 
 def commands() -> str:
-    """Options, examples and exit status of every command, at a width that a page holds."""
-    with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
-        reported = [(name, parser.format_help().strip()) for name, parser in commands_of(_parser(), "mla-conformance")]
-    texts = ((name, _NOISE.sub("", text)) for name, text in reported)
+    """Arguments, options, examples and exit status of every command."""
+    with patch.dict(os.environ, {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}):
+        texts = [(name, _NOISE.sub("", parser.format_help()).strip("\n")) for name, parser in commands_of(_parser())]
     return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
 
 
@@ -106,7 +108,16 @@ def stored() -> dict[str, dict[str, Any]]:
 
 def printed(seen: dict[str, Any]) -> str:
     """A command with its output, where and when."""
-    return f"```text\n$ {seen['command']}\n{seen['output']}```\n\n*{seen['on']}, {seen['date']}*"
+    lines = [f"$ {seen['command']}", *seen["output"].splitlines()]
+    text = "\n".join(chain.from_iterable(map(_narrow, lines)))
+    return f"```text\n{text}\n```\n\n*{seen['on']}, {seen['date']}*"
+
+
+def _narrow(line: str) -> list[str]:
+    """A line; a command, which is printed whole, in lines that a shell takes as one."""
+    if len(line) <= _WIDTH or not (found := re.match(r"( *)((?:\$|replay:) .*)", line)):
+        return [line]
+    return typed(found[2], _WIDTH, found[1])
 
 
 def times(runs: list[dict[str, Any]]) -> str:

@@ -23,6 +23,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "ci" / "seen"
 _PROGRAMS = {"mla-conformance": [sys.executable, "-m", "mla_conformance"], "python": [sys.executable]}
+_WIDTH = "80"
 _LEFT_OUT = re.compile(r"^… .*\n|^report build/.*\n", flags=re.MULTILINE)
 
 
@@ -77,7 +78,10 @@ class Seen:
     def _run(self, folder: str) -> subprocess.CompletedProcess[str]:
         program, *arguments = shlex.split(self.command)
         call = [*_PROGRAMS[program], *arguments]
-        return subprocess.run(call, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environment = {**os.environ, "COLUMNS": _WIDTH}
+        return subprocess.run(
+            call, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def to_toml(self) -> str:
         """The text of its file."""

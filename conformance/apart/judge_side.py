@@ -18,7 +18,7 @@ from mla_conformance.apart.shared import FrameError, Shared, receive, send
 from mla_conformance.driving.executor import Executor, StepResult, itself
 from mla_conformance.problems.memory import storage_bytes
 
-_NO_ANSWER = "an answer of the kernel's process that is none"
+_MALFORMED = "malformed reply from the kernel process"
 
 
 class RemoteExecutor(Executor):
@@ -75,7 +75,7 @@ class RemoteExecutor(Executor):
         try:
             return replace(done, value=msgspec.json.decode(reply.fact, type=kind))
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            return replace(done, error=f"{_NO_ANSWER}: {error}")
+            return replace(done, error=f"{_MALFORMED}: {error}")
 
     def lost(self, device: torch.device) -> bool:
         """Whether the kernel's process said so."""
@@ -105,7 +105,7 @@ class RemoteExecutor(Executor):
                 return self._answered(self._request(step, wanted, memory), memory)
             except (MalformedReply, FrameError) as error:
                 # Nothing that comes later is the answer to what is asked.
-                self._broken = f"{_NO_ANSWER}: {error}"
+                self._broken = f"{_MALFORMED}: {error}"
         return StepResult(error=self._broken), Reply(self._number)
 
     def _request(self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor]) -> KernelRequest:

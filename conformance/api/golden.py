@@ -19,6 +19,8 @@ from mla_conformance.reference.index_scores import index_scores as reference_sco
 from mla_conformance.reference.kv_cache import gather_latents
 from mla_conformance.reference.selected import NO_KEY, selected_attention
 
+__all__ = ["GoldenIndexScores", "GoldenResult", "decode", "index_scores", "prefill", "sparse"]
+
 _STRICTEST = Declaration()
 
 

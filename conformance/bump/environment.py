@@ -94,7 +94,7 @@ class Environment:
             InputError: it does not run.
         """
         asked = self.run("mla_conformance.bump.version", *names, capture=True)
-        _require_success(asked, f"{self.python} was asked what it finds and failed")
+        _require_success(asked, f"{self.python} failed to list what it finds")
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
     def require_installed(self) -> None:

@@ -23,7 +23,7 @@ class Weight(Enum):
     """The certificate is not of what is here, although it names the same."""
     OTHER_BUILD = "other build"
     """Here is another build, which the certificate says nothing of."""
-    TOLD = "told"
+    REPORTED = "reported"
     """Not compared, or may differ between machines by rights."""
 
 
@@ -79,13 +79,15 @@ def _libraries(libraries: Mapping[str, str], backend: BackendReference) -> Itera
 
 def _library(name: str, what: str, stated: str, here: str) -> Iterator[Remark]:
     if stated != here:
-        yield Remark(Weight.TOLD if is_of_the_machine(name) else Weight.AGAINST, _changed(what, stated, here))
+        yield Remark(Weight.REPORTED if is_of_the_machine(name) else Weight.AGAINST, _changed(what, stated, here))
 
 
 def _absent(what: str, found: Mapping[str, Path | None]) -> Iterator[Remark]:
     absent = [name for name, path in found.items() if path is None]
     if absent:
-        yield Remark(Weight.TOLD, f"{len(absent)} of {len(found)} {what} not compared: not here, such as {absent[0]}")
+        yield Remark(
+            Weight.REPORTED, f"{len(absent)} of {len(found)} {what} not compared: not here, such as {absent[0]}"
+        )
 
 
 def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
@@ -94,7 +96,7 @@ def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
         yield from _library(name, f"loaded library {name}", traced.libraries[name], here.libraries[name])
     new = sorted(here.libraries.keys() - traced.libraries.keys())
     if traced.libraries and new:
-        yield Remark(Weight.TOLD, f"{len(new)} libraries loaded here are not in the certificate, such as {new[0]}")
+        yield Remark(Weight.REPORTED, f"{len(new)} libraries loaded here are not in the certificate, such as {new[0]}")
     expected = Traced({name: traced.kernels[name] for name in traced.kernels.keys() & here.kernels.keys()}).distinct
     seen = here.distinct
     if expected and not set(traced.distinct) & set(seen):  # of any capability: another case may run another kernel
@@ -105,9 +107,11 @@ def compare_loaded(traced: Traced, here: Traced) -> Iterator[Remark]:
 def _distribution(name: str, stated: str, pin: Installed | None) -> Iterator[Remark]:
     here = _version(name)
     if pin is None:
-        yield Remark(Weight.TOLD, f"package {name} was not compared: the certificate says '{stated}' and no more of it")
+        yield Remark(
+            Weight.REPORTED, f"package {name} was not compared: the certificate says '{stated}' and no more of it"
+        )
     elif here is None:
-        yield Remark(Weight.TOLD, f"package {name} {stated} was not compared: it is not installed here")
+        yield Remark(Weight.REPORTED, f"package {name} {stated} was not compared: it is not installed here")
     elif here != stated:
         yield Remark(Weight.OTHER_BUILD, f"package {name} is {here} here, the certificate is of {stated}")
     elif (found := _installed(name)).build != pin.build:
@@ -122,7 +126,7 @@ def _files(name: str, pin: Installed, found: Installed) -> Iterator[Remark]:
     for file in sorted({*found.altered} - {*pin.altered}):
         yield Remark(Weight.AGAINST, f"package {name}: {file} is not what the wheel brought here")
     if pin.altered:
-        yield Remark(Weight.TOLD, f"package {name} was altered where it was judged: {', '.join(pin.altered[:3])}")
+        yield Remark(Weight.REPORTED, f"package {name} was altered where it was judged: {', '.join(pin.altered[:3])}")
     if found.files != pin.files:
         yield Remark(Weight.AGAINST, _changed(f"package {name}", pin.files, found.files))
     if found.commit != pin.commit:
@@ -136,7 +140,7 @@ def _harness(pin: Installed) -> Iterator[Remark]:
     if here.files != pin.files:
         ours, theirs = (" of commit ".join(filter(None, (each.files[:12], each.commit[:12]))) for each in (here, pin))
         changed = ", from a checkout with changes" if pin.clean is False else ""
-        yield Remark(Weight.TOLD, f"judged by the harness {theirs}{changed}; here is {ours}")
+        yield Remark(Weight.REPORTED, f"judged by the harness {theirs}{changed}; here is {ours}")
 
 
 def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iterator[Remark]:
@@ -144,7 +148,7 @@ def compare_machines(stated: Mapping[str, str], here: Mapping[str, str]) -> Iter
     other = [name for name in here if name in _OF_A_MACHINE and stated.get(name, here[name]) != here[name]]
     if other:
         then, now = (", ".join(f"{name} {each.get(name) or 'none'}" for name in other) for each in (stated, here))
-        yield Remark(Weight.TOLD, f"judged with {then}; here: {now}")
+        yield Remark(Weight.REPORTED, f"judged with {then}; here: {now}")
 
 
 _harness_here = cache(harness)

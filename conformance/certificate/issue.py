@@ -56,7 +56,7 @@ def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: 
         if odd:
             yield f"{len(odd)} cases {what}, for example {min(odd)}; expected the full tier, no selection and no shard"
     if drawn:
-        yield "drawn cases stand in no list; certify without --explore"
+        yield "drawn cases are in no list; certify without --explore"
     (backend,) = backends
     if backend.reasons:
         yield f"{backend.name} is unavailable: {'; '.join(backend.reasons)}"

@@ -63,7 +63,7 @@ def _difference(case: str, stated: Status, record: Record | None, same_inputs: b
     # A known failure may need its own inputs to show, and another device's memory is nothing against a kernel.
     excused = (stated is Status.EXPECTED_FAILURE and not same_inputs) or record.status is Status.UNAVAILABLE
     now = f"{record.status}: {record.message}; {record.replay}" if record.failed else record.status.value
-    weight = Weight.TOLD if excused else Weight.AGAINST
+    weight = Weight.REPORTED if excused else Weight.AGAINST
     yield Remark(weight, f"case {case}: the certificate says {stated}, run again it gives {now}")
 
 

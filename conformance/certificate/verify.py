@@ -37,7 +37,7 @@ def age(certificate: Certificate) -> str:
     if certificate.is_current:
         return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
-    return f"of suite {certificate.suite}, here is {SUITE_VERSION}, of which it says nothing; {renew}"
+    return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
 
 
 def _digests(certificate: Certificate) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _cases(certificate: Certificate) -> Iterator[str]:
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
     if not foreign and certificate.digests.get(FITTED) != digest_of(fitted):
-        yield f"the {len(fitted)} fitted cases are not those that were issued: their digest is another"
+        yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
 def _listed() -> set[str]:
@@ -95,11 +95,11 @@ def _records(certificate: Certificate) -> list[Record]:
 def _must_pass(certificate: Certificate) -> Iterator[str]:
     records = {record.case: record for record in _records(certificate)}
     missing = dict(MustPass.of_suite().missing(records, waivable=True))
-    untold = [case for case in missing if case not in certificate.lacking]
-    if untold:
-        yield f"{len(untold)} must-pass cases did not pass, for example {untold[0]} ({missing[untold[0]]})"
+    undecided = [case for case in missing if case not in certificate.lacking]
+    if undecided:
+        yield f"{len(undecided)} must-pass cases did not pass, for example {undecided[0]} ({missing[undecided[0]]})"
     for case in sorted(certificate.lacking.keys() - missing.keys()):
-        yield f"must-pass case {case} is told as lacking, but passed"
+        yield f"must-pass case {case} is listed as missing, but passed"
 
 
 def _findings(certificate: Certificate) -> Iterator[str]:
@@ -135,7 +135,7 @@ def _real_kernel(certificate: Certificate) -> Iterator[str]:
 def _device(certificate: Certificate) -> Iterator[str]:
     stated = certificate.environment.get("device"), certificate.environment.get("suite")
     if stated != (certificate.device, certificate.suite):
-        yield f"the environment tells of device and suite {stated}, the certificate of {certificate.device}"
+        yield f"the environment names device and suite {stated}, the certificate of {certificate.device}"
 
 
 def _date(certificate: Certificate, today: datetime.date) -> Iterator[str]:

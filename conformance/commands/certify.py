@@ -124,7 +124,7 @@ def _shard(options: argparse.Namespace, request: RunRequest) -> Shard | None:
             raise InputError("--durations: expected together with --shard")
         return None
     if request.explore:
-        raise InputError("--explore: drawn cases cannot be divided; draw them in a run of their own, without --shard")
+        raise InputError("--explore: cannot be combined with --shard; draw cases in a separate run")
     seconds = load_report(options.durations).seconds if options.durations else {}
     return Shard.of(options.shard, request.case_ids, seconds)
 
@@ -146,7 +146,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
     """The interrupted run; what was not given again is what the journal says."""
     for name in ("cases", "shard", "durations", "fresh", "model", "config", "tp", "kv_cache"):
         if getattr(options, name):
-            raise InputError(f"--resume: leave {_flag(name)} away, the journal says what the run was to judge")
+            raise InputError(f"--resume: cannot be combined with {_flag(name)}; the journal says what to judge")
     request = RunRequest.of(
         options.backend or list(plan.backends),
         options.capability or list(plan.capabilities),
@@ -198,7 +198,7 @@ class Issuing:
         kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
         if options.sign:
             if path is None:
-                raise InputError("--sign: expected --certificate, --record or --submission beside it")
+                raise InputError("--sign: expected together with --certificate, --record or --submission")
             require_key(options.sign)
         return Issuing(kind, path, options.sign) if path else None
 
@@ -216,7 +216,7 @@ class Issuing:
     def write(self, run: RunSummary, status: int, loaded: Mapping[str, str] = MappingProxyType({})) -> int:
         """Write what a finished run is worth, whose backend has loaded these files; the exit status."""
         if status:
-            return status if self.pins is None else self._refused("the run is no success", status)
+            return status if self.pins is None else self._refused("the run failed or is incomplete", status)
         try:
             certificate = self._certificate(run, loaded)
         except Refused as reason:
@@ -231,7 +231,7 @@ class Issuing:
         assert self.pins is not None  # a run that was not prepared is no success
         facts = run.backends[0].facts
         if _pins(facts) != self.pins:
-            raise Refused("the backend, a package of it or the harness was changed while it was judged")
+            raise Refused("the backend, one of its packages or the harness changed during the run")
         form = issue if self.kind == "certificate" else record
         try:
             pins = _pins(facts, loaded)

@@ -71,7 +71,7 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        _show_outcome(summary, run.request.names_all)
+        _show_outcome(summary, run.request.is_default)
         if keep_report:
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
     for message in filter(None, (broken, unwritten)):
@@ -84,7 +84,7 @@ def _header(run: Run) -> str:
     asked, environment = run.request, run.environment
     fitted = sum(len(facts.fitted) for facts in run.available)
     cases = [counted(len(asked.judged_ids), "case"), f"{fitted} fitted" if fitted else "", drawn_words(asked.explore)]
-    what = [asked.of_what, " and ".join(filter(None, cases))]
+    what = [asked.scope, " and ".join(filter(None, cases))]
     salted = [f"salt {environment['salt']}"] if "salt" in environment else []
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
@@ -97,25 +97,25 @@ def _outside(asked: RunRequest) -> Iterator[str]:
     for case in () if asked.deployment else asked.cases:
         space = next(space for space in SPACES.values() if space.role is case.role)
         if names := space.outside(case):
-            yield f"outside of the {space.role} space in {', '.join(names)}, judged as given: {case.id}"
+            yield f"outside the {space.role} space in {', '.join(names)}, judged as given: {case.id}"
 
 
 def drawn_words(extent: Extent) -> str:
     """What is drawn beside the list, in words."""
-    return f"what {extent} draw" if extent.seconds else f"{extent} drawn ones of each role" if extent else ""
+    return f"cases drawn for {extent}" if extent.seconds else f"{extent} drawn for each role" if extent else ""
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
     """Have the run know its backends, and begin its folder; a message and an exit status if it is not to be."""
     began = time.monotonic()
     try:
-        with live(lambda: f"starting processes, asking backends what they are · {clock(time.monotonic() - began)}"):
+        with live(lambda: f"starting processes, describing backends · {clock(time.monotonic() - began)}"):
             run.prepare()
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
         if resumed and (different := [*resumed.differences(run.plan), *run.changed_code()]):
-            raise InputError(f"--resume {run.folder.path}: not the run that was interrupted; {'; '.join(different)}")
+            raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
         run.resume() if resumed else run.begin()
     except RequestError as error:
         run.folder.discard()
@@ -143,7 +143,7 @@ def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
-        return f"ended by {stop}" + (f"; to go on: {resume}" if resume else ""), status_of(stop)
+        return f"ended by {stop}" + (f"; to continue: {resume}" if resume else ""), status_of(stop)
     return "", 0
 
 

@@ -75,7 +75,7 @@ def _require_survival(options: argparse.Namespace, case: Case) -> None:
 def _require_ours(path: Path) -> None:
     """Refuse to write over what this command did not write."""
     if path.exists() and EXPORTED_BY not in read_text(path):
-        raise InputError(f"{path}: it exists and is no script of export; name another file")
+        raise InputError(f"{path}: exists, and export did not write it; name another file")
 
 
 def _subject(options: argparse.Namespace) -> Subject:
@@ -85,7 +85,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     search_current_folder()
     subject = Subject.of(options.backend, device)
     if subject.unavailable:
-        raise InputError(f"export: what it calls can only be seen where it runs; {'; '.join(subject.unavailable)}")
+        raise InputError(f"export: expected a backend that runs here: {'; '.join(subject.unavailable)}")
     return subject
 
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from mla_conformance.certificate.certificate import Shown, read_shown
+from mla_conformance.certificate.submission import RECORD_NAME
 from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.files.outputs import write_output
@@ -21,7 +22,7 @@ def write_issue(options: argparse.Namespace) -> int:
         raise InputError("export: --issue takes a report, whose failures name case and backend; omit them")
     issues = _issues(options.issue)
     if not issues:
-        raise InputError(f"{options.issue}: expected a report or record with a failure; nothing fails in it")
+        raise InputError(f"{options.issue}: expected a report or record with a failure, got none")
     if not 1 <= options.failure <= len(issues):
         listed = "; ".join(f"{number}. {issue.title}" for number, issue in enumerate(issues, start=1))
         raise InputError(f"{options.issue}: expected --failure 1 to {len(issues)}, got {options.failure}: {listed}")
@@ -34,8 +35,9 @@ def write_issue(options: argparse.Namespace) -> int:
 
 
 def _issues(path: Path) -> list[Issue]:
-    """Of a run's report, or of a record."""
-    path = report_file(path)
+    """Of a run's report, of a record, or of the submission that a folder holds."""
+    record = path / RECORD_NAME
+    path = record if record.is_file() else report_file(path)
     schema = decode(read_text(path), dict[str, object], str(path)).get("schema", "")
     if str(schema).startswith(f"{SCHEMA_NAME}/"):
         return issues_of(load_report(path))

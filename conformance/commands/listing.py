@@ -19,11 +19,13 @@ from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
-from mla_conformance.report.terminal import put, say
+from mla_conformance.report.terminal import columns, put, say, side_by_side, wrapped
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
 _FACTS = "        "
+_VALUES = 19
+"""The column in which facts stand."""
 
 
 def list_backends(options: argparse.Namespace) -> int:
@@ -33,7 +35,7 @@ def list_backends(options: argparse.Namespace) -> int:
     width = max(len(facts.name) for facts in found)
     for facts in sorted(found, key=lambda facts: names.index(facts.name.partition("[")[0])):
         state = "unavailable: " + "; ".join(facts.reasons) if facts.reasons else "available"
-        say(f"{facts.name:<{width}} {state}")
+        _say_wrapped(f"{facts.name:<{width}} {state}", 4)
     return 0
 
 
@@ -58,7 +60,7 @@ def list_capabilities(options: argparse.Namespace) -> int:
         return 0
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
-        say(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}")
+        _say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
     for line in tier_lines():
         say(line)
     return 0
@@ -80,13 +82,20 @@ def list_models(options: argparse.Namespace) -> int:
         Section.of(options.docs, "models").write("\n".join(_table()))
     elif options.name:
         for line in _detail(find_model(options.name), stored_model(options.name)):
-            say(line)
+            _say_wrapped(line, _VALUES)
     else:
         for name in model_names():
             stored = stored_model(name)
-            say(_summary(find_model(name)))
-            say(f"{_FACTS}{stored.published}: {_confirmed(stored)}")
+            for line in side_by_side(_summary(find_model(name)), " · ", columns(), further=_FACTS):
+                say(line)
+            _say_wrapped(f"{_FACTS}{stored.published}: {_confirmed(stored)}", 2 * len(_FACTS))
     return 0
+
+
+def _say_wrapped(line: str, indent: int) -> None:
+    """Say a line whose further ones begin in this column."""
+    for part in wrapped(line, columns(), further=" " * indent):
+        say(part)
 
 
 def _confirmed(stored: StoredModel) -> str:
@@ -107,17 +116,16 @@ def _table() -> Iterator[str]:
             yield f"| `{name}` | {figures} | {reading.source}{unconfirmed} |"
 
 
-def _summary(profile: ModelProfile) -> str:
-    facts = [
-        f"{profile.heads} heads",
+def _summary(profile: ModelProfile) -> list[str]:
+    return [
+        f"{profile.name:<18} {profile.heads} heads",
         f"P-R-V-L {_joined(profile.dims)}",
         f"scale {profile.scale} %",
         f"rope {profile.rope}",
-        _layers(profile),
+        *_layers(profile),
         *_selection(profile),
         f"cache {', '.join(profile.cache_layouts)}",
     ]
-    return f"{profile.name:<18} {' · '.join(facts)}"
 
 
 def _detail(profile: ModelProfile, stored: StoredModel) -> Iterator[str]:
@@ -131,7 +139,7 @@ def _detail(profile: ModelProfile, stored: StoredModel) -> Iterator[str]:
         "query latent": str(profile.q_lora_rank or "none"),
         "softmax scale": f"{profile.scale} % of (P + R)^-1/2",
         "rope": profile.rope,
-        "layers": _layers(profile),
+        "layers": ", ".join(_layers(profile)),
         "selection": "; ".join(_selection(profile)) or "none: all keys are attended to",
         "outside kernels": "; ".join(("norms of the latents", "rotation", *profile.outside)),
     }
@@ -151,8 +159,8 @@ def _joined(dims: tuple[int, ...]) -> str:
     return "-".join(map(str, dims))
 
 
-def _layers(profile: ModelProfile) -> str:
-    return ", ".join(f"{count} × {kind}" for kind, count in profile.layers)
+def _layers(profile: ModelProfile) -> list[str]:
+    return [f"{count} × {kind}" for kind, count in profile.layers]
 
 
 def _selection(profile: ModelProfile) -> list[str]:

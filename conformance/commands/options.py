@@ -46,8 +46,13 @@ class Command:
     examples: tuple[str, ...]
     statuses: str
 
+    @property
+    def alternatives(self) -> tuple[tuple[Option, ...], ...]:
+        """The options, each with those that it excludes."""
+        return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in self.options)
 
-def option(names: str, metavar: str | None, help_text: str | None = None, **settings: Any) -> Option:
+
+def option(names: str, metavar: str, help_text: str, **settings: Any) -> Option:
     """An option or an argument; a short name stands before the long one, as ``-n --workers``."""
     return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings})
 
@@ -57,12 +62,12 @@ def flag(name: str, help_text: str) -> Option:
     return Option((name,), {"action": "store_true", "help": help_text})
 
 
-def path(name: str, metavar: str, help_text: str | None = None, **settings: Any) -> Option:
+def path(name: str, metavar: str, help_text: str, **settings: Any) -> Option:
     """An option or an argument that is a path."""
     return option(name, metavar, help_text, type=Path, **settings)
 
 
-def several(name: str, metavar: str, help_text: str | None = None, **settings: Any) -> Option:
+def several(name: str, metavar: str, help_text: str, **settings: Any) -> Option:
     """An option that may be given more than once."""
     return option(name, metavar, help_text, action="append", default=[], **settings)
 

@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pkgutil import resolve_name
 from textwrap import fill
 from typing import Any
@@ -13,9 +14,10 @@ from mla_conformance.commands.options import Command
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import NO_TORCH
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report.terminal import put
+from mla_conformance.report.terminal import put, typed, wrapped
 
 _WIDTH = 80
+_HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ..."}
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +47,11 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(None, unknown(what, value, action.choices, f"{self.prog} --help"))
 
 
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrapped(text, width)
+
+
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Add every command of the table; ``run`` of what is parsed carries it out and gives the exit status."""
     rooms = {"": parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")}
@@ -56,15 +63,26 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> None:
-    for entry in command.options:
-        which = parser.add_mutually_exclusive_group() if isinstance(entry, tuple) else parser
-        for option in entry if isinstance(entry, tuple) else (entry,):
+    for alternatives in command.alternatives:
+        which = parser.add_mutually_exclusive_group() if len(alternatives) > 1 else parser
+        for option in alternatives:
             which.add_argument(*option.names, **option.settings)
-    calls = [f"  {program} {command.words} {call}".rstrip() for call in command.examples]
+    parser.usage = " ".join(["%(prog)s [options]", *_given(command)])
+    calls = [line for call in command.examples for line in typed(f"{program} {command.words} {call}", _WIDTH, "  ")]
     status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
     parser.epilog = "\n".join(["examples:", *calls, "", status])
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.formatter_class = _Formatter
     parser.set_defaults(run=partial(_carry_out, command.run))
+
+
+def _given(command: Command) -> Iterator[str]:
+    """The options that have to be given and the arguments, as a usage line has them."""
+    for option in sorted(chain(*command.alternatives), key=lambda option: not option.names[0].startswith("-")):
+        metavar, how_often = option.settings.get("metavar"), option.settings.get("nargs", "")
+        if not option.names[0].startswith("-"):
+            yield _HOW_OFTEN[how_often].format(metavar)
+        elif option.settings.get("required"):
+            yield f"{option.names[-1]} {metavar}"
 
 
 def _carry_out(function: str, options: argparse.Namespace) -> int:

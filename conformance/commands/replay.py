@@ -98,11 +98,14 @@ def _replayed(options: argparse.Namespace) -> _Replayed:
 
 
 def _failure(path: Path, number: int) -> Record:
-    """A failure of a report, counted from 1."""
-    failures = [record for record in load_report(path).records if record.failed]
-    if not 1 <= number <= len(failures):
-        raise InputError(f"{path}: expected the number of one of its {len(failures)} failures, got {number}")
-    return failures[number - 1]
+    """The simplest failure of a cause in a report; causes are counted from 1."""
+    found = load_report(path).causes
+    if not found:
+        raise InputError(f"{path}: expected a report with a failure, got none")
+    if number > len(found):
+        listed = "; ".join(f"{number}. {cause.headline}" for number, cause in enumerate(found, start=1))
+        raise InputError(f"{path}: expected --failure 1 to {len(found)}, got {number}: {listed}")
+    return found[number - 1].example
 
 
 def case_id(text: str) -> str:
@@ -147,7 +150,7 @@ def _tell(minimum: Minimum, out: Path | None) -> None:
         write_case(path, minimum.case)
     except OSError as error:
         raise InputError(f"minimize: {error}") from error
-    found = "the simplest" if minimum.complete else "the simplest so far (--tries)"
-    say(f"{found} of {minimum.tries} cases, {minimum.record.status}: {minimum.record.message}")
+    found = f"simplest failing case{'' if minimum.complete else ' so far'} ({minimum.tries} tried)"
+    say(f"{found}: {minimum.record.status}: {minimum.record.message}")
     say(f"case file: {path}")
     say(f"replay: {from_here(minimum.record).replay}")

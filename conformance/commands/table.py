@@ -19,25 +19,34 @@ from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
 
-_REFERENCE = "NAME|module:Class|file.py:Class"
+_REFERENCE = "NAME, module:Class or file.py:Class"
 _TIERS = "smoke|full|nightly"
+_SHELLS = ("bash", "zsh", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
-_JUDGED = f"0 all judged capabilities hold · 1 one failed · 2 usage · 3 nothing, or not all, could be judged · {_ENDED}"
-_TOLD = "0 listed · 2 usage"
+_JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
+_LISTED = "0 listed; 2 usage"
 
-_CASE = option("case", "CASE_ID|FILE.json")
-_DEVICE = option("--device", "cpu|cuda")
-_BACKEND = option("--backend", _REFERENCE)
-_NEEDED_BACKEND = option("--backend", _REFERENCE, required=True)
-_EXPECTATIONS = several("--expectations", "DIR", type=Path)
-_TIMEOUT = option("--timeout", "TIME", "end a process whose case takes longer", type=seconds)
+_WHICH_CASE = "a case's id, or its file"
+_CASE = option("case", "CASE_ID|FILE.json", _WHICH_CASE)
+_CASE_IF_ANY = option("case", "CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
+_DEVICE = option("--device", "cpu|cuda", "by default a GPU, if present")
+_BACKEND = option("--backend", "BACKEND", _REFERENCE)
+_NEEDED_BACKEND = option("--backend", "BACKEND", _REFERENCE, required=True)
+_BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all")
+_CAPABILITIES = several("--capability", "NAME", "by default all")
+_EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
+_FAILURE = option("--failure", "K", "number of a cause as certify prints it, by default 1", type=count, default=1)
+_SALT = option("--salt", "TEXT", "draw all inputs anew, from this text")
+_SECTION = "rewrite the section between this file's markers"
+_REPORT = path("report", "REPORT", "report.json, or a run's folder")
+_TIMEOUT = option("--timeout", "TIME", "end cases that take longer", type=seconds)
 _JSON = path("--out", "FILE", "also write the outcome as JSON")
 _SELECTION = (
-    several("--backend", _REFERENCE),
-    several("--capability", "NAME"),
-    option("--tier", _TIERS, "by default full"),
+    _BACKENDS,
+    _CAPABILITIES,
+    option("--tier", _TIERS, "how many cases; by default full"),
     _DEVICE,
-    path("--cases", "DIR", "judge the case files of a folder instead"),
+    path("--cases", "DIR", "judge this folder's case files instead"),
 )
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
@@ -53,44 +62,52 @@ COMMANDS = (
             option(
                 "--explore",
                 "N|TIME",
-                "judge N drawn cases of each role as well, or as many as 10m allow; what fails is made small",
+                "also judge N drawn cases of each role, or for 10m; minimise failing ones",
                 type=extent,
             ),
-            option("--salt", "TEXT", "draw all inputs anew, those that this text stands for"),
-            option("--shard", "I/N", "judge one part of the cases; report merge joins the parts"),
-            path("--durations", "REPORT", "balance the shards by an earlier run"),
+            _SALT,
+            option("--shard", "I/N", "judge this part of the cases; report merge joins the parts"),
+            path("--durations", "REPORT", "balance shards by this earlier run"),
             (
-                path("--out", "DIR", "by default a new folder of build/mla-conformance, and latest beside it"),
-                path("--resume", "DIR", "go on with the interrupted run of this folder"),
+                path(
+                    "--out", "DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"
+                ),
+                path("--resume", "DIR", "continue this folder's interrupted run"),
             ),
-            flag("--fresh", "with --out: keep an unfinished run beside, and start another"),
+            flag("--fresh", "with --out: set an unfinished run aside"),
             _TIMEOUT,
-            option("--deadline", "TIME", "end the run after so long, as 40m", type=seconds),
-            option("--give-up-after", "N", "equal failures of a backend's process, 5", type=count, default=5),
+            option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
+            option(
+                "--give-up-after",
+                "N",
+                "drop a backend after N equal failures; by default 5",
+                type=count,
+                default=5,
+            ),
             (
                 option("--model", "NAME", "judge what a deployment of this model calls; see models"),
-                path("--config", "PATH", "the same of the model of this config.json"),
+                path("--config", "PATH", "the same for the model of this config.json"),
             ),
-            option("--tp", "N", "ranks that share the model's heads, 1", type=count),
-            option("--kv-cache", "NAME", "what the model's cache is called, auto"),
-            option("-n --workers", "N", "processes that run cases, at most four a core", type=workers),
-            flag("--bitwise", "tell when a row's bits are the same, too"),
-            flag("--accuracy", "tell how errors are spread, too"),
+            option("--tp", "N", "ranks that share the model's heads; by default 1", type=count),
+            option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto"),
+            option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
+            flag("--bitwise", "also report when a row's bits stay the same"),
+            flag("--accuracy", "also report how errors are spread"),
             option(
                 "--sanitize",
                 "TOOL",
-                "instead, call small cases under a tool of compute-sanitizer, on a GPU",
+                "instead, run small cases under this tool of compute-sanitizer",
                 choices=TOOLS,
             ),
-            flag("--apart", "inputs, kernel and judge in processes of their own, as for a certificate"),
-            flag("--json", "print the report as JSON instead of text"),
+            flag("--apart", "inputs, kernel and judge in separate processes"),
+            flag("--json", "print the report as JSON"),
             _EXPECTATIONS,
             (
                 path("--certificate", "FILE", "certify a complete run of one backend"),
-                path("--submission", "DIR", "its record as a folder to hand in, below DIR"),
-                path("--record", "FILE", "the same for a kernel that lacks must-pass cases, and lists them"),
+                path("--submission", "DIR", "write its record below DIR, to hand in"),
+                path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
             ),
-            path("--sign", "KEY", "sign what is issued with an SSH key"),
+            path("--sign", "KEY", "sign it with this SSH key"),
         ),
         (
             "--backend TORCH_SDPA",
@@ -104,28 +121,28 @@ COMMANDS = (
         "judge a backend whenever its file changes, what failed last first",
         "mla_conformance.commands.watch:watch",
         (
-            option("backend", "file.py:Class"),
-            several("--capability", "NAME", "by default all"),
+            option("backend", "file.py:Class", "the class to judge"),
+            _CAPABILITIES,
             _DEVICE,
             _TIMEOUT,
         ),
-        ("my_backend.py:MyBackend", "my_backend.py:MyBackend --capability lse"),
-        "130 Ctrl-C · 2 usage · 3 no process can be started, or nobody reads what is printed",
+        ("my_backend.py:MyBackend --capability lse",),
+        "130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
     Command(
         "replay",
         "run one case again",
         "mla_conformance.commands.replay:replay",
         (
-            option("case", "CASE_ID|FILE.json", nargs="?"),
-            path("--report", "FILE", "run a failure of this report again"),
-            option("--failure", "K", "which one, counted from 1", type=count, default=1),
+            _CASE_IF_ANY,
+            path("--report", "FILE", "run the simplest failure of a cause in this report"),
+            _FAILURE,
             several("--after", "CASE_ID", "run this case before it, in the same process"),
-            option("--salt", "TEXT", "draw the inputs that this text stands for"),
+            _SALT,
             _BACKEND,
             _DEVICE,
-            option("--timeout", "TIME", type=seconds),
-            option("--repeats", "N", "instead, make so many calls and compare their bits, to find a race", type=count),
+            _TIMEOUT,
+            option("--repeats", "N", "instead, call it N times and compare the bits, to find a race", type=count),
             path("--dump", "DIR", "also write operands, result, golden result and error"),
         ),
         ("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
@@ -137,41 +154,41 @@ COMMANDS = (
         "mla_conformance.commands.replay:minimize_case",
         (
             _CASE,
-            option("--salt", "TEXT", "draw the inputs that this text stands for"),
+            _SALT,
             _NEEDED_BACKEND,
             _DEVICE,
-            option("--timeout", "TIME", "a longer case hangs", type=seconds, default=60.0),
-            option("--tries", "N", "candidates at most", type=count, default=500),
-            path("--out", "FILE", "receives the case"),
+            option("--timeout", "TIME", "a case that takes longer hangs; by default 60", type=seconds, default=60.0),
+            option("--tries", "N", "try at most N candidates; by default 500", type=count, default=500),
+            path("--out", "FILE", "write the case here"),
         ),
         ("'lse:q=[64,3]' --backend my_backend.py:MyBackend --out small.json",),
-        f"0 a simplest case was found · 2 usage, or the case does not fail · 3 no process can be started · {_ENDED}",
+        f"0 a simplest case was found; 2 usage, or the case does not fail; 3 no process can be started; {_ENDED}",
     ),
     Command(
         "export",
         "write one call as a script that needs torch and the library alone, or a failure as an issue",
         "mla_conformance.commands.export:export",
         (
-            option("case", "CASE_ID|FILE.json", nargs="?"),
-            path("--issue", "REPORT", "instead, a failure of this report or record as the text of an issue"),
-            option("--failure", "K", "which one, counted from 1 as certify lists causes", type=count, default=1),
+            _CASE_IF_ANY,
+            path("--issue", "REPORT", "instead, write a cause in this report, record or submission as an issue"),
+            _FAILURE,
             _BACKEND,
             _DEVICE,
-            path("--out", "FILE", "receives the script; an issue is printed without"),
+            path("--out", "FILE", "write here; an issue is printed by default"),
         ),
         (
             "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
             "--issue build/mla-conformance/latest --failure 2",
         ),
-        "0 written · 2 usage, or one call alone does not show it",
+        "0 written; 2 usage, or one call alone does not show it",
     ),
     Command(
         "backends",
         "list the backends, and why one cannot run here",
         "mla_conformance.commands.listing:list_backends",
         (_DEVICE,),
-        ("", "--device cpu"),
-        _TOLD,
+        ("",),
+        _LISTED,
     ),
     Command(
         "capabilities",
@@ -179,48 +196,48 @@ COMMANDS = (
         "mla_conformance.commands.listing:list_capabilities",
         (
             (
-                option("--backend", _REFERENCE, "instead, what it declares of each role, and the cases fitted to it"),
-                flag("--excluded", "instead, the pairs that no case can hold, with the reason"),
+                option("--backend", "BACKEND", "instead, list what it declares of each role, and its fitted cases"),
+                flag("--excluded", "instead, list the pairs that no case can hold, with reasons"),
             ),
-            option("--device", "cpu|cuda", "of --backend"),
+            option("--device", "cpu|cuda", "with --backend: where it runs"),
         ),
         ("", "--backend TORCH_SDPA", "--excluded"),
-        _TOLD,
+        _LISTED,
     ),
     Command(
         "models",
         "list the models that certify --model knows, or all of one",
         "mla_conformance.commands.listing:list_models",
         (
-            option("name", "NAME", nargs="?"),
-            flag("--proof", "instead, hold the golden layer against their own code"),
+            option("name", "NAME", "show everything about this model", nargs="?"),
+            flag("--proof", "instead, compare the golden layer with the models' own code"),
             (
-                path("--oracle", "FILE", "of --proof: against an author's own code, this file, not transformers"),
-                path("--docs", "FILE", "rewrite its section: where figures were read, or with --proof its tables"),
+                path("--oracle", "FILE", "with --proof: compare with this file of an author"),
+                path("--docs", "FILE", _SECTION),
             ),
         ),
         ("", "deepseek-r1", "--proof --oracle DeepSeek-V3/inference/model.py"),
-        "0 listed, or all agree · 1 a difference of --proof is too large · 2 usage",
+        "0 listed, or all agree; 1 a difference of --proof is too large; 2 usage",
     ),
     Command(
         "defects",
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
         (
-            option("--tier", _TIERS, default="full"),
+            option("--tier", _TIERS, "by default full", default="full"),
             _JSON,
-            path("--page", "FILE", "rewrite the section between this file's markers"),
+            path("--page", "FILE", _SECTION),
         ),
-        ("--tier smoke", "--out defects.json"),
-        "0 every wrong kernel is found and no honest one · 1 not so · 2 usage",
+        ("--tier smoke",),
+        "0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
     Command(
         "cheats",
         "kernels that cheat, and what catches them",
         "mla_conformance.commands.defects:try_cheats",
-        (_JSON, path("--table", "FILE", "rewrite the section between this file's markers")),
-        ("", "--out cheats.json"),
-        "0 all fare as expected · 1 one does not · 2 usage",
+        (_JSON, path("--table", "FILE", _SECTION)),
+        ("",),
+        "0 all fare as expected; 1 one does not; 2 usage",
     ),
     Command(
         "bench",
@@ -228,74 +245,86 @@ COMMANDS = (
         "mla_conformance.commands.bench:run_bench",
         (
             _DEVICE,
-            flag("--scale", "the golden pass over contexts and numbers of heads"),
-            flag("--sparse", "the golden sparse pass beside a dense one with a mask"),
-            flag("--kernels", "throughput of the backends that can run here"),
-            option("--suite", "NAME", "where the time of a run on this backend goes"),
-            option("--runs", _REFERENCE, "runs of each backend, of all, and of all by one worker", nargs="+"),
-            flag("--apart", "of --runs: all of them once more, judged apart"),
-            option("--tier", _TIERS, "of --suite and --runs", default="smoke"),
-            several("--capability", "NAME", "of --suite and --runs, else all"),
-            several("--case", "ID", "of --suite: this case, not a tier"),
+            flag("--scale", "measure the golden pass over contexts and numbers of heads"),
+            flag("--sparse", "measure the golden sparse pass and a masked dense one"),
+            flag("--kernels", "measure the throughput of backends that can run here"),
+            option("--suite", "NAME", "show where the time of a run on this backend goes"),
+            option("--runs", "BACKEND", "time runs of each backend, of all, and of all by one worker", nargs="+"),
+            flag("--apart", "with --runs: time all once more, judged apart"),
+            option("--tier", _TIERS, "with --suite or --runs; by default smoke", default="smoke"),
+            several("--capability", "NAME", "with --suite or --runs; by default all"),
+            several("--case", "ID", "with --suite: this case, not a tier"),
         ),
         ("--suite TORCH_SDPA --tier smoke", "--kernels --device cuda"),
-        "0 measured · 2 usage",
+        "0 measured; 2 usage",
     ),
     Command(
         "gate",
         "decide by reports whether a change may be merged",
         "mla_conformance.commands.gating:gate",
         (
-            path("reports", "REPORT", nargs="+"),
-            several("--baseline", "REPORT", "of an earlier run", type=Path),
+            path("reports", "REPORT", "reports of one run", nargs="+"),
+            several("--baseline", "REPORT", "report of an earlier run", type=Path),
             _EXPECTATIONS,
-            option("--require", _REFERENCE, "backends that have to be judged", nargs="+", action="extend", default=[]),
-            option("--require-tier", f"{_TIERS}|none", "of which every case needs a verdict, full", default="full"),
+            option(
+                "--require",
+                "BACKEND",
+                "close unless these backends were judged",
+                nargs="+",
+                action="extend",
+                default=[],
+            ),
+            option(
+                "--require-tier",
+                f"{_TIERS}|none",
+                "every case of this tier needs a verdict; by default full",
+                default="full",
+            ),
             option(
                 "--must-pass",
                 "FILE|NAME[@VERSION]",
-                "what has to be passed: by default shipped, the suite's own list; or profiles of it, which then bind",
+                "what has to pass: the suite's list (shipped), or profiles, which then bind",
                 nargs="*",
             ),
-            option("--max-drift", "SHARE", "close on a larger growth in error-budget use", type=drift),
+            option("--max-drift", "SHARE", "close if an error grew by more of its budget", type=drift),
             option(
                 "--require-bitwise",
                 "QUESTION",
-                "a row's bits have to be the same, of certify --bitwise: repeats, alone, pages …",
+                "require these answers of certify --bitwise: repeats, alone, pages …",
                 nargs="+",
                 default=[],
             ),
-            several("--allow-suite", "VERSION", "take the verdicts of reports of this other suite, too"),
+            several("--allow-suite", "VERSION", "also accept verdicts of this other suite"),
         ),
         (
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
             "after/report.json --baseline before/report.json --require-tier smoke",
         ),
-        "0 open · 1 closed · 2 usage",
+        "0 open; 1 closed; 2 usage",
     ),
     Command(
         "expectations update",
         "rewrite a folder of expectations from what a report found",
         "mla_conformance.commands.gating:update_expectations",
-        (path("report", "REPORT"), path("--dir", "DIR", required=True)),
+        (_REPORT, path("--dir", "DIR", "rewrite this folder", required=True)),
         ("build/mla-conformance/latest/report.json --dir expectations",),
-        "0 rewritten · 2 usage",
+        "0 rewritten; 2 usage",
     ),
     Command(
         "verify",
         "check certificates and submissions, and what of them is here",
         "mla_conformance.commands.verify:verify",
         (
-            path("certificates", "FILE|DIR", nargs="+"),
+            path("certificates", "FILE|DIR", "certificates, records or submissions", nargs="+"),
             option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
-            option("--backend", _REFERENCE, "what to run again"),
+            option("--backend", "BACKEND", "run this backend again; by default the certificate's"),
             _DEVICE,
-            option("--salt", "TEXT", "what their inputs are drawn with, by default something new"),
-            flag("--signature", "each has to be signed by one of the --signers"),
-            path("--signers", "FILE", "allowed signers, as ssh-keygen describes them"),
+            option("--salt", "TEXT", "draw their inputs from this text"),
+            flag("--signature", "require a signature of one of the --signers"),
+            path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
         ),
         ("submissions/2026.4", "certificate.json --rerun 20 --device cuda"),
-        "0 all hold · 1 one does not · 2 usage",
+        "0 all hold; 1 one does not; 2 usage",
     ),
     Command(
         "mustpass",
@@ -303,7 +332,7 @@ COMMANDS = (
         "mla_conformance.commands.gating:list_must_pass",
         (),
         ("",),
-        _TOLD,
+        _LISTED,
     ),
     Command(
         "bump",
@@ -311,46 +340,49 @@ COMMANDS = (
         "mla_conformance.commands.bump:bump",
         (
             option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
-            option("after", "NAME==NEW"),
+            option("after", "NAME==NEW", "as flashinfer-python==0.7.2.post1"),
             *_SELECTION,
-            path("--find-links", "DIR", "install from these wheels, and no index"),
-            path("--markdown", "FILE", "write the outcome for a pull request, too"),
-            path("--out", "DIR", "new or empty; by default one of build/mla-conformance"),
+            path("--find-links", "DIR", "install from these wheels, without an index"),
+            path("--markdown", "FILE", "also write the outcome for a pull request"),
+            path("--out", "DIR", "a new or empty folder; by default one in build/mla-conformance"),
         ),
         ("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
-        "0 no regression · 1 something got worse · 2 usage · 3 not everything could be judged",
+        "0 no regression; 1 something got worse; 2 usage; 3 not everything could be judged",
     ),
     Command(
         "report render",
         "a report for people",
         "mla_conformance.report.commands:render",
         (
-            path("report", "REPORT"),
-            option("--format", None, choices=FORMATS, default="text"),
-            path("--out", "FILE", "write a file instead of standard output"),
+            _REPORT,
+            option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
+            path("--out", "FILE", "write this file instead of standard output"),
         ),
         ("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
-        _TOLD,
+        _LISTED,
     ),
     Command(
         "report diff",
         "what changed; exit status 1 for regressions",
         "mla_conformance.report.commands:diff",
         (
-            path("before", "BEFORE"),
-            path("after", "AFTER"),
-            option("--drift", "SHARE", "growth in error-budget use that is a regression", type=drift, default=DRIFT),
+            path("before", "BEFORE", "report of the earlier run"),
+            path("after", "AFTER", "report of the later run"),
+            option("--drift", "SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
         ),
         ("before.json after.json --drift 0.2",),
-        "0 no regression · 1 regressions · 2 usage",
+        "0 no regression; 1 regressions; 2 usage",
     ),
     Command(
         "report merge",
         "one report from those of all shards",
         "mla_conformance.report.commands:merge",
-        (path("shards", "SHARD", nargs="+"), path("--out", "FILE", required=True)),
+        (
+            path("shards", "SHARD", "report of a shard", nargs="+"),
+            path("--out", "FILE", "write the report here", required=True),
+        ),
         ("1/report.json 2/report.json --out report.json",),
-        "0 a verdict on every case · 2 usage, or not shards of one list · 3 cases lack",
+        "0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
     Command(
         "report schema",
@@ -358,7 +390,7 @@ COMMANDS = (
         "mla_conformance.report.commands:print_schema",
         (),
         ("",),
-        _TOLD,
+        _LISTED,
     ),
     Command(
         "scoreboard",
@@ -366,17 +398,17 @@ COMMANDS = (
         "mla_conformance.scoreboard.site:scoreboard",
         (
             path("records", "FILE|DIR", "records, submissions, or reports of certify --model", nargs="+"),
-            path("--out", "DIR", "receives the site", required=True),
+            path("--out", "DIR", "write the site here", required=True),
         ),
         ("submissions --out site", "before.json after.json --out site"),
-        "0 written · 1 written without records that cannot be read · 2 usage",
+        "0 written; 1 written without records that cannot be read; 2 usage",
     ),
     Command(
         "completion",
         "print a script that completes this command line in a shell",
         "mla_conformance.commands.listing:print_completion",
-        (option("shell", None, choices=("bash", "zsh", "tcsh")),),
+        (option("shell", "SHELL", ", ".join(_SHELLS), choices=_SHELLS),),
         ("bash > ~/.local/share/bash-completion/completions/mla-conformance",),
-        _TOLD,
+        _LISTED,
     ),
 )

@@ -24,7 +24,7 @@ from mla_conformance.report.terminal import say
 def verify(options: argparse.Namespace) -> int:
     """Check certificates and folders of submissions; the exit status."""
     if options.signature and options.signers is None:
-        raise InputError("--signature: expected --signers FILE beside it, which says whose signatures count")
+        raise InputError("--signature: expected together with --signers FILE, which lists the allowed signers")
     return max([status for path in options.certificates for status in _statuses(path, options)])
 
 
@@ -81,7 +81,7 @@ class _Found:
             if weight is Weight.AGAINST or (weight is Weight.OTHER_BUILD and self.again):
                 self.against.append(sentence)
             else:
-                inherits = " and of nothing that is here" if weight is Weight.OTHER_BUILD else ""
+                inherits = ", not of what is installed here" if weight is Weight.OTHER_BUILD else ""
                 self.reported.append(sentence + inherits)
 
     def tell(self, path: Path, closing: str) -> int:
@@ -98,11 +98,11 @@ class _Found:
 def _signature(path: Path, options: argparse.Namespace) -> Iterator[Remark]:
     if options.signers is not None:
         try:
-            yield Remark(Weight.TOLD, f"signed by {signer_of(path, options.signers)}")
+            yield Remark(Weight.REPORTED, f"signed by {signer_of(path, options.signers)}")
         except SignatureError as error:
             yield Remark(Weight.AGAINST, str(error))
     elif signature_of(path).is_file():
-        yield Remark(Weight.TOLD, f"{signature_of(path).name} was not checked: --signers FILE says whose count")
+        yield Remark(Weight.REPORTED, f"{signature_of(path).name} was not checked; add --signers FILE")
 
 
 def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) -> Iterator[Remark]:
@@ -111,7 +111,7 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
     except BackendReferenceError as error:
         if options.backend or options.rerun > 0:
             raise InputError(str(error)) from error
-        yield Remark(Weight.TOLD, f"the backend was not compared: {error}")
+        yield Remark(Weight.REPORTED, f"the backend was not compared: {error}")
         return
     _require_name(certificate, backend)
     if options.rerun <= 0:  # the run tells more
@@ -128,6 +128,6 @@ def _closing(certificate: Certificate, again: int, salt: str) -> str:
     counts = certificate.counts
     waived = f", {counts.waived} known to fail" if counts.waived else ""
     run = f" · {again} run again" + (f" with salt {salt}" if salt else "") if again > 0 else ""
-    lacking = f" · no certificate, {len(certificate.lacking)} must-pass cases lack" if certificate.lacking else ""
+    lacking = f" · no certificate: {len(certificate.lacking)} must-pass cases missing" if certificate.lacking else ""
     subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
     return f"{subject}: {counts.passed} of {counts.listed} passed{waived} · holds{run}{lacking}"

@@ -26,7 +26,7 @@ from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.report.terminal import columns, counted, is_read, say
 
-_LOOKS = 0.3
+_POLL_SECONDS = 0.3
 """Seconds between two looks at the file."""
 
 
@@ -40,7 +40,7 @@ def watch(options: argparse.Namespace) -> int:
         request = RunRequest.of([options.backend], options.capability, "smoke", options.device)
         file = request.backends[0].file
         if file is None:
-            raise InputError(f"watch: expected a file and a class of it, as file.py:Class, got {options.backend}")
+            raise InputError(f"watch: expected a class in a file, as file.py:Class, got {options.backend}")
         with tempfile.TemporaryDirectory(prefix="mla-conformance-watch-") as folder:
             _Watch(Run(request, RunFolder.claim(Path(folder)), Limits(timeout=options.timeout)), file).go_on()
     except Stopped as stop:
@@ -74,9 +74,9 @@ class _Watch:
             while True:
                 self._judge()
                 while not self._has_changed():
-                    time.sleep(_LOOKS)
+                    time.sleep(_POLL_SECONDS)
                     if not is_read():
-                        raise RunError("nobody reads what is judged")
+                        raise RunError("nobody reads the output")
                     run.supervisor.require_going_on()
                 self._seen = self._state()
                 # Bytecode counts as current for a file of the same size and second, which two quick edits have.
@@ -106,7 +106,7 @@ class _Watch:
         with live(lambda: progress.line):
             records = self._records(cases, progress)
             if failed := [record for record in records if record.failed]:
-                progress.phase(f"looking for what explains {counted(len(failed), 'failure')}")
+                progress.phase(f"explaining {counted(len(failed), 'failure')}")
                 records = self._explained(records)
         left = set(self.failed) - {record.case for record in records}
         self.failed = [*(record.case for record in failed), *sorted(left)]
@@ -128,7 +128,7 @@ class _Watch:
         """What comes of tasks until the file changes, which is looked at whenever a short deadline is over."""
         supervisor = self.run.supervisor
         while not self._has_changed():
-            supervisor.ends_at = time.monotonic() + _LOOKS
+            supervisor.ends_at = time.monotonic() + _POLL_SECONDS
             try:
                 yield from (outcome.answer.record for outcome in supervisor.run(tasks) if outcome.answer.record)
                 return

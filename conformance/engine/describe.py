@@ -8,6 +8,7 @@ import torch
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.platform import describe_device, get_device_capability
+from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.engine.devices import driver_version
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.trials.subject import Subject
@@ -48,14 +49,20 @@ def describe(subject: Subject) -> BackendFacts:
     """The facts of a backend; one that raises when it is asked is unavailable."""
     try:
         return _facts(subject)
+    except BackendReferenceError as error:
+        said = one_line(error).removeprefix(f"{BackendReferenceError.__name__}: ")
+        return _unavailable(subject, said)
     except BaseException as error:
         return undescribed(subject, one_line(error))
 
 
 def undescribed(subject: Subject, error: str) -> BackendFacts:
     """Of a backend that raised this when it was asked."""
-    reasons = (f"could not be described: {error}",)
-    return BackendFacts(subject.name, subject.backend.reference, reasons, fingerprint="unavailable")
+    return _unavailable(subject, f"could not be described: {error}")
+
+
+def _unavailable(subject: Subject, reason: str) -> BackendFacts:
+    return BackendFacts(subject.name, subject.backend.reference, (reason,), fingerprint="unavailable")
 
 
 def _facts(subject: Subject) -> BackendFacts:

@@ -82,8 +82,8 @@ class RunFolder:
     def _require_finished(self) -> None:
         if self.journal.path.exists() and not self.journal.is_finished():
             raise InputError(
-                f"--out {self.path}: it holds a run that did not come to its end; "
-                f"--resume {self.path} goes on with it, --fresh keeps it beside and starts another"
+                f"--out {self.path}: it holds an unfinished run; "
+                f"--resume {self.path} continues it, --fresh sets it aside and starts another"
             )
 
     def begin(self) -> None:

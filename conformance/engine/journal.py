@@ -281,7 +281,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.convert(first.plan, Plan, strict=True)
         except msgspec.ValidationError as error:
-            raise JournalError(f"{journal.path}: the plan is not right: {error}") from error
+            raise JournalError(f"{journal.path}: malformed plan: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

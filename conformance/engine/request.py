@@ -112,12 +112,12 @@ class RunRequest:
             raise RequestError(str(error)) from error
 
     @property
-    def names_all(self) -> bool:
+    def is_default(self) -> bool:
         """Whether it is about every registered backend, of which those that cannot run here were not asked for."""
         return set(self.backends) == set(known_backends())
 
     @property
-    def of_what(self) -> str:
+    def scope(self) -> str:
         """What its cases are of, in words: a deployed model, or a tier; nothing where they were named."""
         return str(self.deployment) if self.deployment else "" if self.cases else f"tier {self.tier.value}"
 

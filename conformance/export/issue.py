@@ -53,14 +53,14 @@ class Issue:
 
 
 def issues_of(run: RunSummary) -> list[Issue]:
-    """One for each cause of each backend, as the run prints them, then what its expectations excuse."""
-    return [issue for backend in run.backends for issue in _of_backend(backend, run)]
+    """One for each cause, in the order in which the run prints them, then what its expectations excuse."""
+    wrong = [_of_cause(cause, backend, run) for backend in run.backends for cause in backend.causes]
+    return [*wrong, *(issue for backend in run.backends for issue in _excused(backend, run))]
 
 
-def _of_backend(backend: BackendSummary, run: RunSummary) -> Iterator[Issue]:
+def _excused(backend: BackendSummary, run: RunSummary) -> Iterator[Issue]:
     excused = [record.as_judged for record in backend.records if record.status is Status.EXPECTED_FAILURE]
-    for cause in (*backend.causes, *causes(excused)):
-        yield _of_cause(cause, backend, run)
+    yield from (_of_cause(cause, backend, run) for cause in causes(excused))
 
 
 def _of_cause(cause: Cause, backend: BackendSummary, run: RunSummary) -> Issue:

@@ -91,7 +91,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
         "helpers": helpers,
         "loads": loads,
         "text": text,
-        "told": _told(found),
+        "reported": _reported(found),
         "imports": sorted({"sys"} | {name for use, name in _STANDARD.items() if use in "\n".join([text, *helpers])}),
         "needs": json.dumps(f"(needs {', '.join(dict.fromkeys(['torch', *needs]))})", ensure_ascii=False),
         "modules": {} if own and own.path else program.modules,
@@ -119,7 +119,7 @@ def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dic
     return written(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value]), tensors
 
 
-def _told(found: Reproduced) -> list[str]:
+def _reported(found: Reproduced) -> list[str]:
     """What the first lines say."""
     versions = ", ".join(f"{name} {version}" for name, version in found.subject.versions().items())
     failed, device = found.record.status is Status.FAIL, describe_device(found.problem.device)
@@ -129,7 +129,7 @@ def _told(found: Reproduced) -> list[str]:
         *([f"Looks like: {found.looks_like}"] if found.looks_like else []),
         *([f"Called here: {found.call.name} alone, on other operands than the case's."] if found.is_redrawn else []),
         f"{EXPORTED_BY} {__version__} on {device}, torch {torch.__version__}.",
-        "Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.",
+        "Exit status: 1 while a number is wrong, 0 if all are right, 2 if this machine cannot decide.",
     ]
     return [*_wrapped(head), f"Case {found.case.id}", *(line for part in reported for line in _wrapped(part))]
 

@@ -135,7 +135,7 @@ class Gate:
     def terms(self) -> list[str]:
         """What is decided by, in words."""
         suites = {f"suite {report.environment['suite']}": "" for report in self.reports}
-        tier = f"{self.tier} tier required" if self.tier else "any selection taken"
+        tier = f"{self.tier} tier required" if self.tier else "any selection accepted"
         return [*suites, tier, *([f"must-pass {self.must_pass.name}"] if self.must_pass else [])]
 
     def blocks(self, row: GateRow) -> bool:
@@ -156,7 +156,7 @@ class Gate:
             if found not in (SUITE_VERSION, *self.suites):
                 raise InputError(
                     f"{report.source}: expected a report of suite {SUITE_VERSION}, which is installed here, got one of "
-                    f"suite {found}; judge again, or take its verdicts with --allow-suite {found}"
+                    f"suite {found}; judge again, or accept its verdicts with --allow-suite {found}"
                 )
 
     def _missing(self) -> Iterator[GateRow]:
@@ -204,7 +204,7 @@ class Gate:
         for name, parts in self._parts.items():
             answers = [found for _, backend in parts for found in backend.traits.answers(question).values()]
             if not answers and not all(backend.reasons for _, backend in parts):
-                yield GateRow(GateFinding.BITWISE, name, question, "nobody asked; certify with --bitwise")
+                yield GateRow(GateFinding.BITWISE, name, question, "not measured; certify with --bitwise")
             for found in answers:
                 if found.answer is Answer.NO:
                     yield GateRow(GateFinding.BITWISE, name, question, f"{found.role}: {found.why}")
@@ -262,8 +262,8 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
             for record in backend.records:
                 if record.key in found:
                     raise InputError(
-                        f"{report.source}: {backend.name} {record.key} stands in another report as well; is one of "
-                        "them of an earlier run, which was moved to a folder of the same name with a date?"
+                        f"{report.source}: {backend.name} {record.key} is in another report as well; an earlier "
+                        "run, set aside in a folder of the same name with a date, is no part of this one"
                     )
                 found[record.key] = expectations.apply(record, here)
     cases = tuple(dict.fromkeys(case for report in reports for case in report.judged_cases))

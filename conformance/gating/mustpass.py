@@ -78,7 +78,7 @@ class MustPass:
         if expected.get(SUITE_VERSION) != found.digest:
             raise InputError(
                 f"{source}: expected digest {expected.get(SUITE_VERSION)} of the must-pass list of suite "
-                f"{SUITE_VERSION}, got {found.digest} from the vocabulary; another list is another version"
+                f"{SUITE_VERSION}, got {found.digest} from the vocabulary; a changed list needs a new version"
             )
         return found
 

@@ -49,7 +49,7 @@ class Required:
         if reason := _unjudged(meant):
             return reason
         altered = not all(self._is_pinned_by(backend.facts) for backend in meant)
-        return "the file that was judged has another digest than the one here" if altered else ""
+        return "the judged file differs from the one here" if altered else ""
 
     def _is_named_by(self, facts: BackendFacts) -> bool:
         """A path may begin otherwise on the machine that judged."""

@@ -175,7 +175,7 @@ class _Reader:
             attends_all = self.family.attends is Attends.ALL
             kinds = ["full_attention" if attends_all else "deepseek_sparse_attention"] * count
         if len(kinds) != count:
-            raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, as kinds are told, got {count}")
+            raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
         return tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items())
 
     def _compression(self, ratio: int) -> str:

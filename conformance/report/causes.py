@@ -46,6 +46,11 @@ class Cause:
         return min(conditional or self.failures, key=_simplicity)
 
     @property
+    def is_undeclared(self) -> bool:
+        """Whether its cases are of what the backend declares unsupported."""
+        return all(map(_is_undeclared, self.failures))
+
+    @property
     def capabilities(self) -> tuple[str, ...]:
         """The capabilities that fail of it."""
         return tuple(dict.fromkeys(record.capability for record in self.failures))
@@ -89,7 +94,10 @@ def grouped(found: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
 
 
 def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
-    """The causes of the failures among the records of one backend: likely ones first, then by their cases."""
+    """The causes of the failures among the records of one backend: likely ones first, then by their cases.
+
+    What a backend declares unsupported and runs comes last.
+    """
     alike = grouped((record for record in records if record.failed), _key).values()
     said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
     likely = _likely(said)
@@ -97,7 +105,7 @@ def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
         Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely), circumstances(group, records))
         for sentence, group in said.items()
     ]
-    return tuple(sorted(found, key=lambda cause: (cause.kind != "likely", -len(cause.failures))))
+    return tuple(sorted(found, key=lambda cause: (cause.is_undeclared, cause.kind != "likely", -len(cause.failures))))
 
 
 def _likely(said: Mapping[str, Sequence[Record]]) -> set[str]:
@@ -109,7 +117,7 @@ def _likely(said: Mapping[str, Sequence[Record]]) -> set[str]:
 def _kind(sentence: str, group: Sequence[Record], likely: Collection[str]) -> CauseKind:
     if sentence in likely:
         return "likely"
-    return "further" if likely and not _is_exception(group[0]) else "seen"
+    return "further" if likely and not (_is_exception(group[0]) or _is_undeclared(group[0])) else "seen"
 
 
 def _key(record: Record) -> tuple[str, str]:
@@ -147,6 +155,10 @@ def _is_exception(record: Record) -> bool:
     return record.check == Check.CALL or record.status in (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
 
 
+def _is_undeclared(record: Record) -> bool:
+    return record.check in (Check.UNDECLARED_SUPPORT, Check.UNSAFE_REFUSAL)
+
+
 def _raised(record: Record) -> str:
     """What was raised, or what else ended the call, without where in the procedure."""
     text = record.message.removesuffix(f" (SPEC {record.clause})")
@@ -172,28 +184,29 @@ def _simplicity(record: Record) -> tuple[int, int, str]:
 
 
 WRONG: dict[str, str] = {
-    Check.SHAPE: "tensors of a wrong number, kind or shape were returned",
-    Check.DTYPE: "a tensor of a wrong dtype was returned",
-    Check.DEVICE: "a tensor on a wrong device was returned",
-    Check.MASK: "rows without keys, NaN or infinities are not as they have to be",
+    Check.SHAPE: "returned tensors have a wrong number, kind or shape",
+    Check.DTYPE: "a returned tensor has a wrong dtype",
+    Check.DEVICE: "a returned tensor is on a wrong device",
+    Check.MASK: "rows without keys, NaN or infinities are wrong",
     Check.LSE: "the LSE is wrong",
     Check.OUTPUT: "the output is wrong",
-    Check.SELECTION: "keys are not selected as they have to be",
+    Check.SELECTION: "the selected keys are wrong",
     Check.SCORE: "an index score is wrong",
-    Check.OUT_TENSOR: "the given output tensor is not what was returned",
-    Check.CACHE: "the cache does not hold what was to be written",
+    Check.OUT_TENSOR: "the given output tensor does not hold the result",
+    Check.CACHE: "the cache does not hold the new entries",
     Check.MUTATED_INPUT: "inputs were changed",
     Check.OUT_OF_BOUNDS_WRITE: "memory beside the output tensor was written",
     Check.OUT_OF_BOUNDS: "memory beside an operand was read or written",
     Check.PROCESS_STATE: "the state of the process was changed",
     Check.STALE_RESULT: "an earlier result was overwritten",
-    Check.NONDETERMINISM: "the same call returns other bits",
+    Check.NONDETERMINISM: "equal calls return different bits",
     Check.BATCH_DEPENDENCE: "a result depends on the other requests of its batch",
     Check.NONLINEARITY: "the output is not linear in V",
-    Check.UNDECLARED_SUPPORT: "runs a configuration that it declares unsupported, with the right result",
-    Check.UNSAFE_REFUSAL: "should have refused: a wrong result, or a side effect",
+    Check.UNDECLARED_SUPPORT: "accepts a configuration it declares unsupported, and returns a right result",
+    Check.UNSAFE_REFUSAL: "should have refused before doing anything",
 }
 """What failing a check means, of failures of which nothing more is known."""
+_ACCEPTED = "accepts a configuration it declares unsupported, and returns a wrong result"
 _MASKED: dict[str, str] = {
     r"\boutput is nan\b": "the output is NaN where a number is expected",
     r"\boutput is -?inf\b": "the output is infinite where a number is expected",
@@ -212,6 +225,8 @@ def symptom(record: Record) -> str:
     """What is wrong with a result, as far as that is seen; the message of a failure that names no check."""
     if record.check == Check.MASK:
         return next((what for said, what in _MASKED.items() if re.search(said, record.message)), WRONG[Check.MASK])
+    if record.check == Check.UNSAFE_REFUSAL and "returned a wrong result" in record.message:
+        return _ACCEPTED
     if ZERO in record.message:
         return ZERO
     return WRONG.get(record.check, record.check) if record.check else record.message

@@ -105,8 +105,8 @@ def suites_differ(before: RunSummary, after: RunSummary) -> str:
         return ""
     common, listed = len(set(before.cases) & set(after.cases)), len(after.cases)
     return (
-        f"suite {was} before, {now} after: another verdict may be the judge's doing. {common} of {listed} cases stand "
-        "in both lists, on the same inputs; the others cannot be compared"
+        f"suite {was} before, {now} after: a verdict may differ because the judge does. {common} of {listed} cases "
+        "are in both lists, on the same inputs; the others cannot be compared"
     )
 
 

@@ -51,7 +51,7 @@ class RecordForm(Said, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
     status: Status
     seconds: Annotated[float, Meta(ge=0)]
     evidence: Annotated[Number | None, Meta(description="Index into the backend's evidence.")] = None
-    capability: Annotated[Literal["", "explored"], Meta(description="Of drawn cases, which stand in no list.")] = ""
+    capability: Annotated[Literal["", "explored"], Meta(description="Of drawn cases, which are in no list.")] = ""
     cases: Annotated[int, Meta(ge=1, le=2**53, description="How many drawn cases it stands for.")] = 1
     sampled: SampledForm | None = None
 
@@ -72,7 +72,7 @@ class CauseForm(_Form, frozen=True, kw_only=True):
     capabilities: tuple[str, ...]
     clauses: Annotated[tuple[str, ...], Meta(description="Clauses of SPEC.md that are broken.")]
     cases: Annotated[tuple[str, ...], Meta(description="Ids of the cases that fail of it.")]
-    example: Annotated[str, Meta(description="The simplest of them: fewest fields, then least heads × tokens.")]
+    example: Annotated[str, Meta(description="The simplest one: fewest fields, then least heads × tokens.")]
     replay: Annotated[str, Meta(description="The command that runs the example again.")]
     used: Annotated[tuple[float, float] | None, Meta(description="Least and largest error by its budget.")]
 
@@ -105,7 +105,7 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     emulated: bool
     rounding: _Texts
     deviations: tuple[DeviationForm, ...]
-    fingerprint: Annotated[str, Meta(description="What tells that it is still the same.")]
+    fingerprint: Annotated[str, Meta(description="Differs if the backend changed.")]
     fitted: Annotated[_CaseList, Meta(description="Ids of the cases that were made for what it declares.")]
     region: Annotated[
         str, Meta(description="Digest of the spaces, and of the cases that were fitted to what it declares.")

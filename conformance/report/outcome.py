@@ -1,5 +1,6 @@
 """The outcome of a run in words: causes, backend by backend, what is right for a deployed model, the closing line."""
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from mla_conformance.judging.record import BackendFacts, Record, Traced, detecti
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, grouped, raised_at
 from mla_conformance.report.pairs import JudgedPairs
+from mla_conformance.report.scope import scope_of
 from mla_conformance.report.summary import (
     SIGN,
     BackendOutcome,
@@ -187,17 +189,23 @@ def worst_error(records: Sequence[Record]) -> str:
 
 
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
-    """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying."""
+    """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying.
+
+    If there are several causes, each has its number among those of all backends.
+    """
+    numbered, before = len(run.causes) > 1, 0
     for backend in run.backends:
         reported, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
-        for number, cause in enumerate(reported, start=1):
-            head = f"wrong: {backend.name}, {_extent(backend.causes)}"
-            if len(backend.causes) > 1:
-                yield from [head] if number == 1 else []
+        head = f"wrong: {backend.name}, {_extent(backend.causes)}"
+        if numbered and reported:
+            yield head
+        for number, cause in enumerate(reported, start=before + 1):
+            if numbered:
                 head = f"    {number}. {cases_of(cause)}{cause.reserve}"
             yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, run, width)
         if hidden:
             yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
+        before += len(backend.causes)
 
 
 def cases_of(cause: Cause) -> str:
@@ -233,14 +241,14 @@ def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str
     yield from wrapped(head, width, further=_INDENT)
     for detail in details:
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)
-    yield f"{_INDENT}replay: {replay_in(run, cause.example)}"
+    yield f"{_INDENT}replay: {replay_in(run, cause)}"
 
 
-def replay_in(run: RunSummary, failure: Record) -> str:
-    """The command that runs a failure again; by the run's report, if that is kept, where many cases stand before it."""
-    if not run.source or len(failure.after) <= _MOST_AFTER:
-        return from_here(failure).replay
-    number = [record.record_key for record in run.records if record.failed].index(failure.record_key) + 1
+def replay_in(run: RunSummary, cause: Cause) -> str:
+    """The command that runs its example again; behind many cases by the run's report, if that is kept."""
+    if not run.source or len(cause.example.after) <= _MOST_AFTER:
+        return from_here(cause.example).replay
+    number = run.causes.index(cause) + 1
     return f"mla-conformance replay --report {shlex.quote(run.source)} --failure {number}"
 
 
@@ -293,7 +301,9 @@ def _group_lines(head: str, found: list[ModelAnswer], width: int) -> Iterator[st
 
 
 _TOUCHED = 0.01
-_SHOWN_KERNELS, _NAME_LENGTH = 2, 60
+_SHOWN_KERNELS = 2
+_KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")
+"""The name of a kernel, without template arguments and parameters."""
 _DETAIL = "  "
 _LISTED = (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS)
 
@@ -303,17 +313,15 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
 
     Args:
         backend: what was found.
-        width: columns of the lines; one that tells what to install stays whole, for copying.
+        width: columns of the lines.
         with_reasons: say why cases are unsupported or unavailable.
     """
     sign = f"{backend.name} {SIGN[backend.outcome]}"
     if backend.reasons:
-        yield f"{sign} unavailable: {cut('; '.join(backend.reasons))}"
+        yield from wrapped(f"{sign} unavailable: {cut('; '.join(backend.reasons))}", width, further=2 * _DETAIL)
         return
     applicable = [each for each in backend.capabilities if each.outcome is not BackendOutcome.UNSUPPORTED]
-    held = sum(each.outcome is BackendOutcome.PASS for each in applicable)
-    passed = f"{backend.counts.passed}/{backend.counts.judged} cases, {held}/{len(applicable)} capabilities"
-    yield f"{sign} passed {passed}" if applicable else f"{sign} unsupported"
+    yield from wrapped(f"{sign} {_verdict(backend, len(applicable))}", width, further=2 * _DETAIL)
     begun = [each for each in applicable if each.counts.run]
     for outcome in _LISTED:
         texts = [capability_text(each) for each in begun if each.outcome is outcome]
@@ -327,6 +335,19 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
         yield from [fitting(f"{_DETAIL}{SIGN[outcome]} {len(names)} {what}: ", names, width)] if names else []
     for remark in (*(_reasons(backend.records) if with_reasons else ()), *_remarks(backend)):
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
+
+
+def _verdict(backend: BackendSummary, applicable: int) -> str:
+    """What is said of the kernel, and of how much."""
+    if not applicable:
+        return "unsupported"
+    counts, held = backend.counts, sum(each.outcome is BackendOutcome.PASS for each in backend.capabilities)
+    capabilities = f"{held}/{applicable} capabilities"
+    if backend.outcome is not BackendOutcome.PASS:
+        return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
+    scope = scope_of(record.case for record in backend.records if record.status is Status.PASS)
+    right = f"right on {counts.passed:,} of {counts.listed:,} cases"
+    return f"{right}: {scope}; {capabilities}" if scope else f"{right}; {capabilities}"
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:
@@ -402,13 +423,12 @@ def _classes(rounding: dict[str, str]) -> Iterator[str]:
 
 def ran(traced: Traced) -> Iterator[str]:
     """The kernels that were seen to run, the first few by name; that all of them are torch's, if so."""
-    names = traced.distinct
+    names = list(dict.fromkeys(found[1] if (found := _KERNEL.match(name)) else name for name in traced.distinct))
     if names:
         more = f" and {len(names) - _SHOWN_KERNELS} more" if len(names) > _SHOWN_KERNELS else ""
-        shown = ", ".join(name[:_NAME_LENGTH] for name in names[:_SHOWN_KERNELS])
-        yield f"kernels seen: {shown}{more}"
+        yield f"kernels seen: {', '.join(names[:_SHOWN_KERNELS])}{more}"
     elif traced.kernels:
-        yield "no kernel of a library was seen to run, only those that torch launches for anybody"
+        yield "only generic kernels of torch were seen to run, none of a library"
 
 
 def sampled(chosen: Sequence[Mapping[str, int]]) -> Iterator[str]:

@@ -243,6 +243,11 @@ class RunSummary:
         """Every record of the run."""
         return [record for backend in self.backends for record in backend.records]
 
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """What is wrong, backend by backend; these are counted from 1 where one of them is asked for by number."""
+        return tuple(cause for backend in self.backends for cause in backend.causes)
+
     @property
     def counts(self) -> Counts:
         """What became of the cases of all backends."""

@@ -65,8 +65,11 @@ def is_read() -> bool:
     return not _lost
 
 
-_LINE_WIDTH = 118
+_LINE_WIDTH = 80
 _UNBROKEN = "\xa0"
+_INSTALL = re.compile(r"\(pip install [^()]*\)")
+_ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")
+"""A word of a command, or an option with its value."""
 
 
 def near(path: Path) -> Path:
@@ -77,16 +80,32 @@ def near(path: Path) -> Path:
 
 
 def wrapped(text: str, width: int, first: str = "", further: str = "") -> list[str]:
-    """A text in lines of ``width`` columns that begin with these indents; no word is cut."""
-    return wrap(
-        text, width, initial_indent=first, subsequent_indent=further, break_long_words=False, break_on_hyphens=False
+    """A text in lines of ``width`` columns that begin with these indents; no word and no ``(pip …)`` is cut."""
+    lines = wrap(
+        _INSTALL.sub(_whole, text),
+        width,
+        initial_indent=first,
+        subsequent_indent=further,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+    return [line.replace(_UNBROKEN, " ") for line in lines]
 
 
-def side_by_side(texts: Iterable[str], mark: str, width: int, indent: str = "") -> list[str]:
-    """Texts with a mark between them, in lines of ``width`` columns; none of them is divided."""
-    whole = mark.join(text.replace(" ", _UNBROKEN) for text in texts)
-    return [line.replace(_UNBROKEN, " ") for line in wrapped(whole, width, indent, 2 * indent)]
+def _whole(found: re.Match[str]) -> str:
+    return found[0].replace(" ", _UNBROKEN)
+
+
+def side_by_side(texts: Iterable[str], mark: str, width: int, first: str = "", further: str = "") -> list[str]:
+    """Texts with a mark between them, in lines of ``width`` columns; no text is divided, no line begins with a mark."""
+    between = mark.rstrip().replace(" ", _UNBROKEN) + " "
+    return wrapped(between.join(text.replace(" ", _UNBROKEN) for text in texts), width, first, further or 2 * first)
+
+
+def typed(command: str, width: int, indent: str = "") -> list[str]:
+    """A command in lines of ``width`` columns, as one types it; an option and its value stay on one line."""
+    lines = side_by_side(_ARGUMENT.findall(command), " ", width - 2, indent, f"{indent}    ")
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
 
 
 def fitting(head: str, names: Sequence[str], width: int) -> str:
@@ -121,7 +140,7 @@ _STYLES = {
 def painted(line: str, stream: TextIO) -> str:
     """A line of a report with colours, if the stream is a terminal that has some.
 
-    NO_COLOR leaves them away, FORCE_COLOR has them put into a pipe, and TERM says what a terminal can do.
+    NO_COLOR omits them, FORCE_COLOR puts them into a pipe, and TERM says what a terminal can do.
     """
     if os.environ.get("NO_COLOR") or not (stream.isatty() or os.environ.get("FORCE_COLOR")):
         return line

@@ -4,12 +4,10 @@ import datetime
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import Finding, Outdated, Shown, read_certificate, read_shown, records_of
 from mla_conformance.certificate.sanitized import SanitizedKernel, read_sanitized, sanitized_problems
 from mla_conformance.certificate.submission import records_below
@@ -17,6 +15,7 @@ from mla_conformance.certificate.verify import age, problems
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.scope import OTHER_ROLE, role_of, scope_of
 from mla_conformance.report.summary import CapabilitySummary, Counts, count_by_capability, summarise
 
 _NUMBERS = re.compile(r"\d{1,9}")
@@ -95,14 +94,8 @@ class Entry:
         judged = counts.passed + counts.failed + counts.waived
         if self.is_wrong:
             return f"wrong on {counts.failed + counts.waived} of {judged} judged cases"
-        return f"right on {judged:,} of {counts.listed:,}: {self._scope}" if judged else "nothing judged"
-
-    @property
-    def _scope(self) -> str:
-        """The roles that it serves, and the page that it needs, if it takes one only."""
         passed = (record.case for record in self._records if record.status is Status.PASS)
-        pages = {page for page in map(_page, passed) if page}
-        return ", ".join([*self.roles, *(f"page {page}" for page in pages if len(pages) == 1)])
+        return f"right on {judged:,} of {counts.listed:,}: {scope_of(passed)}" if judged else "nothing judged"
 
     @property
     def state(self) -> str:
@@ -123,7 +116,7 @@ class Entry:
         """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
         groups: dict[str, list[Record]] = {}
         for record in self._records:
-            groups.setdefault(_role(record.case), []).append(record)
+            groups.setdefault(role_of(record.case), []).append(record)
         return {role: _capabilities(group) for role, group in groups.items() if _is_served(group)}
 
     @cached_property
@@ -136,26 +129,7 @@ def _reason(finding: Finding) -> str:
     return finding.expectation.partition(": ")[2] or finding.expectation
 
 
-@lru_cache(8192)
-def _role(case: str) -> str:
-    """Of an id that an older suite wrote in another way nothing is known."""
-    try:
-        return str(Case.parse(case).role)
-    except ValueError:
-        return "other"
-
-
-@lru_cache(8192)
-def _page(case: str) -> int:
-    """Tokens of a page of the case's cache; 0 of a case without one, or of an id that an older suite wrote."""
-    try:
-        parsed = Case.parse(case)
-    except ValueError:
-        return 0
-    return parsed.page if isinstance(parsed, CachedCase) else 0
-
-
-ROLES = (*map(str, Role), "other")
+ROLES = (*map(str, Role), OTHER_ROLE)
 """The order in which roles are shown."""
 
 

@@ -4,6 +4,7 @@ import io
 import sys
 import traceback
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,10 +31,9 @@ STATUSES = (0, 1, 2, 3)
 
 def options_of(command: Command) -> Iterator[Option]:
     """Its options and arguments that take a value."""
-    for entry in command.options:
-        for option in entry if isinstance(entry, tuple) else (entry,):
-            if option.settings.get("action") != "store_true":
-                yield option
+    for option in chain(*command.alternatives):
+        if option.settings.get("action") != "store_true":
+            yield option
 
 
 def call(command: Command, option: Option | None = None, value: str = "") -> list[str]:

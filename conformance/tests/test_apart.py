@@ -40,7 +40,7 @@ OUTCOMES = {
     "EAGER": (Status.PASS, "", ""),
     "LooksForTheRightResult": (Status.PASS, "", ""),
     "RewritesTheJudge": (Status.FAIL, Check.OUTPUT, "new tokens: output is"),
-    "Forges": (Status.FAIL, Check.CALL, "an answer of the kernel's process that is none"),
+    "Forges": (Status.FAIL, Check.CALL, "malformed reply from the kernel process"),
     "Signals": (Status.FAIL, Check.CALL, "PermissionError") if FORBIDS_SIGNALS else (Status.PASS, "", ""),
     "Subclass": (Status.FAIL, Check.SHAPE, "expected a strided torch.Tensor as output, got a Refusing"),
     "ReturnsItsBuffer": (Status.FAIL, Check.STALE_RESULT, "overwrote the result of an earlier one"),

@@ -1,5 +1,6 @@
 """Failures by cause: what is told once, what is kept apart, and how much of it a terminal shows."""
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -73,6 +74,30 @@ def test_what_is_known_comes_first_and_the_rest_may_be_of_it() -> None:
     assert "**B · 2 more cases**, possibly the same bug" in markdown(run(failure(), failure("lse:q=[3]"), base_2))
 
 
+def test_what_is_declared_unsupported_and_runs_comes_last() -> None:
+    message = "declared unsupported (dtype fp64), but it ran and returned a {} result (SPEC 3.8)"
+    accepted = [
+        failure(f"refusals:q=[{tokens}]", check=check, message=message.format(result), used={})
+        for check, result, tokens in (("unsafe_refusal", "wrong", 3), ("unsafe_refusal", "wrong", 4))
+    ]
+    right = failure("refusals:q=[5]", check="undeclared_support", message=message.format("right"), used={})
+    found = causes([right, *accepted, failure(), failure("lse:q=[5]", explanation=BASE_2)])
+    said = "accepts a configuration it declares unsupported, and returns a {} result"
+    assert [cause.sentence for cause in found[2:]] == [said.format("wrong"), said.format("right")]
+    assert [cause.kind for cause in found] == ["likely", "further", "seen", "seen"]
+
+
+def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
+    first, second = failure(), [failure(f"lse:q=[{tokens}]", check="output") for tokens in (7, 6)]
+    summaries = [
+        BackendSummary(BackendFacts(name, "b.py:B"), summarise([each.with_fields(backend=name) for each in group], {}))
+        for name, group in (("A", [first]), ("B", [*second, first]))
+    ]
+    both = RunSummary(ENVIRONMENT, tuple(summaries))
+    numbers = [line.split()[0] for line in cause_lines(both, 80) if re.match(r"    \d+\. ", line)]
+    assert numbers == ["1.", "2.", "3."] and both.causes[1].example.case == "lse:q=[6]"
+
+
 def test_without_a_likely_cause_none_is_counted() -> None:
     lines = list(cause_lines(run(failure(), failure("lse:q=[3]", check="output")), 80))
     assert lines[0] == "wrong: B, 2 cases" and lines[1].startswith("    1. 1 case: the LSE is wrong, ")
@@ -144,7 +169,7 @@ def test_a_long_history_is_replayed_by_the_report() -> None:
     (line,) = (line for line in cause_lines(kept, 80) if "--failure" in line)
     number = int(line.rpartition(" ")[2])
     assert line.strip() == f"replay: mla-conformance replay --report 'run one/report.json' --failure {number}"
-    assert [record for record in kept.records if record.failed][number - 1] == after
+    assert kept.causes[number - 1].example == after
     assert any(line.count("--after") == 10 for line in cause_lines(run(first, after), 80))  # no report is kept
 
 

@@ -1,10 +1,13 @@
 """The command line on bad input: exit status 2 before anything runs, and a message that lists what exists."""
 
+import argparse
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -121,7 +124,7 @@ def test_cuda_where_there_is_none(
 def test_a_file_that_holds_no_backend_is_unavailable(tmp_path: Path, source: str, said: str) -> None:
     (tmp_path / "mine.py").write_text(source)
     (reason,) = describe(Subject.of(f"{tmp_path / 'mine.py'}:Mine", CPU)).reasons
-    assert said in reason
+    assert said in reason and "BackendReferenceError" not in reason
 
 
 def test_a_backend_whose_file_was_changed_is_another_one(tmp_path: Path) -> None:
@@ -188,10 +191,35 @@ def test_every_command_ends_its_help_with_examples_that_parse_and_its_exit_statu
     assert found.keys() == examples.keys() and len(found) == len(COMMANDS)
     for words, command in found.items():
         assert command.epilog is not None and "exit status: " in " ".join(command.format_help().split())
-        calls = re.findall(rf"^  mla-conformance ({words}\b.*)$", command.epilog, re.MULTILINE)
+        calls = re.findall(rf"^  mla-conformance ({words}\b.*)$", re.sub(r" \\\n +", " ", command.epilog), re.MULTILINE)
         assert len(calls) == len(examples[words]) >= 1
         for call in calls:
             assert callable(_parser().parse_args(shlex.split(call.partition(" > ")[0])).run)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from chain.from_iterable(map(parsers, action.choices.values()))
+
+
+def test_every_option_is_described_and_help_keeps_to_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for parser in parsers(_parser()):
+        given = (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
+        assert [action.dest for action in given if not action.help] == [], parser.prog
+        assert [line for line in parser.format_help().splitlines() if len(line) > 80] == [], parser.prog
+
+
+@pytest.mark.parametrize("command", ["backends --device cpu", "models", "capabilities", "capabilities --excluded"])
+def test_lists_keep_to_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(command.split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and not [line for line in lines if re.search(r"\(pip [^)]*$", line)]
 
 
 def test_what_carries_a_command_out_is_there() -> None:

@@ -468,8 +468,8 @@ def test_a_failing_run_prints_what_it_looks_like(tmp_path: Path, capsys: pytest.
     assert main(["certify", *options, *backends]) == 1
     printed = capsys.readouterr().out
     cases = len(find_capability("lse").select(Tier.SMOKE))
-    assert f"wrong: Known, 1 likely cause, {cases} cases: The LSE is in base 2, " in printed
-    new = f"wrong: New, {cases} cases: the LSE is wrong, {UNLIKE} (1 of {cases} cases compared)"
+    assert f"wrong: Known, 1 likely cause, {cases} cases\n    1. {cases} cases: The LSE is in base 2, " in printed
+    new = f"wrong: New, {cases} cases 2. {cases} cases: the LSE is wrong, {UNLIKE} (1 of {cases} cases compared)"
     assert new in " ".join(printed.split())
 
 

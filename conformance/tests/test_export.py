@@ -127,9 +127,9 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
     assert re.search(r"LSE at head \d, row \d+: got .*, expected .*, error .*, budget ", reported["scaled"])
     assert "11 of 22 wrong in 1 of 2 heads (1), the worst " in reported["reference"]
     assert re.search(
-        r"cannot be told here: FileNotFoundError: .*no-name\.py' \(needs torch, no-name\.py\)", reported["no-name"]
+        r"cannot be decided here: FileNotFoundError: .*no-name\.py' \(needs torch, no-name\.py\)", reported["no-name"]
     )
-    assert "cannot be told here: ZeroDivisionError: division by zero" in reported["raises"] and done.returncode == 2
+    assert "cannot be decided here: ZeroDivisionError: division by zero" in reported["raises"] and done.returncode == 2
     assert "raises.py" in done.stderr and "1 / 0" in done.stderr
 
 
@@ -178,7 +178,7 @@ def test_a_failure_that_nothing_explains_is_not_said_to_look_like_anything(
 def test_what_export_did_not_write_is_not_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kernel.py").write_text("mine")
     assert main(["export", CASE, "--backend", "TORCH_SDPA", "--out", str(tmp_path / "kernel.py")]) == 2
-    assert "kernel.py: it exists and is no script of export; name another file" in capsys.readouterr().err
+    assert "kernel.py: exists, and export did not write it; name another file" in capsys.readouterr().err
     assert (tmp_path / "kernel.py").read_text() == "mine"
 
 

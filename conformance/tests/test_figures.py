@@ -167,7 +167,6 @@ def stated() -> dict[str, list[str]]:
             f"has at most {MOST_LINES} lines;",
             f"more than {MOST_LINES} lines |",
             f"more than {MOST_BYTES} characters",
-            f"at most {MOST} of each",
         ],
         "docs/running.md": ["from {} to {} columns; where there is none, {} or".format(*map(width, ("1", "999", "")))],
         "docs/tutorial.md": [f"`✔ new_tokens {len(smoke('new_tokens'))}`"],
@@ -202,6 +201,17 @@ def test_what_is_stored_is_of_a_command_that_exists_and_of_this_suite(name: str)
     assert not extra and seen["output"], f"run: python ci/seen.py {name}"
     reported = re.findall(r"suite (\S+) ", seen["output"])
     assert set(reported) <= {SUITE_VERSION} or "H200" in seen["on"], f"run: python ci/seen.py {name}"
+
+
+def test_what_commands_print_is_shown_at_80_columns() -> None:
+    """But for what ran on a GPU at another width."""
+    on_a_gpu = "|".join(name for name, seen in STORED.items() if "H200" in seen["on"])
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = re.sub(
+            rf"<!-- seen:({on_a_gpu}):begin -->.*?<!-- seen:\1:end -->", "", page.read_text("utf-8"), flags=re.DOTALL
+        )
+        shown = "".join(re.findall(r"^```text\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))
+        assert [line for line in shown.splitlines() if len(line) > 80] == [], page.name
 
 
 def test_what_a_failure_looks_like_is_what_is_printed_today() -> None:

@@ -58,7 +58,7 @@ def test_an_unfinished_run_is_not_run_over(hold: Callable[[str], Path], capsys: 
     before = contents(folder)
     assert main([*CERTIFY, "--out", str(folder)]) == 2
     said = capsys.readouterr().err
-    assert f"--resume {folder} goes on with it, --fresh keeps it beside" in said
+    assert f"--resume {folder} continues it, --fresh sets it aside" in said
     assert contents(folder) == before
 
 

@@ -29,7 +29,7 @@ def gate(capsys: pytest.CaptureFixture[str], *arguments: Path | str, tier: str =
 
 
 def test_a_clean_run_passes(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    said = f"gate open · suite {SUITE_VERSION} · any selection taken · 4 verdicts\n"
+    said = f"gate open · suite {SUITE_VERSION} · any selection accepted · 4 verdicts\n"
     assert gate(capsys, write_report("a.json", PASSED)) == (0, said, "")
 
 
@@ -134,7 +134,7 @@ def test_a_changed_vocabulary_is_not_the_list_of_this_version(monkeypatch: pytes
     fewer = replace(CAPABILITIES["lse"])
     vars(fewer)["cases"] = fewer.cases[1:]
     monkeypatch.setitem(CAPABILITIES, "lse", fewer)
-    with pytest.raises(InputError, match=r"mustpass\.json: expected digest .* another list is another version"):
+    with pytest.raises(InputError, match=r"mustpass\.json: expected digest .* a changed list needs a new version"):
         MustPass.of_suite()
 
 
@@ -177,7 +177,7 @@ def test_a_malformed_must_pass_list(
 
 def test_reports_that_do_not_belong_together(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
     report = write_report("a.json", PASSED)
-    assert "stands in another report as well" in gate(capsys, report, report)[2]
+    assert "is in another report as well" in gate(capsys, report, report)[2]
     for other in ({"suite": "2025.1"}, {"tier": "smoke"}):
         status, _, err = gate(capsys, report, "--baseline", write_report("b.json", PASSED, **other))
         assert status == 2 and f"b.json: expected {next(iter(other))} " in err

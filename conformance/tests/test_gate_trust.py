@@ -140,7 +140,7 @@ def test_a_required_file_is_its_bytes(gate: Gate, edit: str) -> None:
     facts = file_of("kernels/mine.py")
     Path("kernels/mine.py").write_text(Path("kernels/mine.py").read_text() + edit)
     status, out, _ = gate(report("o.json", facts, passed(facts)), "--require", "kernels/mine.py:Mine")
-    assert status == bool(edit) and ("Mine * · the file that was judged has another digest" in out) == bool(edit)
+    assert status == bool(edit) and ("Mine * · the judged file differs from the one here" in out) == bool(edit)
 
 
 @pytest.mark.parametrize("fingerprint", ["", "file ", "file a", "unavailable", "no distribution"])
@@ -178,7 +178,7 @@ def test_another_suites_report_is_taken_by_its_version_only(gate: Gate) -> None:
     facts = BackendFacts("EAGER", "EAGER")
     old = report("o.json", facts, passed(facts), suite="2025.1")
     status, out, err = gate(old)
-    assert (status, out) == (2, "") and "take its verdicts with --allow-suite 2025.1" in err
+    assert (status, out) == (2, "") and "accept its verdicts with --allow-suite 2025.1" in err
     assert gate(old, "--allow-suite", "2025.2")[0] == 2 and gate(old, "--allow-suite", "2025.1")[0] == 0
 
 

@@ -72,8 +72,9 @@ def test_what_is_excused_follows_and_a_number_too_large_lists_them(
     assert "expected --failure 1 to 2, got 3: 1. MINE: The LSE is doubled" in capsys.readouterr().err
 
 
-def test_every_finding_of_a_record_has_an_issue(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "--issue", str(RECORD)]) == 0
+@pytest.mark.parametrize("path", [RECORD, RECORD.parent], ids=["record", "submission"])
+def test_every_finding_of_a_record_has_an_issue(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--issue", str(path)]) == 0
     issue = sections(capsys.readouterr().out)
     assert issue["title"].startswith("TRITON_MLA: bug: TritonMLAImpl.forward_mqa allocates the LSE in the query's")
     assert "- vllm 0.33.0\n" in issue["Versions"] and "- device NVIDIA H200\n" in issue["Versions"]

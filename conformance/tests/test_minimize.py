@@ -118,12 +118,13 @@ def test_a_failure_of_a_report_runs_again(
     wrong: str, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = ("lse:q=[3]", "lse:q=[7]")
-    path = write_report("report.json", [Record("Wrong", wrong, "lse", case, Status.FAIL) for case in cases])
+    records = [Record("Wrong", wrong, "lse", case, Status.FAIL, message=f"wrong in {case}") for case in cases]
+    path = write_report("report.json", records)
     assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("wrong: Wrong, 1 case: ") == 1 and "replay 'lse:q=[7]'" in printed
     assert main(["replay", "--report", str(path), "--failure", "3"]) == 2
-    assert "expected the number of one of its 2 failures, got 3" in capsys.readouterr().err
+    assert "expected --failure 1 to 2, got 3: 1. wrong in lse:q=[3]; 2. wrong in" in capsys.readouterr().err
 
 
 def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(

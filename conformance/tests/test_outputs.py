@@ -68,7 +68,7 @@ def test_nothing_is_watched_that_nobody_reads(
     monkeypatch.setattr("mla_conformance.commands.watch._Watch._judge", lambda watch: None)
     monkeypatch.setattr("mla_conformance.commands.watch.is_read", lambda: False)
     assert main(["watch", f"{tmp_path / 'mine.py'}:Mine", "--device", "cpu"]) == 3
-    assert capsys.readouterr().err == "mla-conformance: nobody reads what is judged\n"
+    assert capsys.readouterr().err == "mla-conformance: nobody reads the output\n"
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/full"), None])

@@ -192,13 +192,13 @@ def test_another_build_of_a_package_inherits_nothing() -> None:
     assert weights(found(here, msgspec.structs.replace(pin, build="cp99-none-any"))) == [Weight.OTHER_BUILD]
     (other,) = found(here, msgspec.structs.replace(pin, files="ab" * 32))
     assert other.weight is Weight.AGAINST and f"SHA-256 {'ab' * 32}, here it is {pin.files}" in other.sentence
-    assert weights(found(here, None)) == [Weight.TOLD]
+    assert weights(found(here, None)) == [Weight.REPORTED]
 
 
 def test_a_package_that_is_not_installed_is_told() -> None:
     pins = Pins(versions={"nowhere": "1"}, installed={"nowhere": Installed("any", "ab")})
     found = compare(pins, NOTHING_TRACED, parse_reference("TORCH_SDPA"))
-    assert Remark(Weight.TOLD, "package nowhere 1 was not compared: it is not installed here") in list(found)
+    assert Remark(Weight.REPORTED, "package nowhere 1 was not compared: it is not installed here") in list(found)
 
 
 def wheel(site: Path) -> Path:
@@ -295,7 +295,7 @@ def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
         {"lse": ("void at::native::softmax",)}, {"flash/_C.so": "2", "~/.cache/jit/k.so": "2", "new.so": "3"}
     )
     found = list(compare_loaded(then, other))
-    assert weights(found) == [Weight.AGAINST, Weight.TOLD, Weight.TOLD, Weight.AGAINST]
+    assert weights(found) == [Weight.AGAINST, Weight.REPORTED, Weight.REPORTED, Weight.AGAINST]
     assert found[0].sentence == "loaded library flash/_C.so was changed: the certificate says SHA-256 1, here it is 2"
     assert found[-1].sentence == "kernels: none of those of the certificate ran here, but none but torch's own"
 
@@ -303,7 +303,7 @@ def test_what_is_loaded_and_run_here_is_held_against_what_was() -> None:
 def test_another_machine_is_told() -> None:
     then = {"device": "NVIDIA H200", "driver": "580.1", "python": "3.12.3", "suite": "1"}
     (reported,) = compare_machines(then, {"driver": "", "python": "3.12.3", "platform": "linux", "suite": "2"})
-    assert reported == Remark(Weight.TOLD, "judged with driver 580.1; here: driver none")
+    assert reported == Remark(Weight.REPORTED, "judged with driver 580.1; here: driver none")
 
 
 def test_a_new_seal_does_not_make_it_another_backends(certificate: Path) -> None:

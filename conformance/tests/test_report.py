@@ -92,7 +92,7 @@ def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:
 
 def test_the_text_shows_what_did_not_count() -> None:
     assert list(backend_lines(backend(PASS, PASS, UNSUPPORTED), 80)) == [
-        "B ✔ passed 2/2 cases, 1/1 capabilities",
+        "B ✔ right on 2 of 3 cases: prefill; 1/1 capabilities",
         "  ✔ lse 2 of 3",
     ]
     assert "1 NOT RUN" in closing_line(run(backend(PASS, listed=2)))
@@ -115,7 +115,7 @@ def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
     assert lines[-1] == "? 9 cannot run here, 'mla-conformance backends' says why: B0, B1, B2 and 6 more"
     assert len(lines) == len(list(outcome_lines(run(backend(PASS)), 80))) + 1
     assert list(outcome_lines(run(*absent), 80))[-1] == "B8 ? unavailable: no"
-    assert RunRequest.of().names_all and not RunRequest.of(["FLASH_ATTN"]).names_all
+    assert RunRequest.of().is_default and not RunRequest.of(["FLASH_ATTN"]).is_default
 
 
 def test_a_verdict_becomes_a_record_and_reads_back() -> None:

@@ -93,7 +93,7 @@ def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(
     old, new = write_report("old.json", records[:1], suite="2026.3"), write_report("new.json", records, suite="2026.4")
     assert main(["report", "diff", str(old), str(new)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("suite 2026.3 before, 2026.4 after") and "1 of 2 cases stand in both lists" in first
+    assert first.startswith("suite 2026.3 before, 2026.4 after") and "1 of 2 cases are in both lists" in first
     assert rest == [f"· case added: X {B} · pass", "0 regressions, 1 other change"]
 
 

@@ -93,16 +93,16 @@ def test_a_journal_without_its_plan_is_refused(
         ((b'"event": "verdict"', b'"event": verdict'), [], "expected an event of a run as JSON"),
         ((b'"status": "pass"', b'"status": "perfect"'), [], "expected an event of a run as JSON"),
         ((b'"format": 2', b'"format": 3'), [], "expected plan format 2, got 3"),
-        ((b'"cases": []', b'"cases": 5'), [], "the plan is not right: Expected `array`, got `int` - at `$.cases`"),
-        ((b'"shard": null', b'"shard": {"index": 1}'), [], "the plan is not right: Object missing required field"),
+        ((b'"cases": []', b'"cases": 5'), [], "malformed plan: Expected `array`, got `int` - at `$.cases`"),
+        ((b'"shard": null', b'"shard": {"index": 1}'), [], "malformed plan: Object missing required field"),
         (
             (b'"shard": null', b'"shard": {"index": 1, "count": 2, "cases": ["lse:q=[77]"]}'),
             [],
             "holds cases that its list does not",
         ),
-        ((b"", b""), ["--shard", "1/2"], "leave --shard away"),
-        ((b"", b""), ["--fresh"], "leave --fresh away"),
-        ((b"", b""), ["--tier", "smoke", "-n1"], "not the run that was interrupted; tier: was full, is smoke"),
+        ((b"", b""), ["--shard", "1/2"], "cannot be combined with --shard"),
+        ((b"", b""), ["--fresh"], "cannot be combined with --fresh"),
+        ((b"", b""), ["--tier", "smoke", "-n1"], "it holds another run; tier: was full, is smoke"),
     ],
 )
 def test_another_run_is_refused(
@@ -143,7 +143,7 @@ def test_a_run_whose_helper_was_swapped_is_refused(
     helper.write_text("def fix(result): return (result[0] * 3, result[1])\n")
     assert main(["certify", "--resume", "out", "-n1"]) == 2
     said = capsys.readouterr().err
-    assert "not the run that was interrupted" in said and f"{helper} was " in said
+    assert "it holds another run" in said and f"{helper} was " in said
 
 
 def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:

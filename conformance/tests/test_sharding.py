@@ -154,7 +154,10 @@ def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.Ca
         (["--shard", "1/9"], "--shard: 9 shards for "),
         (["--shard", "1/2", "--durations", "absent.json"], "absent.json: cannot be read: No such file"),
         (["--durations", "absent.json"], "--durations: expected together with --shard"),
-        (["--shard", "1/2", "--capability", "combinations", "--explore", "3"], "drawn cases cannot be divided"),
+        (
+            ["--shard", "1/2", "--capability", "combinations", "--explore", "3"],
+            "--explore: cannot be combined with --shard",
+        ),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], said: str) -> None:

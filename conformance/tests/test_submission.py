@@ -94,7 +94,7 @@ def test_what_is_no_submission_is_bad_input(tmp_path: Path, capsys: pytest.Captu
     ("content", "said"),
     [
         ({"schema": "mla-conformance-certificate/5"}, "whose form mla-conformance-certificate/5 pins too little"),
-        ({"suite": "2026.1"}, f"of suite 2026.1, here is {SUITE_VERSION}, of which it says nothing"),
+        ({"suite": "2026.1"}, f"of suite 2026.1, outdated by {SUITE_VERSION}, which is installed here"),
     ],
 )
 def test_an_old_record_is_told_to_be_old_with_how_to_renew_it(
@@ -147,7 +147,7 @@ def test_a_key_that_cannot_sign_is_refused(record: Path, tmp_path: Path, capsys:
         sign(record, tmp_path / "text")
     certify = ["certify", "--backend=TORCH_SDPA", "--device=cpu", "--record=r.json", "--sign", str(tmp_path / "none")]
     assert main(certify) == 2 and "expected the file of an SSH key" in capsys.readouterr().err
-    assert main([*certify[:3], *certify[4:]]) == 2 and "expected --certificate, --record or" in capsys.readouterr().err
+    assert main([*certify[:3], *certify[4:]]) == 2 and "with --certificate, --record or" in capsys.readouterr().err
 
 
 def test_without_ssh_keygen_a_signature_is_said_to_need_it(
@@ -159,4 +159,4 @@ def test_without_ssh_keygen_a_signature_is_said_to_need_it(
     assert main(["verify", str(record), "--signers", str(record.with_name("signers"))]) == 2
     assert "ssh-keygen, which is not here" in capsys.readouterr().err
     assert main(["verify", str(record), "--signature"]) == 2
-    assert "expected --signers FILE beside it" in capsys.readouterr().err
+    assert "expected together with --signers FILE" in capsys.readouterr().err

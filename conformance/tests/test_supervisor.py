@@ -96,7 +96,7 @@ def test_a_signal_ends_a_run_with_summary_report_and_resume_line(
         process.send_signal(signal.Signals[number])
         printed, said = process.communicate()
     assert process.returncode == status
-    assert f"ended by {number}; to go on: mla-conformance certify --resume {out}" in said
+    assert f"ended by {number}; to continue: mla-conformance certify --resume {out}" in said
     assert "1 failed" in printed and "3 NOT RUN" in printed
     (waits,) = load_report(out).backends
     assert [(record.case, record.status) for record in waits.records] == [
@@ -118,7 +118,7 @@ def test_a_deadline_ends_a_run_with_report_and_resume_line(
     monkeypatch.setattr(Journal, "append", append_and_wait)
     assert main([*begin(home, tmp_path), "--deadline=1h"]) == 3
     printed = capsys.readouterr()
-    assert f"ended by the deadline; to go on: mla-conformance certify --resume {tmp_path}" in printed.err
+    assert f"ended by the deadline; to continue: mla-conformance certify --resume {tmp_path}" in printed.err
     assert [record.case for record in load_report(tmp_path).records] == [CASES[0]] and "4 NOT RUN" in printed.out
     monkeypatch.undo()
     assert main(["certify", "--resume", str(tmp_path), "-n1"]) == 1

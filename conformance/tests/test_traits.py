@@ -113,7 +113,7 @@ def test_answers_reach_text_page_and_gate() -> None:
 def test_a_question_that_nobody_asked_closes_the_gate() -> None:
     gate = Gate([run_with(Traits())], Expectations(()), suites=["1"], bitwise=[Question.REPEATS])
     (row,) = [row for row in gate.rows() if row.finding is GateFinding.BITWISE]
-    assert "nobody asked" in row.detail and gate.blocks(row)
+    assert "not measured" in row.detail and gate.blocks(row)
 
 
 def test_a_report_keeps_what_was_found(tmp_path: Path) -> None:

@@ -64,7 +64,10 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
         while "replay: " not in (line := reported()):
             assert line.startswith("       ")
         assert line.endswith(" --backend mine.py:Mine\n")
-        assert re.match(r"[\d:]{8} Mine \? .*SyntaxError: .*\(mine.py, line 1\)\n", saved("def" + RIGHT.lstrip()))
+        assert re.match(
+            r"[\d:]{8} Mine \? '\S+/mine.py:Mine' does not import: SyntaxError: .*\(mine.py, line 1\)\n",
+            saved("def" + RIGHT.lstrip()),
+        )
         save(HANGING)
         while not (tmp_path / "hangs").exists():
             time.sleep(0.1)
@@ -77,4 +80,4 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
 
 def test_only_a_file_can_be_watched(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "EAGER"]) == 2
-    assert "expected a file and a class of it, as file.py:Class, got EAGER" in capsys.readouterr().err
+    assert "expected a class in a file, as file.py:Class, got EAGER" in capsys.readouterr().err

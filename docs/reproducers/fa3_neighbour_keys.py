@@ -3,7 +3,7 @@ Case neighbour_keys:heads=2;q=[5,130,1,64]
 beside request 1, whose keys and values hold infinities: new tokens: output is nan at request 0, query 0, head 0,
 column 0; 5 of 200 rows hold nothing but NaN (SPEC 1.6)
 Exported by mla-conformance 2026.4.0 on NVIDIA H200, torch 2.11.0+cu130.
-Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.
+Exit status: 1 while a number is wrong, 0 if all are right, 2 if this machine cannot decide.
 """
 import sys
 from itertools import pairwise
@@ -15,7 +15,7 @@ try:
         raise ImportError("torch finds no GPU")
     import fa3_fwd_interface
 except ImportError as error:
-    print(f"cannot be told here: {error} (needs torch, fa3-fwd)")
+    print(f"cannot be decided here: {error} (needs torch, fa3-fwd)")
     sys.exit(2)
 
 DEVICE, SCALE, CAUSAL = "cuda", 0.11474836600143812, True

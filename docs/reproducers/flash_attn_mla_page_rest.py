@@ -2,7 +2,7 @@
 Case decode:heads=128;q=[1,1];kv=[130,40];page=64;lse=0
 decode: output is nan at request 0, query 0, head 0, column 0; 2 of 2 rows hold nothing but NaN (SPEC 1.6)
 Exported by mla-conformance 2026.4.0 on NVIDIA H200, torch 2.11.0+cu130.
-Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.
+Exit status: 1 while a number is wrong, 0 if all are right, 2 if this machine cannot decide.
 """
 import sys
 from itertools import pairwise
@@ -14,7 +14,7 @@ try:
         raise ImportError("torch finds no GPU")
     import vllm.vllm_flash_attn.flash_attn_interface as flash_attn_interface
 except ImportError as error:
-    print(f"cannot be told here: {error} (needs torch, vllm)")
+    print(f"cannot be decided here: {error} (needs torch, vllm)")
     sys.exit(2)
 
 DEVICE, SCALE, CAUSAL = "cuda", 0.11474836600143812, True

@@ -3,7 +3,7 @@ Case refusals:call=decode;heads=2;q=[1];kv=[40];page=64;cache=fp8
 decode: LSE is 7.104266 at request 0, query 0, head 0, expected 7.106199: 20.1 × its error budget, wrong in 1 of 1
 requests, 1 of 1 rows, 2 of 2 heads (SPEC 4.2)
 Exported by mla-conformance 2026.4.0 on NVIDIA H200, torch 2.11.0+cu130.
-Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.
+Exit status: 1 while a number is wrong, 0 if all are right, 2 if this machine cannot decide.
 """
 import sys
 from itertools import pairwise
@@ -15,7 +15,7 @@ try:
         raise ImportError("torch finds no GPU")
     import flashinfer.mla as mla
 except ImportError as error:
-    print(f"cannot be told here: {error} (needs torch, flashinfer-python, apache-tvm-ffi)")
+    print(f"cannot be decided here: {error} (needs torch, flashinfer-python, apache-tvm-ffi)")
     sys.exit(2)
 
 DEVICE, SCALE, CAUSAL = "cuda", 0.11474836600143812, True

@@ -3,7 +3,7 @@ Case decode_lse:call=decode;dtype=fp16;heads=1;q=[1x8];kv=[0,5,40,64,0,9,17,300]
 decode: LSE is 6.125788 at request 6, query 0, head 0, expected 6.127032: 12.6 × its error budget, wrong in 7 of 8
 requests, 7 of 8 rows, 1 of 1 heads (SPEC 4.2)
 Exported by mla-conformance 2026.3.0 on cpu, torch 2.13.0+cpu.
-Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.
+Exit status: 1 while a number is wrong, 0 if all are right, 2 if this machine cannot decide.
 """
 import os
 import sys
@@ -14,7 +14,7 @@ try:
     import torch
     import sglang.kernels.ops.attention.decode_attention as decode_attention
 except ImportError as error:
-    print(f"cannot be told here: {error} (needs torch, sglang, triton)")
+    print(f"cannot be decided here: {error} (needs torch, sglang, triton)")
     sys.exit(2)
 
 DEVICE, SCALE, CAUSAL = "cpu", 0.11474836600143812, True

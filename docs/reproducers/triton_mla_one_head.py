@@ -3,7 +3,7 @@ Case decode_lse:call=decode;heads=1;q=[1x8];kv=[0,5,40,64,0,9,17,300];page=64
 decode: LSE is 6.161088 at request 6, query 0, head 0, expected 6.123806: 378 × its error budget, wrong in 8 of 8
 requests, 8 of 8 rows, 1 of 1 heads (SPEC 4.2)
 Exported by mla-conformance 2026.4.0 on NVIDIA H200, torch 2.11.0+cu130.
-Exit status: 1 while a number is wrong, 0 if all are right, 2 if that cannot be told here.
+Exit status: 1 while a number is wrong, 0 if all are right, 2 if this machine cannot decide.
 """
 import sys
 from itertools import pairwise
@@ -15,7 +15,7 @@ try:
         raise ImportError("torch finds no GPU")
     import vllm.v1.attention.ops.triton_decode_attention as triton_decode_attention
 except ImportError as error:
-    print(f"cannot be told here: {error} (needs torch, vllm, triton)")
+    print(f"cannot be decided here: {error} (needs torch, vllm, triton)")
     sys.exit(2)
 
 DEVICE, SCALE, CAUSAL = "cuda", 0.11474836600143812, True

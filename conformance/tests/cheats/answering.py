@@ -41,7 +41,7 @@ class LetsAChildAnswer(ThreeTimes):
         return output, lse
 
 
-@cheat(apart="that is none")
+@cheat(apart="malformed reply")
 class ForgesTheAnswer(ThreeTimes):
     """Writes the record of a pass into every socket of its process, and ends that."""
 
