@@ -1,4 +1,4 @@
-"""What README and pages show of the submissions of the newest suite: ``python ci/matrix.py``.
+"""What README and pages show of the submissions, of each kernel its newest: ``python ci/matrix.py``.
 
 Every figure is read from a record; a table says which suite judged it, on what device, and when.
 """
@@ -24,28 +24,47 @@ _FAILURES = "| kernel | cases | for example | why |\n|---|---|---|---|"
 
 
 def newest(submissions: Path) -> list[Shown]:
-    """The records of the newest suite that has any, by the names of their folders."""
-    suites = [path for path in submissions.iterdir() if path.is_dir()]
-    latest = max(suites, key=lambda path: tuple(map(int, path.name.split("."))))
-    return [read_shown(path) for path in sorted(latest.glob(f"*/{RECORD_NAME}"))]
+    """The newest record of each kernel, by the names of their folders."""
+    suites = sorted(submissions.iterdir(), key=lambda path: _number(path.name))
+    found = {path.parent.name: path for suite in suites for path in suite.glob(f"*/{RECORD_NAME}")}
+    return [read_shown(found[name]) for name in sorted(found)]
 
 
 def overview(records: list[Shown]) -> str:
-    """A short row for each record: of the cases that were judged, how many passed."""
-    return "\n".join([_OVERVIEW, *map(_brief, records)])
+    """A short row for each record of the newest suite: of the cases that were judged, how many passed."""
+    return "\n".join([_OVERVIEW, *map(_brief, _of_newest(records)), "", outdated(records)])
+
+
+def outdated(records: list[Shown]) -> str:
+    """The kernels whose newest record is of an older suite, by suite."""
+    suite = _of_newest(records)[0].suite
+    older: dict[str, list[str]] = {}
+    for record in records:
+        if record.suite != suite:
+            older.setdefault(record.suite, []).append(record.backend)
+    return "\n".join(f"Outdated, of suite {name}: {', '.join(kernels)}." for name, kernels in older.items())
+
+
+def _of_newest(records: list[Shown]) -> list[Shown]:
+    latest = max((record.suite for record in records), key=_number)
+    return [record for record in records if record.suite == latest]
+
+
+def _number(suite: str) -> tuple[int, ...]:
+    return tuple(map(int, suite.split(".")))
 
 
 def _brief(record: Shown) -> str:
-    counts, reported = record.counts, record.versions or record.pins.versions
-    library = " ".join(next(iter(reported.items()), ()))
+    counts, library = record.counts, " ".join(next(iter(record.distributions.items()), ()))
     judged = counts.passed + counts.failed + counts.waived
     return _row([record.backend, library, f"{counts.passed} of {judged}", counts.waived or ""])
 
 
 def kernels(records: list[Shown]) -> str:
-    """A row for each record."""
-    where = {f"{r.device}, torch {r.environment['torch']}, suite {r.suite}" for r in records}
-    return "\n".join([*sorted(where), "", _KERNELS, *map(_kernel, records)])
+    """A row for each record of the newest suite."""
+    latest = _of_newest(records)
+    where = {f"{r.device}, torch {r.environment['torch']}, suite {r.suite}" for r in latest}
+    return "\n".join([*sorted(where), "", _KERNELS, *map(_kernel, latest)])
 
 
 def _kernel(record: Shown) -> str:

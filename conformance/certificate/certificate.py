@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from mla_conformance.certificate.behind import behind
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import Record, Traced
@@ -163,7 +164,7 @@ class Shown(Struct, frozen=True, kw_only=True):
     @property
     def distributions(self) -> dict[str, str]:
         """Version of each distribution behind the backend."""
-        return self.versions or self.pins.versions
+        return self.versions or behind(self.reference, self.pins.versions)
 
     @property
     def worst_share(self) -> float:

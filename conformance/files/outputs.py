@@ -67,13 +67,13 @@ class Section:
 
     Attributes:
         path: the file.
+        name: of the section.
         content: what stands between the markers.
     """
 
     path: Path
+    name: str
     content: str
-    _before: str
-    _after: str
 
     @staticmethod
     def of(path: Path, name: str) -> "Section":
@@ -82,17 +82,24 @@ class Section:
         Raises:
             InputError: unreadable, or the file does not hold each marker once, in their order.
         """
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, first, rest = read_text(path).partition(begin)
-        content, second, after = rest.partition(end)
-        if not first or not second or any(marker in before + content + after for marker in (begin, end)):
-            raise InputError(f"{path}: expected {begin} and {end}, once each and in this order")
-        return Section(path, content, before + begin, end + after)
+        _, content, _ = _parts(path, name)
+        return Section(path, name, content)
 
     def write(self, content: str) -> None:
         """Put this in the section's place and leave the rest of the file as it was.
 
         Raises:
-            InputError: the file cannot be written.
+            InputError: the file cannot be written, or has lost its markers.
         """
-        write_output(self.path, f"{self._before}\n{content}\n{self._after}")
+        before, _, after = _parts(self.path, self.name)  # another section of it may have been written meanwhile
+        write_output(self.path, f"{before}\n{content}\n{after}")
+
+
+def _parts(path: Path, name: str) -> tuple[str, str, str]:
+    """A file up to a section's first marker, what stands between both, and the rest."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, first, rest = read_text(path).partition(begin)
+    content, second, after = rest.partition(end)
+    if not first or not second or any(marker in before + content + after for marker in (begin, end)):
+        raise InputError(f"{path}: expected {begin} and {end}, once each and in this order")
+    return before + begin, content, end + after
