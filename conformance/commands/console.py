@@ -19,6 +19,7 @@ from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_form, report_json, to_text
@@ -218,6 +219,7 @@ class Progress:
         if record.confirmation or record.is_explained:
             return  # it was counted when it was judged first
         self.done += 1
+        self._before += record.status is Status.UNSUPPORTED and not record.seconds  # no process was asked
         self.failed += record.failed
         self._now = f"{record.backend} {record.capability}"
         if not is_live() and self._part(self.done) > self._part(self.done - 1):

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import Repeated, Traits
@@ -187,6 +188,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     Attributes:
         record: of what was judged.
         facts: of what was described.
+        missing: why no case of a role can be called on what was described, by role.
         traced: what was seen to run.
         traits: what was asked beside verdicts.
         repeated: what many calls showed.
@@ -199,6 +201,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
 
     record: Record | None = None
     facts: BackendFacts | None = None
+    missing: dict[Role, str] = {}
     traced: Traced | None = None
     traits: Traits | None = None
     repeated: Repeated | None = None

@@ -13,6 +13,8 @@ from itertools import chain, takewhile
 
 import msgspec
 
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
@@ -31,7 +33,7 @@ from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
-from mla_conformance.judging.verdict import Check, Status, failed
+from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import RunSummary, by_backend
 from mla_conformance.report.terminal import counted
@@ -94,6 +96,7 @@ class Run:
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
     _share: int | None = None
+    _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
@@ -216,6 +219,7 @@ class Run:
             why = f"its process ended while it was imported and described: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
             found[reference] = outcome.answer.facts or gone
+            self._missing[reference] = outcome.answer.missing
         return [found[reference] for reference in names]
 
     @property
@@ -332,6 +336,8 @@ class Run:
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
+        for unsupported in self._of_missing_roles():
+            self._write(journal.Judgement(unsupported))
         tasks, patience = self._left(), FailureLimit(self.limits.give_up_after)
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
@@ -348,6 +354,16 @@ class Run:
                 tasks.dropped.add(given_up)
                 self._write(journal.GaveUp(record.reference, reason))
         return failures
+
+    def _of_missing_roles(self) -> Iterator[Record]:
+        """The records of cases whose role a backend lacks, for which no process need be asked."""
+        for facts in self.available:
+            missing = self._missing[facts.reference]
+            for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
+                if case.role in missing and (facts.reference, case.id) not in self.found.verdicts:
+                    about = facts.name, facts.reference, case.capability, case.id, Status.HARNESS_ERROR
+                    verdict = Verdict(Status.UNSUPPORTED, missing[case.role])
+                    yield Record(*about, salt=self.request.salt).with_verdict(verdict, 0.0)
 
     def _own_verdict(self, outcome: TaskOutcome, tasks: Tasks, shared: dict[RecordKey, str]) -> Record | None:
         """The record of an outcome; None of a crash in a process that another backend had used, so that it may be its.

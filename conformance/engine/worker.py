@@ -83,7 +83,7 @@ from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
-from mla_conformance.vocabulary.arrays import SPACES, digest_of
+from mla_conformance.vocabulary.arrays import SPACES, array_of, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
 
 Send = Callable[[WorkerEvent], None]
@@ -214,7 +214,8 @@ class Worker:
 
     def _told(self, task: Unrecorded) -> TaskReply:
         if isinstance(task, Describe):
-            return TaskReply(facts=self._described(task))
+            facts = self._described(task)
+            return TaskReply(facts=facts, missing={} if facts.reasons else self._missing_roles(task.reference))
         if isinstance(task, Trace):
             return self._traced(task)
         if isinstance(task, Examine):
@@ -235,6 +236,16 @@ class Worker:
         fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role.value: repr(each) for role, each in declared.value.items()}
         return replace(facts, declared=words, fitted=fitted, region=digest_of(fitted))
+
+    def _missing_roles(self, reference: str) -> dict[Role, str]:
+        """Why no case of a role can be called; of a role whose question fails its cases ask again."""
+        subject, found = self._subject(reference), dict[Role, str]()
+        for name in SPACES:
+            case = array_of(name)[0]
+            asked = self._executor.query(partial(subject.missing_role, case), list[str])
+            if asked.value and not (asked.error or asked.disturbed):
+                found[case.role] = "; ".join(asked.value)
+        return found
 
     def _explored(self, task: Explore) -> TaskReply:
         subject = self._subject(task.reference)

@@ -66,3 +66,15 @@ def test_a_run_that_could_judge_nothing_is_no_success(tmp_path: Path, capsys: py
     assert main([*CERTIFY, "--backend", "no_such_module:Mine", "--out", str(tmp_path), "--json"]) == 3
     mine = json.loads(capsys.readouterr().out)["backends"]["Mine"]
     assert mine["status"] == "unavailable" and "No module named 'no_such_module'" in mine["reasons"][0]
+
+
+def test_cases_of_a_role_that_a_backend_lacks_reach_no_process(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(BASE_2)
+    wanted = ["--capability", "decode_lse", "--backend", f"{tmp_path}/mine.py:Base2"]
+    main([*CERTIFY, *wanted, "--out", str(tmp_path / "run")])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    started = {line["case"] for line in lines if line["event"] == "started"}
+    records = [line["record"] for line in lines if line["event"] == "verdict"]
+    lacking = [each for each in records if each["capability"] == "decode_lse"]
+    assert {(each["status"], each["message"]) for each in lacking} == {("unsupported", "prefill only")}
+    assert started and started.isdisjoint(each["case"] for each in lacking)
