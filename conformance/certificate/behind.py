@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from functools import cache
 
-from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.loading import load_role, roles_of
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 
 
@@ -17,6 +15,9 @@ def behind(reference: str, versions: Mapping[str, str]) -> dict[str, str]:
 @cache
 def _named(reference: str) -> tuple[str, ...]:
     """What the adapters of a registered backend declare; nothing of any other, whose code a record must not run."""
+    from mla_conformance.backends.declaration import declaration_of  # torch, which a list of commands does without
+    from mla_conformance.backends.loading import load_role, roles_of
+
     try:
         backend = parse_reference(reference)
         if not backend.members():

@@ -68,7 +68,7 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 @pytest.mark.parametrize(
     ("gpus", "memory", "workers", "threads"),
-    [("0", 140, 8, 2), ("0", 40, 3, 5), ("0", 8, 1, 16), ("01", 140, 16, 1), ("0123", 24, 8, 2)],
+    [("0", 140, 4, 4), ("0", 40, 3, 5), ("0", 8, 1, 16), ("01", 140, 8, 2), ("0123", 24, 8, 2)],
 )
 def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     with_gpus: Callable[..., Places], gpus: str, memory: int, workers: int, threads: int
