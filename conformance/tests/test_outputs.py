@@ -13,6 +13,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands.console import _write_step_summary
 from mla_conformance.engine.limits import how_it_ends
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.plugin import _require_survival
@@ -179,3 +180,12 @@ def test_a_missing_torch_is_one_sentence(
     assert main(arguments) == 2 and not list(tmp_path.iterdir())
     told = capsys.readouterr().err
     assert told.startswith(f"mla-conformance: torch is not installed for {sys.executable}") and told.count("\n") == 1
+
+
+def test_of_two_sections_of_a_page_neither_write_undoes_the_other(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("a <!-- one:begin -->old<!-- one:end --> b <!-- two:begin -->old<!-- two:end --> c\n")
+    one, two = Section.of(page, "one"), Section.of(page, "two")
+    one.write("first")
+    two.write("second")
+    assert [Section.of(page, name).content for name in ("one", "two")] == ["\nfirst\n", "\nsecond\n"]

@@ -8,7 +8,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.regimes import REGIMES
+from mla_conformance.problems.regimes import REGIMES, Site
 from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.roles.table import build_problem
 
@@ -104,6 +104,14 @@ def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
     assert call.q.is_contiguous() == (layout in ("kv_b_proj", "packed"))
     assert call.v.is_contiguous() == (layout == "packed")
     assert not any(tensor.isnan().any() for tensor in (call.q, call.k, call.v))
+
+
+@pytest.mark.parametrize("name", [name for name, regime in REGIMES.items() if regime.by_element])
+def test_queries_that_follow_from_their_own_elements_need_no_keys_and_no_other_rows(name: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    q, k = torch.randn(5, 3, 8, generator=draw), torch.randn(70, 3, 8, generator=draw)
+    alone = [REGIMES[name].queries(Site(q[[row]], k, 0.3, (69, 0, 63, 64), causal=True)) for row in range(len(q))]
+    assert torch.equal(REGIMES[name].new_queries(q.clone(), 0.3, lambda: iter(())), torch.cat(alone))
 
 
 @pytest.mark.parametrize("regime", REGIMES)
