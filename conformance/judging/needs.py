@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from math import inf
 
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import FAR, Call, Case
 from mla_conformance.cases.work import operations_of
 from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS
@@ -50,6 +51,8 @@ MOST_OPERATIONS = {"cpu": 1e12}
 
 _WORKSPACE = 2**28
 _INPUT_COPIES, _RESULT_COPIES = 6, 16
+_RANK_COPIES = 10
+"""Copies of the results that are kept of each rank, where there are several."""
 _ITEM_BYTES = {"fp32": 4, "fp64": 8}
 
 
@@ -61,7 +64,9 @@ def memory_need(case: Case, device_type: str) -> int:
     inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * elements
     projected = 3 * 8 * min(case.workspace, keys) * case.heads * (dims.qk_nope_head_dim + dims.v_head_dim)
     judged = min(rows, TELLING_ROWS + DRAWN_ROWS) if operations_of(case) > FULL_OPERATIONS[device_type] else rows
-    results = _RESULT_COPIES * 8 * judged * case.output_elements
+    ranks = case.ranks if isinstance(case, CachedCase) and case.is_merged else 0
+    copies = _RESULT_COPIES + _RANK_COPIES * ranks
+    results = copies * 8 * judged * case.output_elements
     far = 0 if case.far == "none" else needed_bytes(case)
     return far + _WORKSPACE + inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0)
 

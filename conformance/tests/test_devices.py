@@ -129,6 +129,17 @@ def test_the_need_grows_with_the_case() -> None:
     assert 2**28 < small < 2**29 < large
 
 
+def test_what_several_ranks_keep_is_counted() -> None:
+    alone, shared = (
+        memory_need(
+            Case.of(capability="dcp", call="decode", heads=128, q=(9,) * 300, kv=(17,) * 300, ranks=ranks), "cuda"
+        )
+        for ranks in (1, 8)
+    )
+    results = 8 * 9 * 300 * 128 * 128
+    assert shared - alone == 8 * 10 * results
+
+
 def test_far_operands_want_a_large_device_and_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     far = Case.of(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far="k32")
     near = replace(far, capability="context_chunk", far="none")

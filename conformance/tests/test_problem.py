@@ -9,6 +9,7 @@ from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import REGIMES, Site
+from mla_conformance.roles.prefill import problem as prefill
 from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.roles.table import build_problem
 
@@ -119,6 +120,15 @@ def test_queries_that_follow_from_their_own_elements_need_no_keys_and_no_other_r
 def test_every_regime_makes_finite_inputs(regime: str, rest: str) -> None:
     (call,) = built(f"lse:dims=small;{rest};data={regime}").attention
     assert all(bool(tensor.isfinite().all()) for tensor in (call.q, call.k, call.v))
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_codes_that_are_drawn_by_counters_are_changed_by_every_regime(
+    regime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_COUNTED_ELEMENTS", 1)
+    (call,) = built(f"fp8_operands:dims=small;dtype=e4m3;q=[1,9];data={regime}").attention
+    assert call.k.dtype == torch.float8_e4m3fn and bool(call.k.float().isfinite().all())
 
 
 def test_codes_need_a_torch_with_float8(monkeypatch: pytest.MonkeyPatch) -> None:

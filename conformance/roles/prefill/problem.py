@@ -84,7 +84,8 @@ class PrefillBatch(Draw[PrefillCase]):
         if math.prod(shape) < _COUNTED_ELEMENTS:
             return torch.randn(*shape, generator=self.generator)
         seed = int(torch.randint(2**20, (), generator=self.generator))
-        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
+        drawn = fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
+        return drawn.to(output_dtype(self.dtype))  # e4m3 cannot be multiplied, as regimes do
 
     def _queries(self, keys: Iterable[torch.Tensor]) -> torch.Tensor:
         """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
