@@ -15,7 +15,7 @@ from mla_conformance.apart.shared import Shared, SharedRange
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Instead, parts_of, why_not_plain
 from mla_conformance.driving.executor import StepResult
-from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.memory import out_of_memory, storage_bytes
 
 LONGEST_LINE, LONGEST_TEXT, LONGEST_REPLY = 2_000, 100_000, 2**22
 _ALIGNMENT = 64
@@ -153,10 +153,13 @@ class Reader:
 
         Raises:
             MalformedReply: that cannot be.
+            torch.OutOfMemoryError: this process has no room for a copy, which is not the kernel's fault.
         """
         try:
             parts = tuple(map(self._part, reply.parts))
         except (RuntimeError, TypeError) as error:
+            if out_of_memory(error):
+                raise
             raise MalformedReply(f"no tensor can be made of it: {error}") from error
         if not reply.several and len(parts) != 1:
             raise MalformedReply(f"expected one part, got {len(parts)}")

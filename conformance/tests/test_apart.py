@@ -228,6 +228,15 @@ def ended() -> NoReturn:
     raise Ended
 
 
+def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part(reader: Reader, part: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+    monkeypatch.setattr(Reader, "_part", part)
+    with pytest.raises(torch.OutOfMemoryError):
+        Reader(Shared(2**20), [], []).value(Reply(1, parts=(None,)))
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(
     monkeypatch: pytest.MonkeyPatch, refused: bool
