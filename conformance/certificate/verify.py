@@ -1,7 +1,7 @@
 """Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing."""
 
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
@@ -59,7 +59,7 @@ def _unlocked(certificate: Certificate, name: str, here: str | None) -> str:
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
-    fitted = _fitted(certificate)
+    fitted = fitted_of(certificate.cases)
     foreign = {case for case in fitted if not could_be_fitted(case)}
     for what, odd in (("missing", _listed() - certificate.cases.keys()), ("not in the suite's list", foreign)):
         if odd:
@@ -72,9 +72,9 @@ def _listed() -> set[str]:
     return {case.id for entry in CAPABILITIES.values() for case in entry.cases}
 
 
-def _fitted(certificate: Certificate) -> list[str]:
-    """Its cases beside the list."""
-    return sorted(certificate.cases.keys() - _listed())
+def fitted_of(cases: Collection[str]) -> list[str]:
+    """Ids of the cases that were fitted to a kernel: those of a record of this suite that its list lacks, sorted."""
+    return sorted(set(cases) - _listed())
 
 
 def _counts(certificate: Certificate) -> Iterator[str]:

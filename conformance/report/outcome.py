@@ -15,7 +15,7 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, grouped, raised_at
-from mla_conformance.report.pairs import JudgedPairs
+from mla_conformance.report.pairs import JudgedPairs, total
 from mla_conformance.report.scope import scope_of
 from mla_conformance.report.summary import (
     SIGN,
@@ -394,10 +394,8 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
 
 def judged_of_claimed(pairs: Mapping[str, JudgedPairs]) -> str:
     """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not."""
-    claimed, judged = (sum(getattr(each, name) for each in pairs.values()) for name in ("claimed", "judged"))
-    said = f"pairs of classes claimed {claimed:,}, judged {judged:,}"
-    missing = [f"{role} {pair}" for role, each in pairs.items() for pair in each.not_judged]
-    return f"{said}; not judged, for example: {missing[0]}" if missing else said
+    whole = total(pairs)
+    return f"{whole}; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else str(whole)
 
 
 def declared(facts: BackendFacts) -> str:

@@ -1,6 +1,6 @@
 """Of what a backend declares: the pairs of classes that were claimed, and those that were judged. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mla_conformance.cases.case import Case
@@ -26,25 +26,28 @@ class JudgedPairs:
     judged: int
     not_judged: tuple[str, ...]
 
+    def __str__(self) -> str:
+        return f"pairs of classes claimed {self.claimed:,}, judged {self.judged:,}"
+
     @staticmethod
-    def of(space: Space, records: Sequence[Record], fitted: Iterable[Case]) -> "JudgedPairs":
-        """Of the records of a role's cases that count, and of the cases that were fitted to it."""
-        without = (Status.UNSUPPORTED, Status.UNAVAILABLE, Status.HARNESS_ERROR)
-        rows = {record.case: space.row_of(Case.parse(record.case)) for record in records}
-        claimed = [rows[record.case] for record in records if record.status is not Status.UNSUPPORTED]
-        judged = Pairs(space, [rows[record.case] for record in records if record.status not in without])
-        every = Pairs(space, claimed) | Pairs(space, map(space.row_of, fitted))
+    def of(space: Space, declared: Iterable[tuple[Case, Status]], fitted: Iterable[Case]) -> "JudgedPairs":
+        """Of a role's cases that count and are declared, and of the cases that were fitted to it."""
+        without = (Status.UNAVAILABLE, Status.HARNESS_ERROR)
+        rows = [(space.row_of(case), status) for case, status in declared]
+        judged = Pairs(space, (row for row, status in rows if status not in without))
+        every = Pairs(space, (row for row, _ in rows)) | Pairs(space, map(space.row_of, fitted))
         return JudgedPairs(len(every), len(judged), tuple(" · ".join(map("=".join, pair)) for pair in every - judged))
 
 
 def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, JudgedPairs]:
     """By role; nothing of roles whose covering array was not asked, or of which nothing is declared."""
-    by_role: dict[str, list[Record]] = {space.role: [] for space in SPACES.values()}
-    arrays = set()
-    for record in records:
-        if record.capability != EXPLORED and counts(record.capability):
-            by_role[Case.parse(record.case).role].append(record)
-            arrays.add(record.capability)
+    by_role: dict[str, list[tuple[Case, Status]]] = {space.role: [] for space in SPACES.values()}
+    counted = [record for record in records if record.capability != EXPLORED and counts(record.capability)]
+    arrays = {record.capability for record in counted}
+    for record in counted:
+        if record.status is not Status.UNSUPPORTED:  # most are, and to parse a case takes longer than all else here
+            case = Case.parse(record.case)
+            by_role[case.role].append((case, record.status))
     cases = list(map(Case.parse, fitted))
     found = {
         space.role: JudgedPairs.of(space, by_role[space.role], [case for case in cases if case.role is space.role])
@@ -52,3 +55,10 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
         if name in arrays
     }
     return {role: pairs for role, pairs in found.items() if pairs.claimed}
+
+
+def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
+    """Over all roles; each pair that was not judged stands behind its role."""
+    missing = tuple(f"{role} {pair}" for role, each in pairs.items() for pair in each.not_judged)
+    claimed, judged = (sum(getattr(each, name) for each in pairs.values()) for name in ("claimed", "judged"))
+    return JudgedPairs(claimed, judged, missing)

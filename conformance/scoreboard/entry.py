@@ -11,15 +11,18 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.certificate.certificate import Finding, Outdated, Shown, read_certificate, read_shown, records_of
 from mla_conformance.certificate.sanitized import SanitizedKernel, read_sanitized, sanitized_problems
 from mla_conformance.certificate.submission import records_below
-from mla_conformance.certificate.verify import age, problems
+from mla_conformance.certificate.verify import age, fitted_of, problems
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.pairs import JudgedPairs, judged_pairs, total
 from mla_conformance.report.scope import OTHER_ROLE, role_of, scope_of
 from mla_conformance.report.summary import CapabilitySummary, Counts, count_by_capability, summarise
 
 _NUMBERS = re.compile(r"\d{1,9}")
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
+_PAIRS = 3
+"""Pairs of classes that are named of those that were not judged."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,25 @@ class Entry:
     def state(self) -> str:
         """Of which suite it is, and that this is an old one, if so."""
         return f"of suite {self.record.suite}: outdated" if self.old else f"suite {self.record.suite}"
+
+    @cached_property
+    def pairs(self) -> JudgedPairs | None:
+        """The pairs of classes that it claims, over all roles; None of an old record, whose suite had other classes."""
+        return None if self.old else total(judged_pairs(self._records, fitted_of(self.record.cases)))
+
+    @property
+    def pairs_in_words(self) -> str:
+        """How many pairs of classes were judged, in words."""
+        if self.pairs is None:
+            return "pairs of classes not counted: its suite had others"
+        return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
+
+    @property
+    def unjudged_pairs(self) -> list[str]:
+        """Some of the pairs that are claimed and not judged, and the number of the others; empty if all are judged."""
+        missing = self.pairs.not_judged if self.pairs else ()
+        further = len(missing) - _PAIRS
+        return [*missing[:_PAIRS], *([f"and {further:,} more"] if further > 0 else [])]
 
     @cached_property
     def failures(self) -> tuple[Failure, ...]:

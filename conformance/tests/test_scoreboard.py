@@ -1,5 +1,6 @@
 """The scoreboard: what each record is worth, for people as a page and badges, for programs as SARIF."""
 
+import html
 import json
 import re
 from collections.abc import Callable
@@ -13,7 +14,9 @@ import pytest
 
 from mla_conformance.backends.references import known_backends, known_variants, parse_reference
 from mla_conformance.backends.roles import Role
-from mla_conformance.certificate.certificate import Certificate, Finding
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.certificate.certificate import Certificate, Finding, Shown
 from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
@@ -21,14 +24,19 @@ from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import NOTHING_TRACED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
-from mla_conformance.scoreboard.board import profiles
+from mla_conformance.roles.topk.space import TOPK
+from mla_conformance.scoreboard.board import Board, profiles
+from mla_conformance.scoreboard.entry import Entry
+from mla_conformance.scoreboard.site import page as page_of
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.arrays import array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 WRONG = [case.id for case in CAPABILITIES["decode_lse"].cases[:2]]
 REASON = "the LSE is kept in 16 bits, see https://github.com/vllm-project/vllm/issues/47800."
 NASTY = "</td><script>alert(1)</script>\x1b[31m"
+FITTED = "select_combinations:call=select;q=[1x12];kv=[0x6,3,0x5];layout=heads_first;pad=3;poison=inf"
 PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
 
 
@@ -100,6 +108,28 @@ def test_each_kernel_has_its_verdict_in_words(page: str) -> None:
     assert "of suite 2026.3: outdated" in row(page, "FLASH_ATTN_MLA[vllm]", "kernels")
     asked = len(CAPABILITIES["decode_lse"].cases)
     assert f"✘ {asked - 2}/{asked} 2 known to fail" in row(page, "TRITON_MLA", "role-decode")
+
+
+def test_each_kernel_of_this_suite_says_how_many_pairs_of_classes_were_judged(page: str) -> None:
+    said = re.search(r"pairs of classes claimed ([\d,]+), judged ([\d,]+)", row(page, "TRITON_MLA", "kernels"))
+    assert said is not None and said[1] == said[2] and int(said[1].replace(",", "")) > 10_000
+    old = row(page, "FLASH_ATTN_MLA[vllm]", "kernels")
+    assert "pairs of classes not counted: its suite had others" in old and "claimed" not in old
+    assert "pairs not judged" not in page
+
+
+def test_pairs_that_are_claimed_and_not_judged_are_counted_and_a_few_are_named() -> None:
+    """Of listed cases and of a fitted one; what fails is judged."""
+    *first, last = (case.id for case in array_of(TOPK.capability)[:20])
+    judged = {**dict.fromkeys([*first, FITTED], Status.PASS), first[0]: Status.EXPECTED_FAILURE}
+    statuses = {**dict.fromkeys(CASES, Status.UNSUPPORTED), **judged, last: Status.UNAVAILABLE}
+    shown = msgspec.convert({**certificate("VLLM_TOPK").to_json(), "cases": statuses}, Shown)
+    said = html.unescape(row(page_of(Board((Entry(shown, ""),), (), ())), "VLLM_TOPK", "kernels"))
+    rows = {case: TOPK.row_of(Case.parse(case)) for case in (*judged, last)}
+    every, held = Pairs(TOPK, rows.values()), Pairs(TOPK, (rows[case] for case in judged))
+    assert f"pairs of classes claimed {len(every):,}, judged {len(held):,} pairs not judged of VLLM_TOPK" in said
+    named = [f"topk {' · '.join(map('='.join, pair))}" for pair in every - held]
+    assert f"{'; '.join(named[:3])}; and {len(named) - 3:,} more" in said and len(named) > 3 and named[3] not in said
 
 
 def test_a_failure_is_told_with_its_reason_its_thread_and_how_to_see_it(page: str) -> None:
