@@ -17,7 +17,7 @@ import torch
 from mla_conformance.apart.judge_side import RemoteExecutor
 from mla_conformance.apart.maker import Maker, serve
 from mla_conformance.apart.packing import Arena, Unpacker, handed, pack, whole
-from mla_conformance.apart.reply import MalformedReply, Reader, Reply, Writer, decode
+from mla_conformance.apart.reply import MalformedReply, Part, Reader, Reply, Writer, decode
 from mla_conformance.apart.shared import Shared, SharedRange, send
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.certify import _is_apart
@@ -265,7 +265,7 @@ def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: 
 
     monkeypatch.setattr(Reader, "_part", part)
     with pytest.raises(torch.OutOfMemoryError):
-        Reader(Shared(2**20), [], []).value(Reply(1, parts=(None,)))
+        Reader(Shared(2**20), [], []).value(Reply(1, parts=(Part("int"),)))
 
 
 @pytest.mark.parametrize("refused", [False, True])
