@@ -378,7 +378,7 @@ def handed_out(role: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_page_names_all_of_the_api_which_costs_no_torch() -> None:
     assert set(mla.__all__) - {"__version__", "roles"} <= set(re.findall(r"\w+", PAGE.read_text("utf-8")))
-    default = PAGE.read_text("utf-8").split("Name these to leave their default")[1].partition(". Cases of")[0]
+    default = PAGE.read_text("utf-8").split("keep their default unless you name them")[1].partition(". Cases of")[0]
     assert re.findall(r"`(\w+)`", default) == ["call", *AT_DEFAULT]
     assert len(mla.__all__) <= 8 + len({"__version__"})
     code = "import sys, mla_conformance as mla; mla.cases('decode'); assert not {'torch', 'pytest'} & set(sys.modules)"
