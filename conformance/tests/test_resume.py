@@ -99,7 +99,7 @@ def test_a_journal_without_its_plan_is_refused(
         (
             (b'"shard": null', b'"shard": {"index": 1, "count": 2, "cases": ["lse:q=[77]"]}'),
             [],
-            "holds cases that its list does not",
+            "its journal was changed: the shard has cases that are not listed",
         ),
         ((b"", b""), ["--shard", "1/2"], "cannot be combined with --shard"),
         ((b"", b""), ["--fresh"], "cannot be combined with --fresh"),
