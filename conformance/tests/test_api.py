@@ -221,7 +221,12 @@ def test_failures_are_compared_with_every_known_defect_for_seconds(monkeypatch: 
 @pytest.mark.usefixtures("explained")
 def test_the_first_failure_has_the_time_that_comparing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
-    monkeypatch.setattr(looks_like, "explain", lambda trial, record, patience: str(given.append(patience) or ""))
+
+    def unlike(trial: Any, record: Any, patience: float) -> str:
+        given.append(patience)
+        return UNLIKE
+
+    monkeypatch.setattr(looks_like, "explain", unlike)
     for case in (LSE, LARGER):
         mla.judge(mla.case(case), decode_with("accumulator not rescaled"), device="cpu")
     assert given[0] >= 60 > given[1]

@@ -255,7 +255,7 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
 def test_what_a_kernel_refused_is_no_part_of_a_history() -> None:
     case, refused, judged = "lse:q=[4]", "lse:q=[5]", "lse:q=[6]"
     run = object.__new__(Run)
-    run.found, run.request = Findings(), RunRequest.of(["B"], cases=[case])
+    run.found, run.request = Findings(), RunRequest.of(["EAGER"], cases=[case])
     run.found.verdicts |= {
         ("B", id): Record("B", "B", "lse", id, status)
         for id, status in ((refused, Status.UNSUPPORTED), (judged, Status.PASS), (case, Status.FAIL))
