@@ -16,8 +16,8 @@ from mla_conformance.files.outputs import Section
 ROOT = Path(__file__).parents[1]
 SUBMISSIONS = ROOT / "submissions"
 _KERNELS = (
-    "| kernel | version | date | passed | known to fail | unsupported | not judged | worst of budget | LSE class |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| kernel | version | date | passed | known to fail | unsupported | not judged | worst of budget |\n"
+    "|---|---|---|---|---|---|---|---|"
 )
 _OVERVIEW = "| kernel | library | passed | known to fail |\n|---|---|---|---|"
 _FAILURES = "| kernel | cases | for example | why |\n|---|---|---|---|"
@@ -72,19 +72,14 @@ def _kernel(record: Shown) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record.distributions.items())
     cells = [
         *(record.backend, versions, record.date, f"{counts.passed}/{counts.listed}"),
-        *(counts.waived, counts.unsupported, counts.unavailable, f"{record.worst_share:.2f}", _lse_class(record)),
+        *(counts.waived, counts.unsupported, counts.unavailable, f"{record.worst_share:.2f}"),
     ]
     return _row(cells)
 
 
-def _lse_class(record: Shown) -> str:
-    """Of all roles, once each."""
-    return ", ".join(dict.fromkeys(value for name, value in record.rounding.items() if name.split(": ")[-1] == "lse"))
-
-
 def failures(records: list[Shown]) -> str:
-    """A row for each reason why a kernel fails, with the shortest of the cases that show it."""
-    return "\n".join([_FAILURES, *(row for record in records for row in _failures(record))])
+    """A row for each reason why a kernel of the newest suite fails, with the shortest of the cases that show it."""
+    return "\n".join([_FAILURES, *(row for record in _of_newest(records) for row in _failures(record))])
 
 
 def _failures(record: Shown) -> Iterator[str]:

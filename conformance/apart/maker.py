@@ -1,5 +1,6 @@
 """The process that draws inputs, and the judge's way to it."""
 
+import contextlib
 import pickle
 import socket
 from collections.abc import Callable
@@ -35,6 +36,10 @@ def _built(case: Case, device: torch.device, salt: str, arena: Arena) -> bytes:
     return pickle.dumps((*answer, openers))
 
 
+Asked = tuple[Case, torch.device, str]
+"""What a problem is built of: case, device, salt."""
+
+
 class Maker:
     """Has problems built by the other process.
 
@@ -42,10 +47,17 @@ class Maker:
         connection: to it.
         shared: the memory.
         ended: what is done when that process has ended.
+
+    Attributes:
+        ahead: whose problem will be asked for next, so that it is built while the one before is judged; None where
+            nobody knows, or where there is no memory for both.
     """
 
     def __init__(self, connection: socket.socket, shared: Shared, ended: Callable[[], NoReturn]) -> None:
         self._connection, self._shared, self._ended = connection, shared, ended
+        self.ahead: Asked | None = None
+        self._under_way: Asked | None = None
+        self._built: tuple[Asked, Problem] | None = None
 
     def use(self, device: torch.device) -> None:
         """The device that problems are built on."""
@@ -57,8 +69,31 @@ class Maker:
         Raises:
             Exception: what building it raised.
         """
+        asked = (case, device, salt)
+        self._collect()
+        if self._built and self._built[0] == asked:
+            (_, problem), self._built = self._built, None
+        else:
+            self._ask(asked)
+            problem = self._received()
+        if self.ahead:
+            self._under_way, self.ahead, self._built = self.ahead, None, None
+            self._ask(self._under_way)
+        return problem
+
+    def _collect(self) -> None:
+        """Take what is under way; what went wrong with it goes wrong again where it is asked for."""
+        if self._under_way:
+            asked, self._under_way = self._under_way, None
+            with contextlib.suppress(Exception):
+                self._built = asked, self._received()
+
+    def _ask(self, asked: Asked) -> None:
+        with contextlib.suppress(OSError):  # it ended, which the receiver notices
+            send(self._connection, pickle.dumps(asked))
+
+    def _received(self) -> Problem:
         try:
-            send(self._connection, pickle.dumps((case, device, salt)))
             frame = receive(self._connection)
         except OSError:
             frame = b""

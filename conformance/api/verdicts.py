@@ -32,7 +32,9 @@ from mla_conformance.vocabulary.capabilities import find_capability
 _STRICTEST = Declaration()
 _INDENT = " " * 5
 _MARGIN = 8
-"""Columns that pytest puts before a message."""
+"""Columns that pytest puts before each line of a message."""
+_NAMED = " " * len("AssertionError: ")
+"""What pytest puts before the first line, beside the margin."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,7 +213,8 @@ def _failure(record: Record, expression: str) -> Iterator[str]:
         record: of the failure.
         expression: what runs it again outside of pytest.
     """
-    yield from wrapped(f"FAIL {record.message}", columns() - _MARGIN, further=_INDENT)
+    first, *further = wrapped(f"FAIL {record.message}", columns() - _MARGIN, _NAMED, _INDENT)
+    yield from (first.removeprefix(_NAMED), *further)
     for remark in filter(None, (*record.remarks, advice(record))):
         yield from wrapped(remark, columns() - _MARGIN, _INDENT, 2 * _INDENT)
     test = running_test()

@@ -160,7 +160,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
     asked = {"bitwise": options.bitwise, "accuracy": options.accuracy}
     request = replace(request, shard=plan.shard, deployment=plan.deployment, **asked)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
-        raise InputError(f"--resume {options.resume}: the plan's shard holds cases that its list does not")
+        raise InputError(f"--resume {options.resume}: its journal was changed: the shard has cases that are not listed")
     return request
 
 

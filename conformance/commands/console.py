@@ -49,7 +49,7 @@ def run_and_report(
         check: says of a prepared run why it is not to be carried out at all.
 
     Raises:
-        InputError: what was asked for is not here, or is another run than the one to go on with.
+        InputError: what was asked for is not here, or is another run than the one to go on with, or has other code.
     """
     with run:
         refused = _prepare(run, resumed, check)
@@ -115,8 +115,8 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
-        if resumed and (different := [*resumed.differences(run.plan), *run.changed_code()]):
-            raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
+        if resumed:
+            _require_same(run, resumed)
         run.resume() if resumed else run.begin()
     except RequestError as error:
         run.folder.discard()
@@ -128,6 +128,18 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         run.folder.discard()
         return str(error), BROKEN
     return None
+
+
+def _require_same(run: Run, resumed: Plan) -> None:
+    """Refuse to go on with a run that was to judge something else, or whose code has changed since."""
+    if different := resumed.differences(run.plan):
+        raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
+    if changed := run.changed_code():
+        raise InputError(
+            f"--resume {run.folder.path}: code that the run had loaded has changed: {counted(len(changed), 'file')}, "
+            f"first {changed[0]}. Verdicts on different code do not add up, and what a kernel compiles differs between "
+            "machines: start again on one machine, without --resume"
+        )
 
 
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:

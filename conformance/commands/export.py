@@ -57,7 +57,7 @@ def export(options: argparse.Namespace) -> int:
     finally:
         draft.unlink(missing_ok=True)
     said = "fails" if found.record.status is Status.FAIL else "passes"
-    say(f"{path}: {len(text.splitlines())} lines, {said} without mla-conformance as it does with it")
+    say(f"wrote {path}, {len(text.splitlines())} lines; checked: without mla-conformance the call {said}, too")
     return 0
 
 
@@ -115,7 +115,9 @@ def _require_agreement(found: Reproduced, ran: Ran) -> None:
         return
     printed = " · ".join(ran.printed.splitlines()[-5:])
     if not ran.verdict:
-        raise NotWritable(f"the script cannot be run alone: it ended with {ran.status}; it printed: {printed}")
+        raise NotWritable(
+            f"the script does not run without mla-conformance: exit status {ran.status}, printed: {printed}"
+        )
     judge = found.record.message or "pass"
     said = f"the script says {ran.verdict}, the judge: {judge}; it printed: {printed}"
-    raise NotWritable(f"one call alone does not show it: {said}")
+    raise NotWritable(f"a script of this one call does not give the judge's verdict: {said}")

@@ -19,7 +19,7 @@ from mla_conformance.scoreboard.entry import Entry, Failure
 def write_issue(options: argparse.Namespace) -> int:
     """Print or write the text; the exit status."""
     if options.case or options.backend:
-        raise InputError("export: --issue takes a report, whose failures name case and backend; omit them")
+        raise InputError("export: --issue cannot be combined with a case or --backend; the report names both")
     issues = _issues(options.issue)
     if not issues:
         raise InputError(f"{options.issue}: expected a report or record with a failure, got none")

@@ -83,11 +83,11 @@ def _lines(found: Repeated | None, calls: int) -> Iterator[str]:
     else:
         yield (
             f"{found.differing:,} of {found.calls:,} calls in {found.seconds:.1f} s have other bits than the first, "
-            f"number {found.first:,} among them: {found.what}; {found.wrong or 'within the error budget'}"
+            f"beginning with call {found.first:,}: {found.what}; {found.wrong or 'within the error budget'}"
         )
         needed = found.calls_for(PROBABILITY)
         seconds = needed * found.seconds / found.calls
-        yield f"such a call is found with {PROBABILITY:.0%} in {needed:,} calls, {seconds:.2g} s here"
+        yield f"to find one with {PROBABILITY:.0%}: {needed:,} calls, {seconds:.2g} s here"
         if not found.breaks:
             yield "the kernel does not declare equal bits: information, not a failure"
 

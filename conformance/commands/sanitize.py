@@ -45,7 +45,7 @@ def sanitize(request: RunRequest, asked: Sanitizing) -> int:
     """
     try:
         if request.device == "cpu":
-            raise ToolUnavailable("compute-sanitizer watches a GPU, not a CPU: leave out --device cpu")
+            raise ToolUnavailable("compute-sanitizer watches a GPU, not a CPU: omit --device cpu")
         tool = Tool.found()
     except ToolUnavailable as error:
         _say(f"{asked.check} unavailable: {error}; nothing was checked")

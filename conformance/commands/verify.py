@@ -121,7 +121,7 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
 
 def _require_name(certificate: Certificate, backend: BackendReference) -> None:
     if backend.name != certificate.backend:
-        raise InputError(f"the certificate is of {certificate.backend}, not of {backend.name}")
+        raise InputError(f"expected the certificate's backend, {certificate.backend}, got {backend.name}")
 
 
 def _closing(certificate: Certificate, again: int, salt: str) -> str:

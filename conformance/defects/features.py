@@ -32,8 +32,9 @@ class DescriptorOfAnAddress(EagerPrefillBackend):
     """A descriptor is cached by address; a hit reads what K was when it was made."""
 
     def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
-        kept = self.__dict__.setdefault("descriptors", {}).setdefault((k.data_ptr(), k.shape), k.clone())
-        return super().run_prefill_new_tokens(q, kept, v, return_softmax_lse, out, output_scale)
+        # K is kept as well: its address is no other tensor's, and what dies of it is not the allocator's choice.
+        _, was = self.__dict__.setdefault("descriptors", {}).setdefault((k.data_ptr(), k.shape), (k, k.clone()))
+        return super().run_prefill_new_tokens(q, was, v, return_softmax_lse, out, output_scale)
 
 
 @known_defect("prefill-pdl-chain-nan", killed_by="call_order")

@@ -30,6 +30,9 @@ class LoadedCode:
                 self.conflicts.add(path)
 
     def changed(self) -> list[str]:
-        """What differs on disk from what was loaded, in words."""
-        here = {path: file_digest(Path(path)) if is_file(Path(path)) else "absent" for path in self.digests}
-        return [f"{path} was {old}, is {here[path]}" for path, old in self.digests.items() if here[path] != old]
+        """The paths whose bytes on disk differ from those that were loaded, or that are gone."""
+        return [path for path, old in self.digests.items() if _digest_here(Path(path)) != old]
+
+
+def _digest_here(path: Path) -> str | None:
+    return file_digest(path) if is_file(path) else None

@@ -147,11 +147,13 @@ class Given(msgspec.Struct, frozen=True):
         process: of the worker.
         task: what is to be done.
         share: bytes of a GPU that a case may take, since other workers use it as well; None without a limit.
+        ahead: the case that is to be judged next; empty if nobody knows.
     """
 
     process: int
     task: Task
     share: int | None = None
+    ahead: str = ""
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):

@@ -127,15 +127,15 @@ class WorkerSlot:
         """When something has to be done about it, on the monotonic clock."""
         return self._deadline if self.task or not self.hello else float("inf")
 
-    def give(self, task: Task, share: int | None = None) -> None:
-        """Have the worker carry out a task, a case in no more than its share of a GPU's memory."""
+    def give(self, task: Task, share: int | None = None, ahead: str = "") -> None:
+        """Have the worker carry out a task, a case in no more than its share of a GPU's memory; and the next case."""
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
         self._begun = 0
         self._wait(self.timeout)
         if isinstance(task, Unrecorded):
             self.history.append((task.reference, ""))
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
-            self.connection.sendall(encode(Given(self._process, task, share)))
+            self.connection.sendall(encode(Given(self._process, task, share, ahead)))
 
     def renew(self) -> None:
         """Have the worker replaced by one that has judged nothing, whatever it is doing."""

@@ -251,7 +251,7 @@ class Run:
             self._write(journal.CodeLoaded(loaded))
 
     def changed_code(self) -> list[str]:
-        """What the journal's run had loaded and is another now, in words."""
+        """The files that the journal's run had loaded and whose bytes have changed since, by path."""
         earlier = LoadedCode()
         for event in self.folder.journal.events():
             if isinstance(event, journal.CodeLoaded):

@@ -39,6 +39,8 @@ from mla_conformance.vocabulary.arrays import array_of
 _MOST_STARTS = 3
 _AHEAD = 4
 """Of so many places one is ahead of the others, at what compiles while they judge."""
+_MANY = 16
+"""Groups of tasks; where fewer are left none is reserved, so that no place waits for a task of another one."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -110,6 +112,13 @@ class Tasks:
                 return None
             ahead = self.later and not alone and place % _AHEAD == _AHEAD - 1
             self._own[place] = (self.later if ahead else self.groups).popleft()
+
+    def ahead(self, place: int, case: str) -> str:
+        """The case after this one that a place takes, its own from now on; empty where few are left for others."""
+        own = self._own[place]
+        if len(self.groups) > _MANY and all(isinstance(task, Judge) and task.case == case for task in own):
+            own += self.groups.popleft()
+        return next((task.case for task in own if isinstance(task, Judge) and task.case != case), "")
 
     def put_back(self, place: int, task: Task) -> None:
         """Have a place take a task again."""
@@ -242,8 +251,14 @@ class Supervisor:
                     place.renew()
                     tasks.put_back(place.number, task)
                 else:
-                    place.give(task, self._share)
+                    place.give(task, self._share, self._ahead(place, task))
         return any(place.task for place in self.places) or tasks.is_left()
+
+    def _ahead(self, place: WorkerSlot, task: Task) -> str:
+        """The case whose inputs are drawn while a task is under way, where a GPU is shared; empty for none."""
+        if self._share is None or not isinstance(task, Judge):
+            return ""
+        return self._tasks.ahead(place.number, task.case)
 
     def _events(self) -> Iterator[TaskOutcome]:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""

@@ -135,7 +135,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
             continue  # the rest of what an earlier process has read in part
         if given.process != process:
             continue
-        answer = worker.answer(given.task, given.share)
+        answer = worker.answer(given.task, given.share, given.ahead)
         if os.getpid() != process:
             leave(0)  # an import forked, and its child came back into a process that is not its own
         connection.sendall(encode(answer))
@@ -171,18 +171,27 @@ class Worker:
         self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return subject
 
-    def answer(self, task: Task, share: int | None = None) -> TaskReply:
-        """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits."""
+    def answer(self, task: Task, share: int | None = None, ahead: str = "") -> TaskReply:
+        """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits.
+
+        The inputs of the case ``ahead`` are drawn meanwhile, if a share has room for both.
+        """
         self._hold_to(share)
-        need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
+        need = self._need(task.case) if isinstance(task, Judge) else 0
         if share is not None and need > min(share, free_memory(self._device)):
             return TaskReply(waits=True)
+        if self._others and share is not None:
+            fits = ahead and need + self._need(ahead) <= share
+            self._others.maker.ahead = (Case.parse(ahead), self._device, self._context.salt) if fits else None
         done = self._done(task)
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
             self._executor.make_room()
         loaded = self._executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
+
+    def _need(self, case: str) -> int:
+        return memory_need(Case.parse(case), self._device.type)
 
     def _hold_to(self, share: int | None) -> None:
         """Have torch give back what it keeps before it goes beyond a share, which others of this GPU count on."""

@@ -57,7 +57,7 @@ class Position:
 
 def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     """How far an error reaches, and where first: ``wrong`` is a mask [T], [T, N] or [T, N, V] with a place at least."""
-    affected = wrong.view(len(wrong), -1).any(dim=1)
+    affected = wrong.reshape(len(wrong), -1).any(dim=1)
     requests = sum(bool(affected[part].any()) for part in segments(rows.start_loc))
     reach = [f"{requests} of {len(rows.start_loc) - 1} requests", _reach(affected, "row")]
     for dim, name in ((1, "head"), (2, "column")):
@@ -83,7 +83,7 @@ def _first(rows: JudgedRows, wrong: torch.Tensor) -> str:
     row = int(wrong.flatten(1).any(dim=1).int().argmax()) if wrong.dim() > 1 else int(wrong.int().argmax())
     if wrong.dim() == 1:
         return Position.of(rows, [row, 0]).row_name
-    return str(Position.of(rows, [row, int(wrong[row].view(wrong.shape[1], -1).any(dim=1).int().argmax())]))
+    return str(Position.of(rows, [row, int(wrong[row].reshape(wrong.shape[1], -1).any(dim=1).int().argmax())]))
 
 
 def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:

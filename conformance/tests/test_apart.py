@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import socket
+import threading
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from mla_conformance.apart.judge_side import RemoteExecutor
+from mla_conformance.apart.maker import Maker, serve
 from mla_conformance.apart.packing import Arena, Unpacker, handed, pack, whole
-from mla_conformance.apart.reply import MalformedReply, Reader, Reply, Writer, decode
+from mla_conformance.apart.reply import MalformedReply, Part, Reader, Reply, Writer, decode
 from mla_conformance.apart.shared import Shared, SharedRange, send
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.certify import _is_apart
@@ -27,6 +29,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.problem import Problem
 from mla_conformance.report.loading import load_report
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.layer.call import RankedCall
@@ -128,6 +131,34 @@ def test_a_maker_hands_over_everything_in_memory_of_the_receiver() -> None:
     overwrite_all(shared)
     assert [x.stride() for x in there.tensors()] == [x.stride() for x in problem.tensors()]
     assert all(map(torch.equal, map(storage_bytes, there.tensors()), map(storage_bytes, problem.tensors())))
+
+
+def test_inputs_that_are_drawn_ahead_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, varied, second, refused = (
+        Case.parse(f"lse:dims=small;q={q}") for q in ("[5]", "[5];seed=1", "[7,3]", "[9]")
+    )
+
+    def build(case: Case, device: torch.device, salt: str) -> Problem:
+        if case == refused:
+            raise ValueError("no such problem")
+        return build_problem(case, device, salt)
+
+    monkeypatch.setattr("mla_conformance.apart.maker.build_problem", build)
+    (mine, theirs), shared = socket.socketpair(), Shared(2**24)
+    threading.Thread(target=serve, args=(theirs, shared), daemon=True).start()
+    maker = Maker(mine, shared, ended)
+
+    def built(case: Case, ahead: Case | None = None) -> bool:
+        maker.ahead = (ahead, CPU, "") if ahead else None
+        made, expected = maker.build(case, CPU, "").tensors(), build_problem(case, CPU).tensors()
+        return all(map(torch.equal, map(storage_bytes, made), map(storage_bytes, expected)))
+
+    assert built(first, ahead=second) and built(varied) and built(second, ahead=varied) and built(first)
+    assert built(second, ahead=refused)
+    with pytest.raises(ValueError, match="no such problem"):
+        maker.build(refused, CPU, "")
+    assert built(first)
+    mine.close()
 
 
 def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
@@ -234,7 +265,7 @@ def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: 
 
     monkeypatch.setattr(Reader, "_part", part)
     with pytest.raises(torch.OutOfMemoryError):
-        Reader(Shared(2**20), [], []).value(Reply(1, parts=(None,)))
+        Reader(Shared(2**20), [], []).value(Reply(1, parts=(Part("int"),)))
 
 
 @pytest.mark.parametrize("refused", [False, True])

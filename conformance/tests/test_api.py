@@ -80,7 +80,7 @@ def test_a_mistake_fails_with_what_is_wrong(mistake: str) -> None:
     verdict = mla.judge(mla.case(id), decode_with(mistake), device="cpu")
     assert (verdict.status, verdict.check, verdict.case, verdict.call) == (Status.FAIL, check, id, "decode")
     assert verdict.message.startswith("FAIL ") and said in " ".join(verdict.message.split())
-    assert max(map(len, verdict.message.splitlines()[:-1])) < columns()
+    assert max(map(len, f"AssertionError: {verdict.message}".splitlines()[:-1])) <= columns() - len("E       ")
     assert f"{verdict}" == verdict.message
     assert "head" in verdict.where
 
@@ -409,7 +409,7 @@ def handed_out(role: str, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_page_names_all_of_the_api_which_costs_no_torch() -> None:
     assert set(mla.__all__) - {"__version__", "roles"} <= set(re.findall(r"\w+", PAGE.read_text("utf-8")))
-    default = PAGE.read_text("utf-8").split("Name these to leave their default")[1].partition(". Cases of")[0]
+    default = PAGE.read_text("utf-8").split("keep their default unless you name them")[1].partition(". Cases of")[0]
     assert re.findall(r"`(\w+)`", default) == ["call", *AT_DEFAULT]
     assert len(mla.__all__) <= 8 + len({"__version__"})
     code = "import sys, mla_conformance as mla; mla.cases('decode'); assert not {'torch', 'pytest'} & set(sys.modules)"
@@ -447,6 +447,7 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
+    monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "test_mine.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
     settings: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
@@ -454,6 +455,8 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     count = len(mla.cases("decode", capability="decode_lse", q=1))
     assert f"{3 * count - 1} failed, {count + 1} passed" in run.stdout
     assert "TypeError: tuple indices must be integers" in run.stdout and "= tensor(" not in run.stdout
+    messages = [line for line in run.stdout.splitlines() if line.startswith("E ") and " replay: " not in line]
+    assert "AssertionError: FAIL " in messages[0] and max(map(len, messages)) <= 80
     said = [line.removeprefix("E").strip() for line in run.stdout.splitlines()]
     assert "looks like: the LSE is in base 2, expected the natural logarithm" in said
     replay = next(line for line in said if line.startswith("replay: "))

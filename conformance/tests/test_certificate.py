@@ -412,4 +412,4 @@ def test_a_run_is_certified_verified_and_run_again(
     assert main(["verify", str(submissions), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0
     assert "TORCH_SDPA on cpu" in (said := capsys.readouterr().out) and "holds · 2 run again with salt s1" in said
     assert main(["verify", str(file), "--rerun", "1", "--backend", "EAGER", "--device", "cpu"]) == 2
-    assert "the certificate is of TORCH_SDPA, not of EAGER" in capsys.readouterr().err
+    assert "expected the certificate's backend, TORCH_SDPA, got EAGER" in capsys.readouterr().err

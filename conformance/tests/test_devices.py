@@ -124,6 +124,15 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
     assert re.fullmatch(r"out of memory: may need \d+ MiB, 1 MiB are free after 120 s", record.message)
 
 
+def test_a_case_that_no_wait_would_make_fit_is_too_large_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Subject, "capability", None)
+    monkeypatch.setattr(judging, "wait_for_memory", lambda device, need, seconds: pytest.fail("waited"))
+    monkeypatch.setattr(judging, "whole_memory", lambda device: 2**20)
+    record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
+    assert record.status is Status.UNAVAILABLE and record.too_large
+    assert re.fullmatch(r"out of memory: may need \d+ MiB, this device has 1 MiB", record.message)
+
+
 def test_the_need_grows_with_the_case() -> None:
     small, large = (memory_need(Case.of(capability="lse", q=(tokens,)), "cuda") for tokens in (1, 100_000))
     assert 2**28 < small < 2**29 < large

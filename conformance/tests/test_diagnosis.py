@@ -536,6 +536,7 @@ def test_an_extent_counts_requests_rows_heads_and_columns() -> None:
     assert extent(rows, wrong[:, 1, 3]) == (
         "wrong in 1 of 3 requests, 2 of 9 rows (5 to 6), first at request 2, query 1"
     )
+    assert extent(rows, wrong.transpose(1, 2).contiguous().transpose(1, 2)) == extent(rows, wrong)
     behind = torch.zeros(9, 3, dtype=torch.bool)
     behind[4:, 1:] = True
     assert "5 of 9 rows (from 4 on), 2 of 3 heads (from 1 on)" in extent(rows, behind)

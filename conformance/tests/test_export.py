@@ -89,7 +89,7 @@ def test_the_command_writes_a_script_that_fails_alone(
     path = folder / "scripts" / "repro.py"
     arguments = ["export", CASE, "--backend", f"{folder / 'base2.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
     assert main(arguments) == 0
-    assert "fails without mla-conformance as it does with it" in capsys.readouterr().out
+    assert "checked: without mla-conformance the call fails, too" in capsys.readouterr().out
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= MOST_LINES
     assert re.search(r"^Looks like: The LSE is in base 2, .*like [\w-]+/[\w-]+#\d+$", text, re.MULTILINE)
@@ -138,15 +138,15 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
     [
         (
             Ran(0, "1 of 2 wrong\nright\n"),
-            "one call alone does not show it: the script says right, the judge: new tokens",
+            "does not give the judge's verdict: the script says right, the judge: new tokens",
         ),
         (
             Ran(1, "AttributeError: 'function'"),
-            "the script cannot be run alone: it ended with 1; it printed: Attribute",
+            "the script does not run without mla-conformance: exit status 1, printed: Attribute",
         ),
         (
             Ran(0, "WRONG\nsaid at exit\n"),
-            "the script cannot be run alone: it ended with 0; it printed: WRONG · said at",
+            "the script does not run without mla-conformance: exit status 0, printed: WRONG · said at",
         ),
     ],
 )

@@ -125,6 +125,13 @@ def of_the_proof() -> Iterator[str]:
     yield f"at position {FAR:,} outputs and index scores are off by {short(min(far))} to {short(max(far))}."
 
 
+def of_mixed_entries() -> str:
+    """The bytes of an entry of fp8_ds_mla."""
+    form = TILED_FORMATS["fp8_ds_mla"]
+    parts = f"{form.coded} {form.codes} codes, {form.tiles} {form.scales} scales, {form.plain} rope values"
+    return f"{form.width} bytes: {parts} | code d × scale[d // {form.tile}]"
+
+
 @cache
 def stated() -> dict[str, list[str]]:
     """Sentences of each page with the figures that the code has today."""
@@ -151,6 +158,7 @@ def stated() -> dict[str, list[str]]:
         ],
         "docs/known-defects.md": [f"promises {PROMISED[Tier.SMOKE]:.0%} of them".replace("%", " %")],
         "docs/models.md": [*of_the_proof()],
+        "docs/python-api.md": [of_mixed_entries()],
         "docs/reading-a-report.md": [
             f"reproduces {100 * ALIKE:.0f} % of the wrong numbers",
             f"none reproduced as much as {100 * UNALIKE:.0f} %",

@@ -84,7 +84,7 @@ def test_every_finding_of_a_record_has_an_issue(path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["lse:q=[4]", "--issue", "r.json"], "whose failures name case and backend; omit them"),
+        (["lse:q=[4]", "--issue", "r.json"], "cannot be combined with a case or --backend"),
         (["lse:q=[4]", "--backend", "EAGER"], "expected a case, --backend NAME and --out FILE.py, or --issue REPORT"),
     ],
 )

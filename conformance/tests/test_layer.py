@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from mla_conformance.backends.layer.mla_context import workspace_tokens
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.judging.record import Record
@@ -19,7 +20,7 @@ from mla_conformance.problems.operands import ProblemError
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.roles.layer.call import LayerCall, RankedCall
 from mla_conformance.roles.layer.case import LayerCase, Order
-from mla_conformance.roles.layer.driver import Layer
+from mla_conformance.roles.layer.driver import Layer, configuration_of
 from mla_conformance.roles.layer.weights import PackedLinear, as_linear
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import little_work
@@ -474,3 +475,10 @@ def test_some_requests_of_a_layer_write_their_own_tokens_alone() -> None:
     storage_bytes(alone.image.cache).copy_(whole.image.after)
     stray = int(whole.image.slots[:-1].min())
     assert alone.image.difference() == f"slot {stray} of the cache was written, no new token belongs there"
+
+
+@pytest.mark.parametrize("workspace", [64, 131072, 585600, 9806400])
+def test_a_layer_is_configured_for_any_workspace_and_has_128_ki_tokens_at_most(workspace: int) -> None:
+    case = Case.parse(f"layer_combinations:call=layer;q=[17,1];kv=[40,17];page=16;workspace={workspace};decodes=1")
+    assert isinstance(case, LayerCase)
+    assert workspace_tokens(configuration_of(case, torch.bfloat16)) == case.workspace_tokens == min(workspace, 2**17)

@@ -231,6 +231,16 @@ def test_one_place_of_four_is_ahead_at_what_follows() -> None:
     assert not tasks.go_on()
 
 
+def test_the_next_case_of_a_place_is_its_own_while_there_are_many() -> None:
+    cases = [f"lse:q=[{tokens}]" for tokens in range(1, 20)]
+    tasks = Tasks([Judge(name, case) for name in ("A", "B")] for case in cases)
+    assert tasks.take(0) == Judge("A", cases[0]) and tasks.ahead(0, cases[0]) == cases[1]
+    assert tasks.take(1) == Judge("A", cases[2]), "what is reserved is nobody else's"
+    assert rest(tasks, 0)[:3] == [Judge("B", cases[0]), Judge("A", cases[1]), Judge("B", cases[1])]
+    few = Tasks([Judge("A", case)] for case in cases[:3])
+    assert few.take(0) == Judge("A", cases[0]) and few.ahead(0, cases[0]) == "" and few.take(1) == Judge("A", cases[1])
+
+
 def test_what_is_set_apart_is_taken_neither_now_nor_ahead() -> None:
     first, second = [Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("B", CASES[1])]
     tasks = Tasks([first, second], [[Judge("C", case)] for case in CASES[1:3]])

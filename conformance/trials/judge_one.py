@@ -92,7 +92,10 @@ def _require_memory(trial: Trial, started: OnStarted) -> None:
     device = trial.subject.device
     if device.type != "cuda":
         return
-    need = memory_need(trial.case, device.type)
+    need, whole = memory_need(trial.case, device.type), whole_memory(device)
+    if need > whole:
+        found = f"may need {need / 2**20:.0f} MiB, this device has {whole / 2**20:.0f} MiB"
+        trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
     if free_memory(device) < need:
         trial.subject.executor.make_room()
     free = wait_for_memory(device, need, MEMORY_PATIENCE)

@@ -110,6 +110,7 @@ class LayerCall(CallOfARank):
         new, every = rows_of(self.query_start_loc, requests), rows_of(self.key_start_loc, requests)
         chosen = tuple(self.requests[request] for request in requests)
         contexts = [request.context_len for request in chosen if request.is_prompt]
+        workspace, page = self.case.workspace_tokens, self.case.page
         return replace(
             self,
             **{name: getattr(self, name)[new] for name in ("q", "query", "kv_c", "k_pe")},
@@ -120,7 +121,7 @@ class LayerCall(CallOfARank):
             padding=-1,
             padding_counts=False,
             image=self.image.with_only(new),
-            chunks=len(plan_context_chunks(contexts, workspace_tokens=self.case.workspace, page_size=self.case.page)),
+            chunks=len(plan_context_chunks(contexts, workspace_tokens=workspace, page_size=page)),
         )
 
     def output_buffer(self) -> Guarded | None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from mla_conformance.backends.layer.mla_context import MAX_WORKSPACE_TOKENS
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, at_least, one_of
@@ -74,6 +75,11 @@ class LayerCase(CachedCase):
     def is_merged(self) -> bool:
         """Ranks of a layer merge their states themselves."""
         return False
+
+    @property
+    def workspace_tokens(self) -> int:
+        """Tokens of the workspace that a layer gathers context into: no layer has more than 128 Ki."""
+        return min(self.workspace, MAX_WORKSPACE_TOKENS)
 
     def heads_of(self, rank: int) -> slice:
         """The heads that a rank computes: equal shares, in order."""

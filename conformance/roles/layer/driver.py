@@ -49,7 +49,7 @@ class Layer:
         group: ContextParallelGroup | None = None,
     ) -> None:
         self.backend, self._case, self._device, self._group = backend, case, device, group or OnlyRank()
-        self.config = _config(case, dtype)
+        self.config = configuration_of(case, dtype)
         self.state = backend.get_state_cls()(self._runner()) if hasattr(backend, "get_state_cls") else None
         self._linear: Linear | PackedLinear | None = None
 
@@ -152,7 +152,7 @@ class Layer:
         )
 
 
-def _config(case: LayerCase, dtype: torch.dtype) -> LayerConfig:
+def configuration_of(case: LayerCase, dtype: torch.dtype) -> LayerConfig:
     """A configuration whose workspace has the case's tokens, and whose decodes may be as long as the case's.
 
     The workspace is eight times the longest sequence that the configuration admits.
@@ -166,7 +166,7 @@ def _config(case: LayerCase, dtype: torch.dtype) -> LayerConfig:
             head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
         ),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=max(1, case.workspace // (4 * case.page)),
+            max_num_seqs=max(1, min(case.workspace // 4, case.workspace_tokens) // case.page),
             chunked_prefill_enabled=case.order == Order.DECODES_FIRST,
         ),
         cache_config=CacheConfig(block_size=case.page, cache_dtype=case.cache, enable_prefix_caching=True),

@@ -185,7 +185,7 @@ class LayerBatch(Draw[LayerCase]):
         expected, heads = self._expected(held, stored), case.heads_of(rank)
         k, v = (x[:, heads].to(self.device) for x in self.keys)
         queries = self.queries[:, heads]
-        chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace, page_size=case.page)
+        chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace_tokens, page_size=case.page)
         return LayerCall(
             q=queries[: self.query_start_loc[-1]],
             k=k,
