@@ -26,12 +26,12 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Emulation, KnownDefect, known_defects
 from mla_conformance.defects.report import stored as stored_kills
+from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates, combined
 from mla_conformance.diagnosis.explain import ALIKE, MOST_TOLD, causes_of
 from mla_conformance.diagnosis.likeness import Behaviour, likeness, numbers_of
@@ -44,8 +44,6 @@ from mla_conformance.judging.verdict import COMPARED
 from mla_conformance.problems.operands import segments
 from mla_conformance.report.json_report import write_json
 from mla_conformance.trials.context import Context
-from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
@@ -193,8 +191,7 @@ def diagnoses(text: str, ids: Sequence[str]) -> list[Diagnosis]:
 
 
 def _tried(reference: str, case: Case, context: Context) -> tuple[Trial, Record]:
-    name = reference.rpartition(":")[2]
-    return judged_trial(Subject(BackendReference(name, reference), torch.device("cpu")), case, context)
+    return attempted(reference, case, context, torch.device("cpu"))
 
 
 @cache

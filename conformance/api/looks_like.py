@@ -5,13 +5,15 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from mla_conformance.api.own_tests import is_alone, running_test
-from mla_conformance.diagnosis.explain import ReportedCauses, explain
+from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, ReportedCauses, explain
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ZERO
+from mla_conformance.report.causes import simplicity
 from mla_conformance.trials.trial import Trial
 
 _PATIENCE = 10.0
-"""Seconds of CPU time after which no further failure of a function is compared with every candidate."""
+"""Seconds of this thread's CPU time after which a further failure of a function is compared with every candidate only
+if it is simpler than all before, so that the simplest one, which is shown in the end, always is."""
 
 
 @dataclass
@@ -21,22 +23,26 @@ class _Explained:
     Attributes:
         findings: what the numbers of some give away; an explanation that begins so says the same.
         reported: what those look like that were explained.
-        spent: seconds of CPU time in which others were compared with every candidate.
+        spent: seconds in which others were compared with every candidate.
+        compared: the records of those.
     """
 
     findings: set[str] = field(default_factory=set)
     reported: ReportedCauses = field(default_factory=lambda: ReportedCauses([]))
     spent: float = 0.0
+    compared: list[Record] = field(default_factory=list)
 
     def explain(self, trial: Trial, record: Record) -> str:
         """What an earlier failure looked like if this one does, too; of the first ones, whoever does the same."""
         if said := self.reported.explain(trial, record):
             return said
-        if self.spent > _PATIENCE:
+        is_simplest = all(simplicity(record) < simplicity(other) for other in self.compared)
+        if self.spent > _PATIENCE and not is_simplest:
             return ""
-        started = time.process_time()
-        said = explain(trial, record)
-        self.spent += time.process_time() - started
+        self.compared.append(record)
+        started = time.thread_time()
+        said = explain(trial, record, WHOLE if is_simplest else PATIENCE)
+        self.spent += time.thread_time() - started
         if (explained := record.with_fields(explanation=said)).is_explained:
             self.reported.texts.append(explained.explanation)
         return said

@@ -21,6 +21,7 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.report.advice import advice
 from mla_conformance.report.terminal import columns, wrapped
 from mla_conformance.trials.context import Clock, Context
 from mla_conformance.trials.judge_one import judged_trial
@@ -87,8 +88,8 @@ class FunctionSubject(Subject):
         return (self.role,)
 
     def missing_role(self, case: Case) -> list[str]:
-        """Nothing is missing."""
-        return []
+        """Nothing, unless the function was called by its own test, so that no other case can be tried."""
+        return [] if self.kernel.function is not results else ["only its own test calls it"]
 
     def class_of(self, role: Role) -> Any:
         """The only class."""
@@ -214,7 +215,7 @@ def _failure(record: Record, expression: str) -> Iterator[str]:
     """
     first, *further = wrapped(f"FAIL {record.message}", columns() - _MARGIN, _NAMED, _INDENT)
     yield from (first.removeprefix(_NAMED), *further)
-    for remark in record.remarks:
+    for remark in filter(None, (*record.remarks, advice(record))):
         yield from wrapped(remark, columns() - _MARGIN, _INDENT, 2 * _INDENT)
     test = running_test()
     yield f"{_INDENT}replay: {replay_of(test) if test else expression}"

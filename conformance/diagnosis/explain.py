@@ -7,19 +7,17 @@ arithmetic does not explain it.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import holding, outcome
 from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 ALIKE = 0.99
@@ -27,11 +25,15 @@ ALIKE = 0.99
 UNALIKE = 0.9
 """Least likeness of a candidate of which nothing is told: in short rows the same mistake came out as 0.984, because a
 wrong row may round more than the right one's budget allows."""
-_PATIENCE = 15.0
-"""Seconds of this process's CPU time for all candidates, and for cases nearby; others may share the machine."""
+PATIENCE = 15.0
+"""Seconds for all candidates, and as many for cases nearby. All seconds here are CPU time of the thread that compares:
+others may share the machine, and threads of torch that wait for each other on it count as if they computed."""
+WHOLE = 120.0
+"""The same where nothing but this one failure is looked at: most cases take a tenth of it."""
 _MOST_REQUESTS = 256
 """The candidates take one request after the other."""
 _PERHAPS = "perhaps "
+_PARTLY = " (not every known defect was compared)"
 MOST_TOLD = 2
 """Causes that a sentence names; more would be of no help."""
 
@@ -41,26 +43,40 @@ def is_comparable(record: Record) -> bool:
     return record.status is Status.FAIL and record.check in COMPARED
 
 
-def explain(trial: Trial, record: Record) -> str:
+class _Hourglass:
+    """Runs out after so many seconds of this thread's CPU time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.thread_time() + seconds
+
+    @property
+    def has_run_out(self) -> bool:
+        return time.thread_time() > self._until
+
+
+def explain(trial: Trial, record: Record, patience: float = PATIENCE) -> str:
     """What a failure looks like, that it is unlike every candidate or that time ran out; nothing where none is known.
 
     Args:
         trial: the trial that failed; its last observation is compared.
         record: its record.
+        patience: seconds for all candidates, and as many for cases nearby.
     """
     if not is_comparable(record):
         return ""
     if len(trial.case.q) > _MOST_REQUESTS:
         return UNCOMPARED
-    observed = Behaviour.of(trial, record)
-    likenesses = _likenesses(observed, trial, candidates(trial.case.role))
-    if likenesses is None:
-        return UNCOMPARED
-    if UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
+    observed, everyone = Behaviour.of(trial, record), candidates(trial.case.role)
+    likenesses = _likenesses(observed, trial, everyone, _Hourglass(patience))
+    fitting = [candidate for candidate, share in likenesses.items() if share >= ALIKE]
+    if is_partial := len(likenesses) < len(everyone):
+        if not fitting:
+            return UNCOMPARED
+    elif UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
         return ""
-    fitting = _fitting(likenesses)
-    held = _holding(fitting, trial)
-    return describe(held or fitting, observed.is_numeric and bool(held))
+    held = _holding(fitting, trial, _Hourglass(patience))
+    said = describe(held or fitting, observed.is_numeric and bool(held) and not is_partial)
+    return (f"{said}{_PARTLY}" if said else UNCOMPARED) if is_partial else said
 
 
 @dataclass
@@ -70,7 +86,7 @@ class ReportedCauses:
     Attributes:
         texts: what was said of them.
         fits: how many failures each candidate fitted; one mistake has many candidates, of which the same fits mostly.
-        spent: seconds of CPU time.
+        spent: seconds that it took to see.
     """
 
     texts: list[str]
@@ -81,16 +97,16 @@ class ReportedCauses:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
         if not self.texts or not is_comparable(record) or len(trial.case.q) > _MOST_REQUESTS:
             return ""
-        observed, started = Behaviour.of(trial, record), time.process_time()
+        observed, started = Behaviour.of(trial, record), time.thread_time()
         try:
             for candidate, text in self._claimed(trial, observed):
-                if self.spent + time.process_time() - started > _PATIENCE:
+                if self.spent + time.thread_time() - started > PATIENCE:
                     return ""
                 if likeness(observed, behaviour(candidate, trial)) >= ALIKE:
                     self.fits[candidate] += 1
                     return text
         finally:
-            self.spent += time.process_time() - started
+            self.spent += time.thread_time() - started
         return ""
 
     def _claimed(self, trial: Trial, observed: Behaviour) -> list[tuple[Candidate, str]]:
@@ -101,44 +117,41 @@ class ReportedCauses:
         return sorted(named, key=lambda each: -self.fits[each[0]])
 
 
-def _likenesses(observed: Behaviour, trial: Trial, asked: Sequence[Candidate]) -> dict[Candidate, float] | None:
-    """How alike each candidate fails; None if there was no time to try them all."""
-    started = time.process_time()
+def _likenesses(
+    observed: Behaviour, trial: Trial, asked: Sequence[Candidate], time_left: _Hourglass
+) -> dict[Candidate, float]:
+    """How alike each candidate fails, of those that there was time to try."""
     found: dict[Candidate, float] = {}
     for candidate in asked:
-        if time.process_time() - started > _PATIENCE:
-            return None
+        if time_left.has_run_out:
+            break
         found[candidate] = likeness(observed, behaviour(candidate, trial))
     return found
 
 
-def _fitting(likenesses: Mapping[Candidate, float]) -> list[Candidate]:
-    """The candidates that fail in the same way."""
-    return [candidate for candidate, share in likenesses.items() if share >= ALIKE]
-
-
-def _holding(fitting: Sequence[Candidate], trial: Trial) -> list[Candidate]:
+def _holding(fitting: Sequence[Candidate], trial: Trial, time_left: _Hourglass) -> list[Candidate]:
     """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
-    started = time.process_time()
 
-    def outcome_of(subject: Subject, case: Case) -> str | None:
-        if time.process_time() - started > _PATIENCE:
+    def observed(case: Case) -> str | None:
+        if time_left.has_run_out:
             return None
-        tried, record = judged_trial(subject, case, trial.context)
+        tried, record = judged_trial(trial.subject, case, trial.context)
         trial.disturbed |= tried.disturbed
         return outcome(record)
 
-    observed = partial(outcome_of, trial.subject)
-    return holding(fitting, trial.case, observed, lambda each, case: outcome_of(_subject(each, trial), case))
+    def suspected(candidate: Candidate, case: Case) -> str | None:
+        return None if time_left.has_run_out else outcome(_tried(candidate, case, trial)[1])
+
+    return holding(fitting, trial.case, observed, suspected)
 
 
 def behaviour(candidate: Candidate, trial: Trial) -> Behaviour:
     """What a candidate does on the case of a trial."""
-    return Behaviour.of(*judged_trial(_subject(candidate, trial), trial.case, trial.context))
+    return Behaviour.of(*_tried(candidate, trial.case, trial))
 
 
-def _subject(candidate: Candidate, trial: Trial) -> Subject:
-    return Subject(BackendReference(candidate.kernel.__name__, candidate.reference), trial.subject.device)
+def _tried(candidate: Candidate, case: Case, trial: Trial) -> tuple[Trial, Record]:
+    return attempted(candidate.reference, case, trial.context, trial.subject.device)
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:

@@ -10,7 +10,7 @@ from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
 
 __all__ = ["SUSPECTS"]  # those of every role, of each, then these
 
-_COUNTS = (2, 4, 8)
+_COUNTS = (2, 3, 4, 8)
 _CUTS = tuple((count, multiple, least) for count in _COUNTS for multiple, least in ((1, 1), (1, 16), (32, 1), (64, 1)))
 _DOWN = tuple((count, 0, 16) for count in _COUNTS)
 _FIXED = tuple((0, size, size) for size in (64, 128, 256, 512))
@@ -60,7 +60,11 @@ class NotRescaledInSplits(NotRescaled, _Splits):
 
 
 suspect_each(
-    NotRescaledInSplits, "tiles", said=NotRescaled.__doc__, key_tile=(16, 32, 64, 128), cut=(*_CUTS[1::4], *_DOWN)
+    NotRescaledInSplits,
+    "tiles",
+    said=NotRescaled.__doc__,
+    key_tile=(16, 32, 64, 128),
+    cut=(*_CUTS[::4], *_CUTS[1::4], *_DOWN),
 )
 
 

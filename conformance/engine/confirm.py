@@ -46,12 +46,14 @@ class FailureConfirmation:
         failure: the record.
         history: what the same process had done before: (backend reference, case id), without a case an import.
         explain: whether it is to be explained, too.
+        unhurried: whether that may take as long as it takes.
         alone: what the case gave in a process of its own.
     """
 
     failure: Record
     history: Sequence[RecordKey]
     explain: bool
+    unhurried: bool = False
     alone: Record | None = None
     _repeated: Record | None = field(default=None, init=False)
     _fails: bool = field(default=False, init=False)
@@ -61,7 +63,8 @@ class FailureConfirmation:
         """What to run, one after the other, until :meth:`settled` has an answer or nothing is left."""
         for before in self._histories():
             explain = self.explain and self._repeated is None  # a shorter history changes no explanation
-            yield Judge(self.failure.reference, self.failure.case, before, fresh=True, explain=explain)
+            failure, unhurried = self.failure, explain and self.unhurried
+            yield Judge(failure.reference, failure.case, before, fresh=True, explain=explain, unhurried=unhurried)
 
     def _histories(self) -> Iterator[tuple[RecordKey, ...]]:
         """What to run before the case: nothing, its backend's cases, fewer of them once it fails, or everything."""

@@ -56,6 +56,7 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
             imported only.
         fresh: in a process that has judged nothing.
         explain: tell, too, what a failure looks like and where its errors are.
+        unhurried: take the time that comparing with every candidate takes.
         told: what other failures of the backend look like; only whether this one does as well is to be told.
     """
 
@@ -64,6 +65,7 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
     before: tuple[RecordKey, ...] = ()
     fresh: bool = False
     explain: bool = False
+    unhurried: bool = False
     reported: tuple[str, ...] = ()
 
     @property

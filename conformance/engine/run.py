@@ -423,7 +423,8 @@ class Run:
     def _confirmation(self, record: Record, outcome: TaskOutcome | None, explain: bool) -> FailureConfirmation:
         history = outcome.history if outcome else ()
         before = takewhile(lambda judged: judged != (record.reference, record.case), history)
-        return FailureConfirmation(record, tuple(done for done in before if not self._is_refused(done)), explain)
+        history = tuple(done for done in before if not self._is_refused(done))
+        return FailureConfirmation(record, history, explain, unhurried=len(self.request.cases) == 1)
 
     def _is_refused(self, done: RecordKey) -> bool:
         """Whether a case was declared unsupported, so that its kernel was not called."""

@@ -28,7 +28,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
-from mla_conformance.diagnosis.explain import ReportedCauses, explain
+from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
@@ -83,6 +83,7 @@ from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
+from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.arrays import SPACES, array_of, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
 
@@ -206,8 +207,7 @@ class Worker:
         if task.explain and record.status is Status.FAIL and not self._executor.lost(self._device):
             self._send(WorkerJudged(record))
             heat = msgspec.to_builtins(heat_of(trial, record))
-            looks_like = ReportedCauses(list(task.reported)).explain if task.reported else explain
-            record = record.with_fields(explanation=looks_like(trial, record))
+            record = record.with_fields(explanation=_looks_like(task, trial, record))
         disturbed, declared = trial.disturbed, trial.declared
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
@@ -297,6 +297,13 @@ class Worker:
             return True
         taken = [allocated_memory(), self._executor.query(allocated_memory, int).value or 0]
         return self._memory is not None and 2 * max(taken) > self._memory
+
+
+def _looks_like(task: Judge, trial: Trial, record: Record) -> str:
+    """What a failure looks like, or whether it looks as others of its backend do."""
+    if task.reported:
+        return ReportedCauses(list(task.reported)).explain(trial, record)
+    return explain(trial, record, WHOLE if task.unhurried else PATIENCE)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Cause:
     def example(self) -> Record:
         """The failure of the simplest case; of failures that need others before them, one that tells which."""
         conditional = [record for record in self.failures if record.confirmed]
-        return min(conditional or self.failures, key=_simplicity)
+        return min(conditional or self.failures, key=simplicity)
 
     @property
     def is_undeclared(self) -> bool:
@@ -137,7 +137,7 @@ def _named(record: Record) -> str:
 def _sentence(group: Sequence[Record]) -> str:
     explained = next((record.explanation for record in group if record.is_explained), "")
     if not explained and _is_exception(group[0]):
-        return _raised(min(group, key=_simplicity))
+        return _raised(min(group, key=simplicity))
     return explained or group[0].finding or symptom(group[0])
 
 
@@ -177,7 +177,7 @@ def raised_at(record: Record) -> str:
     return "{}:{}, in {}".format(near(Path(found[-1][0])), *found[-1][1:]) if found else ""
 
 
-def _simplicity(record: Record) -> tuple[int, int, str]:
+def simplicity(record: Record) -> tuple[int, int, str]:
     """Fields that its case sets, which are those that differ from the default; then heads × tokens, old and new."""
     case = Case.parse(record.case)
     return record.case.count(";"), case.heads * (sum(case.q) + sum(case.kv)), record.case

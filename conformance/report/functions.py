@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.judging.record import Record
+from mla_conformance.report.advice import advice
 from mla_conformance.report.causes import Cause, causes, raised_at
 from mla_conformance.report.circumstances import circumstances
 from mla_conformance.report.terminal import columns, counted, wrapped
@@ -53,6 +54,6 @@ def _cause(cases: str, cause: Cause, only: str, test: str) -> Iterator[str]:
     place = raised_at(cause.example)
     seen = "" if cause.example.is_explained or said.endswith(cause.sentence) else f"simplest: {cut(said)}"
     yield from wrapped(f"{cases}{cut(cause.sentence)}", columns(), "  ", _INDENT)
-    for detail in (only, seen, f"raised at {place}" if place else ""):
+    for detail in (only, seen, f"raised at {place}" if place else "", advice(cause.example)):
         yield from wrapped(detail, columns(), _INDENT, _INDENT)
     yield f"{_INDENT}replay: pytest {shlex.quote(test)}"

@@ -14,6 +14,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.advice import advice
 from mla_conformance.report.causes import Cause, grouped, raised_at
 from mla_conformance.report.pairs import JudgedPairs, total
 from mla_conformance.report.scope import scope_of
@@ -237,6 +238,7 @@ def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str
         "" if said.endswith(cause.sentence) else f"{simplest}{said}",
         f"raised at {place}" if place else "",
         example.confirmed,
+        advice(example),
     ]
     yield from wrapped(head, width, further=_INDENT)
     for detail in details:

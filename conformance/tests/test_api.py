@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mla_conformance as mla
-from mla_conformance.api import looks_like
+from mla_conformance.api import looks_like, verdicts
 from mla_conformance.api.function_case import why_no_function
 from mla_conformance.api.selection import AT_DEFAULT
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
@@ -35,6 +35,8 @@ from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
 CPU = torch.device("cpu")
 LSE = "decode_lse:call=decode;q=[1x4];kv=[64,9,1000,17];page=64"
+TINY = "decode_lse:call=decode;q=[1];kv=[1000]"
+LARGER = "decode_lse:call=decode;q=[3,3];kv=[300,63];page=64;data=needle"
 SEVERAL = "decode_multi_token:call=decode;q=[3,1,2];kv=[64,5,1000];page=64;data=needle"
 CODES = "kv_cache_fp8:call=decode;q=[1x4];kv=[64,5,1000,17];page=64;data=needle;cache=fp8"
 ORDER = "call_order:call=decode;heads=2;q=[1,1];kv=[130,40];page=64"
@@ -199,7 +201,7 @@ def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(monkeypat
 def test_failures_are_compared_with_every_known_defect_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
 
-    def unlike(trial: Any, record: Any) -> str:
+    def unlike(trial: Any, record: Any, patience: float) -> str:
         compared.append(record.case)
         return UNLIKE
 
@@ -212,6 +214,35 @@ def test_failures_are_compared_with_every_known_defect_for_seconds(monkeypatch: 
     messages.append(mla.judge(first, wrong, device="cpu").message)
     assert [UNLIKE in message for message in messages] == [True, True, False]
     assert compared == [first.id, second.id]
+    mla.judge(mla.case(TINY), wrong, device="cpu")
+    assert compared[2:] == [TINY], "one that is simpler than all before is compared whatever they took"
+
+
+@pytest.mark.usefixtures("explained")
+def test_the_first_failure_has_the_time_that_comparing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def unlike(trial: Any, record: Any, patience: float) -> str:
+        given.append(patience)
+        return UNLIKE
+
+    monkeypatch.setattr(looks_like, "explain", unlike)
+    for case in (LSE, LARGER):
+        mla.judge(mla.case(case), decode_with("accumulator not rescaled"), device="cpu")
+    assert given[0] >= 60 > given[1]
+
+
+def test_where_to_look_is_told_of_a_wrong_output_beside_a_right_lse_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
+    monkeypatch.setattr(verdicts, "with_explanation", lambda trial, record: record.with_fields(explanation=UNLIKE))
+    said = {
+        mistake: " ".join(mla.judge(mla.case(LSE), decode_with(mistake), device="cpu").message.split())
+        for mistake in ("accumulator not rescaled", "wrong scale")
+    }
+    assert ["the LSE is right, so scores, mask and scale are: look at V" in message for message in said.values()] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import FailureConfirmation, compared, comparisons
 from mla_conformance.engine.findings import Findings
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.judging.record import UNLIKE, BackendFacts, Record, RecordKey
 from mla_conformance.judging.verdict import Status
@@ -134,6 +135,13 @@ def test_only_the_first_failure_is_explained_and_only_its_like_shortens_the_hist
     assert confirmation.outcome().after == tuple(case for _, case in OWN)
 
 
+def test_a_failure_that_is_all_of_a_run_is_explained_without_hurry() -> None:
+    given = [
+        next(FailureConfirmation(record(), OWN, True, unhurried).attempts).unhurried for unhurried in (False, True)
+    ]
+    assert given == [False, True]
+
+
 def test_a_search_that_takes_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_conformance.engine.confirm._SHORTENING", 0.0)
     made, found = shortened(7, {0})
@@ -247,14 +255,14 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
 def test_what_a_kernel_refused_is_no_part_of_a_history() -> None:
     case, refused, judged = "lse:q=[4]", "lse:q=[5]", "lse:q=[6]"
     run = object.__new__(Run)
-    run.found = Findings()
+    run.found, run.request = Findings(), RunRequest.of(["EAGER"], cases=[case])
     run.found.verdicts |= {
         ("B", id): Record("B", "B", "lse", id, status)
         for id, status in ((refused, Status.UNSUPPORTED), (judged, Status.PASS), (case, Status.FAIL))
     }
     history: Any = SimpleNamespace(history=[("B", ""), ("B", refused), ("B", judged), ("B", case)])
     found = run._confirmation(run.found.verdicts["B", case], history, explain=False)
-    assert found.history == (("B", ""), ("B", judged))
+    assert found.history == (("B", ""), ("B", judged)) and found.unhurried
 
 
 def test_a_replay_says_that_a_failure_was_not_confirmed(

@@ -19,11 +19,12 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.bases import SplitDecode
 from mla_conformance.defects.known import FAMILIES, known_defects
+from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE, ReportedCauses, describe, explain
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import neighbours
-from mla_conformance.diagnosis.suspects import Base2Lse, RotatedHeads
+from mla_conformance.diagnosis.suspects import Base2Lse, DividesByZero, RotatedHeads
 from mla_conformance.diagnosis.suspects_of_roles import KeyScaleLeftOut, LeakedKey
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
@@ -225,6 +226,28 @@ def test_what_is_nearly_like_a_mistake_is_neither_that_nor_unlike_it(monkeypatch
     assert explain(trial, record) == "" and explain(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
 
 
+class MoreThreads(EagerPrefillBackend):
+    """Leaves a setting of the process other than it was."""
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+        torch.set_num_threads(torch.get_num_threads() + 2)
+        return super()._attend(q, k, v, causal)
+
+
+@pytest.mark.parametrize("kernel", [MoreThreads, LeakedKey, DividesByZero])
+def test_own_kernels_are_judged_as_any_backend_is_and_on_one_thread(kernel: type[EagerPrefillBackend]) -> None:
+    threads = torch.get_num_threads()
+    for case in map(Case.parse, SUSPECT_CASES):
+        made = next((each.reference for each in candidates(Role.PREFILL) if issubclass(each.kernel, kernel)), "")
+        reference = made or located(kernel)
+        trial, record = attempted(reference, case, CONTEXT, torch.device("cpu"))
+        other, expected = tried(reference, case.id)
+        assert record.check == expected.check
+        mine, theirs = Behaviour.of(trial, record), Behaviour.of(other, expected)
+        assert mine.failure == theirs.failure and (not mine.is_wrong or likeness(mine, theirs) == 1.0)
+        assert torch.get_num_threads() == threads
+
+
 SYMPTOMS = {
     "DividesByZero": "the output is NaN where a number is expected",
     "PositiveInfinity": "the LSE is +inf where -inf is expected",
@@ -314,8 +337,11 @@ def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
 @pytest.mark.usefixtures("judged_once")
 def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     trial, record = tried(located(SquaredWeights), SUSPECT_CASES[0])
-    monkeypatch.setattr("mla_conformance.diagnosis.explain._PATIENCE", -1.0)
-    assert explain(trial, record) == UNCOMPARED and ReportedCauses(["It is wrong"]).explain(trial, record) == ""
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.PATIENCE", -1.0)
+    assert (
+        explain(trial, record, patience=-1.0) == UNCOMPARED
+        and ReportedCauses(["It is wrong"]).explain(trial, record) == ""
+    )
     uncompared = record.with_fields(explanation=UNCOMPARED)
     assert not uncompared.is_explained and uncompared.remarks == (UNCOMPARED,)
     (cause,) = causes([uncompared])
@@ -323,8 +349,21 @@ def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.Monke
 
 
 @pytest.mark.usefixtures("judged_once")
-def test_patience_counts_what_the_process_computes_not_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fitted_before_time_ran_out_is_told_with_a_perhaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock takes a second here, and one stands before each candidate."""
+    (rotated,) = (each for each in candidates(Role.PREFILL) if each.reported == "Heads are rotated by one")
+    asked = (rotated, *candidates(Role.PREFILL)[:9])
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: asked)
+    monkeypatch.setattr("time.thread_time", count().__next__)
+    trial, record = tried(rotated.reference, SUSPECT_CASES[0])
+    assert explain(trial, record, patience=3.0) == f"perhaps {rotated.reported} (not every known defect was compared)"
+    assert explain(*tried(located(SquaredWeights), SUSPECT_CASES[0]), patience=3.0) == UNCOMPARED
+
+
+@pytest.mark.usefixtures("judged_once")
+def test_patience_counts_what_this_thread_computes_not_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", count(0, 60).__next__)
+    monkeypatch.setattr("time.process_time", count(0, 60).__next__)
     assert explain(*tried(located(SquaredWeights), SUSPECT_CASES[0])) == UNLIKE
 
 

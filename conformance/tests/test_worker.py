@@ -128,13 +128,19 @@ def test_a_worker_keeps_no_more_of_a_gpu_than_its_share_until_it_is_alone(monkey
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "explain", lambda trial, record: "as one that is off by one")
+    monkeypatch.setattr(room, "explain", lambda trial, record, patience: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, WorkerJudged) and not judged.record.explanation
     assert answer.record.explanation == "as one that is off by one" and not answer.leaves
     found = msgspec.convert(answer.heat, HeatMap)
     assert (found.part, found.wrong) == ("LSE of new tokens", 2 * 14)
     assert asked(Wrong)[-1].heat is None
+
+
+def test_a_failure_that_is_all_of_a_run_is_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "explain", lambda trial, record, patience: f"{patience:.0f}")
+    given = [int(asked(Wrong, explain=True, unhurried=each)[-1].record.explanation) for each in (False, True)]
+    assert given[1] >= 60 > given[0]
 
 
 def test_a_process_that_a_backend_changed_judges_no_other_case() -> None:
