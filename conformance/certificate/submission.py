@@ -24,6 +24,11 @@ def folder_of(suite: str, backend: str) -> Path:
     return Path(suite) / re.sub(r"[^\w.-]+", "-", backend, flags=re.ASCII).strip("-")
 
 
+def suite_order(suite: str) -> list[int]:
+    """Later suites compare greater."""
+    return [int(number) for number in re.findall(r"\d{1,9}", suite)]
+
+
 def write_submission(root: Path, certificate: Certificate) -> Path:
     """Write what is handed in below ``root``, without an earlier signature; the path of the record.
 

@@ -1,16 +1,13 @@
 """Which kernels a profiler saw, capability by capability, as the newest record of a kernel tells."""
 
-import re
 from pathlib import Path
 
 from msgspec import Struct
 
-from mla_conformance.certificate.submission import RECORD_NAME, folder_of
+from mla_conformance.certificate.submission import RECORD_NAME, folder_of, suite_order
 from mla_conformance.files.inputs import decode, read_text
 from mla_conformance.judging.record import NOTHING_TRACED, Traced
 from mla_conformance.judging.verdict import Status
-
-_NUMBERS = re.compile(r"\d{1,9}")
 
 
 class TracedRecord(Struct, frozen=True):
@@ -30,4 +27,4 @@ def newest_traced(root: Path, backend: str) -> TracedRecord | None:
     paths = root.glob(f"*/{folder_of('', backend).name}/{RECORD_NAME}")
     records = [decode(read_text(path), TracedRecord, str(path)) for path in paths]
     telling = [record for record in records if record.traced.kernels]
-    return max(telling, key=lambda record: [*map(int, _NUMBERS.findall(record.suite))], default=None)
+    return max(telling, key=lambda record: suite_order(record.suite), default=None)

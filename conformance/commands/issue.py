@@ -6,12 +6,11 @@ from pathlib import Path
 from mla_conformance.certificate.certificate import Shown, read_shown
 from mla_conformance.certificate.submission import RECORD_NAME
 from mla_conformance.export.issue import Issue, issues_of, markdown_of
-from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
-from mla_conformance.report.form import SCHEMA_NAME
-from mla_conformance.report.loading import load_report, report_file
+from mla_conformance.report.loading import is_report, load_report, report_file
 from mla_conformance.report.terminal import put
 from mla_conformance.scoreboard.entry import Entry, Failure
 
@@ -38,8 +37,7 @@ def _issues(path: Path) -> list[Issue]:
     """Of a run's report, of a record, or of the submission that a folder holds."""
     record = path / RECORD_NAME
     path = record if record.is_file() else report_file(path)
-    schema = decode(read_text(path), dict[str, object], str(path)).get("schema", "")
-    if str(schema).startswith(f"{SCHEMA_NAME}/"):
+    if is_report(path):
         return issues_of(load_report(path))
     shown = read_shown(path)
     return [_of_failure(failure, shown) for failure in Entry(shown, "").failures]

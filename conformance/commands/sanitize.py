@@ -14,6 +14,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import GPU_TIMEOUT
 from mla_conformance.files.places import place_of
 from mla_conformance.judging.record import replay_line
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, counted, say, wrapped
 from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watched
 from mla_conformance.traits.sanitizer_output import joined
@@ -99,11 +100,9 @@ def _silent(found: Watched) -> Iterator[tuple[str, str]]:
         yield found.unavailable, ""
     elif not found.cases:
         yield "it supports none of the cases here", ""
-    silent: dict[str, list[str]] = {}
-    for each in found.cases:
-        if each.unavailable:
-            silent.setdefault(each.unavailable, []).append(each.case)
-    yield from ((why, f" for {counted(len(ids), 'case')}, such as {ids[0]}") for why, ids in silent.items())
+    silent = grouped((each for each in found.cases if each.unavailable), lambda each: each.unavailable)
+    for why, cases in silent.items():
+        yield why, f" for {counted(len(cases), 'case')}, such as {cases[0].case}"
 
 
 def _by(watch: Watch, found: Watched) -> str:

@@ -90,14 +90,14 @@ def _capability(capability: CapabilitySummary) -> CapabilityForm:
         status=capability.outcome,
         error_budget_used=written(capability.error_budget_used),
         failures=tuple(
-            FailureForm(case=record.case, status=record.status, replay=record.replay, **_said(record))
+            FailureForm(case=record.case, status=record.status, replay=record.replay, **said_of(record))
             for record in capability.failures
         ),
     )
 
 
 def _record(record: Record, evidence: int | None) -> RecordForm:
-    said = {} if record.failed else _said(record)
+    said = {} if record.failed else said_of(record)
     return RecordForm(
         case=record.case,
         status=record.status,
@@ -110,7 +110,8 @@ def _record(record: Record, evidence: int | None) -> RecordForm:
     )
 
 
-def _said(record: Record) -> dict[str, Any]:
+def said_of(record: Said) -> dict[str, Any]:
+    """What is said of a case, by the names of its fields, from any form of a record."""
     return {name: getattr(record, name) for name in Said.__struct_fields__}
 
 

@@ -15,7 +15,7 @@ from mla_conformance.cases.grammar import require_id
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said, Traced
+from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Traced
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import (
@@ -23,11 +23,9 @@ from mla_conformance.report.form import (
     SCHEMA_NAME,
     SCHEMA_VERSION,
     BackendForm,
-    FailureForm,
-    RecordForm,
     ReportForm,
 )
-from mla_conformance.report.json_report import report_form
+from mla_conformance.report.json_report import report_form, said_of
 from mla_conformance.report.pairs import JudgedPairs, judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import shown
@@ -37,6 +35,15 @@ from mla_conformance.version import SUITE_VERSION
 def report_file(path: Path) -> Path:
     """The report that a path names: a file, or the one in a run's folder."""
     return path / "report.json" if path.is_dir() else path
+
+
+def is_report(path: Path) -> bool:
+    """Whether it is a run's folder or its report, not records."""
+    path = report_file(path)
+    try:
+        return path.is_file() and decode(read_text(path), _Head, str(path)).schema.startswith(f"{SCHEMA_NAME}/")
+    except InputError:
+        return False
 
 
 def load_report(path: Path) -> RunSummary:
@@ -138,7 +145,7 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
             raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
         Case.parse(entry.case)
-        said = _said(failures.get((capability, entry.case), entry))
+        said = said_of(failures.get((capability, entry.case), entry))
         if (said["judged"] is not None) != (entry.status in _EXPECTED):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
         if said["too_large"] and entry.status is not Status.UNAVAILABLE:
@@ -156,10 +163,6 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
             salt=salt,
             **said,
         )
-
-
-def _said(entry: FailureForm | RecordForm) -> dict[str, Any]:
-    return {name: getattr(entry, name) for name in Said.__struct_fields__}
 
 
 def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:

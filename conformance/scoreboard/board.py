@@ -12,6 +12,7 @@ from importlib.resources import files
 from msgspec import Struct
 
 from mla_conformance.files.inputs import convert
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.scoreboard.entry import ROLES, Entry, RefusedRecord
 
@@ -128,7 +129,5 @@ def _judged(entry: Entry, role: str) -> list[str]:
 
 def _groups(entries: Iterable[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], list[Entry]]:
     """By names in their order, the newest of each group first."""
-    groups: dict[tuple[str, ...], list[Entry]] = {}
-    for entry in sorted(entries, key=lambda entry: entry.order, reverse=True):
-        groups.setdefault(key(entry), []).append(entry)
-    return dict(sorted(groups.items()))
+    newest_first = sorted(entries, key=lambda entry: entry.order, reverse=True)
+    return dict(sorted(grouped(newest_first, key).items()))

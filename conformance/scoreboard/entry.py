@@ -10,16 +10,16 @@ from pathlib import Path
 from mla_conformance.backends.roles import Role
 from mla_conformance.certificate.certificate import Finding, Outdated, Shown, read_certificate, read_shown, records_of
 from mla_conformance.certificate.sanitized import SanitizedKernel, read_sanitized, sanitized_problems
-from mla_conformance.certificate.submission import records_below
+from mla_conformance.certificate.submission import records_below, suite_order
 from mla_conformance.certificate.verify import age, fitted_of, problems
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.pairs import JudgedPairs, judged_pairs, total
 from mla_conformance.report.scope import OTHER_ROLE, role_of, scope_of
 from mla_conformance.report.summary import CapabilitySummary, Counts, count_by_capability, summarise
 
-_NUMBERS = re.compile(r"\d{1,9}")
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 _PAIRS = 3
 """Pairs of classes that are named of those that were not judged."""
@@ -78,7 +78,7 @@ class Entry:
     @property
     def order(self) -> tuple[list[int], str]:
         """Later records compare greater."""
-        return list(map(int, _NUMBERS.findall(self.record.suite))), self.record.date
+        return suite_order(self.record.suite), self.record.date
 
     @cached_property
     def counts(self) -> Counts:
@@ -127,18 +127,14 @@ class Entry:
     @cached_property
     def failures(self) -> tuple[Failure, ...]:
         """What it does wrong, the reason for most cases first."""
-        groups: dict[str, list[Finding]] = {}
-        for finding in self.record.findings:
-            groups.setdefault(_reason(finding), []).append(finding)
+        groups = grouped(self.record.findings, _reason)
         found = [Failure(reason, tuple(findings)) for reason, findings in groups.items()]
         return tuple(sorted(found, key=lambda failure: -len(failure.findings)))
 
     @cached_property
     def roles(self) -> dict[str, dict[str, CapabilitySummary]]:
         """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
-        groups: dict[str, list[Record]] = {}
-        for record in self._records:
-            groups.setdefault(role_of(record.case), []).append(record)
+        groups = grouped(self._records, lambda record: role_of(record.case))
         return {role: _capabilities(group) for role, group in groups.items() if _is_served(group)}
 
     @cached_property

@@ -3,25 +3,21 @@
 import json
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-from msgspec import Struct
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import renewal
-from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model, model_names
-from mla_conformance.report.form import SCHEMA_NAME
-from mla_conformance.report.loading import report_file
 from mla_conformance.report.outcome import Group, ModelAnswer, answers
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.scoreboard.board import Board, Profile, RankedKernel
+from mla_conformance.scoreboard.board import Board, Profile
 from mla_conformance.scoreboard.entry import Entry
 from mla_conformance.version import SUITE_VERSION
 
@@ -115,17 +111,16 @@ def _letter(status: Status | None) -> str:
 
 
 def _engine(profile: Profile) -> dict[str, Any]:
-    candidates = [_candidate(candidate) for candidate in profile.candidates]
+    candidates = [
+        {"name": each.name, "kernel": each.kernel, "when": each.when, "packages": each.packages}
+        for each in profile.candidates
+    ]
     return {
         "name": profile.engine,
         "capability": profile.compute_capability,
         "role": profile.role,
         "candidates": candidates,
     }
-
-
-def _candidate(candidate: RankedKernel) -> dict[str, Any]:
-    return {"name": candidate.name, "kernel": candidate.kernel, "when": candidate.when, "packages": candidate.packages}
 
 
 def _run(run: RunSummary) -> dict[str, Any]:
@@ -152,19 +147,6 @@ def _answer(answer: ModelAnswer) -> dict[str, Any]:
     parts = {part: [counts.passed, counts.listed] for part, counts in answer.parts.items()}
     style = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}.get(answer.group, "unavailable")
     return {"says": str(answer.group), "style": style, "parts": parts}
-
-
-def is_report(path: Path) -> bool:
-    """Whether it is a run's folder or its report, not records."""
-    path = report_file(path)
-    try:
-        return path.is_file() and decode(read_text(path), _Head, str(path)).schema.startswith(f"{SCHEMA_NAME}/")
-    except InputError:
-        return False
-
-
-class _Head(Struct):
-    schema: str = ""
 
 
 def require_deployment(run: RunSummary) -> RunSummary:

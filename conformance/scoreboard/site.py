@@ -19,14 +19,14 @@ from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
 from mla_conformance.report.json_report import to_text
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.loading import is_report, load_report
 from mla_conformance.report.pages import Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
 from mla_conformance.report.traits import TraitsView
 from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
 from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
-from mla_conformance.scoreboard.serving import answered, cases_on, is_report, require_deployment, served
+from mla_conformance.scoreboard.serving import answered, cases_on, require_deployment, served
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
@@ -196,20 +196,17 @@ def _other() -> dict[str, Any]:
 def _result(entry: Entry, failure: Failure, finding: Finding) -> dict[str, Any]:
     record = entry.record
     replay = _replay(entry, finding.case)
+    location = {"name": finding.case, "fullyQualifiedName": f"{record.backend}/{finding.case}", "kind": "member"}
     where = f"{record.backend}, {entry.versions}, {record.device}, {entry.state}"
     return {
         "ruleId": finding.check if finding.check in set(Check) else _OTHER_RULE,
         "level": "note" if entry.old else "error",
         "message": {"text": f"{where}: {failure.reason}. {finding.message}. Replay: {replay}"},
-        "locations": [{"logicalLocations": [_location(record.backend, finding.case)]}],
+        "locations": [{"logicalLocations": [location]}],
         "partialFingerprints": {
             "kernelAndCase/v1": _digest(record.backend, entry.versions, record.device, finding.case)
         },
     }
-
-
-def _location(kernel: str, case: str) -> dict[str, str]:
-    return {"name": case, "fullyQualifiedName": f"{kernel}/{case}", "kind": "member"}
 
 
 def _digest(*parts: str) -> str:
