@@ -165,10 +165,7 @@ def _counts(backend: BackendSummary) -> str:
     if backend.reasons:
         return "unavailable"
     counts = backend.counts
-    more = [f"{counts.failed} failed"] if counts.failed else []
-    more += [f"{counts.waived} expected to fail"] if counts.waived else []
-    more += [f"{counts.not_run} NOT RUN"] if counts.not_run else []
-    more += [f"{counts.unsupported} unsupported"] if counts.unsupported else []
+    more = counts.noted(failed="failed", waived="expected to fail", not_run="NOT RUN", unsupported="unsupported")
     return ", ".join([f"{counts.passed}/{counts.judged} passed", *more])
 
 

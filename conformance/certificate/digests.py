@@ -52,11 +52,6 @@ def locked_digests() -> dict[str, tuple[str, ...]]:
     return {name: tuple(stored.get(SUITE_VERSION, {}).get(name, ())) for name in LOCKED}
 
 
-def judge_alike(stated: dict[str, str]) -> bool:
-    """Whether what judged under these digests gives the verdicts of what is installed here."""
-    return not list(unlike(stated))
-
-
 def unlike(stated: dict[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
     """What is otherwise here, by name: the digest here, and the stated one."""
     here = installed_digests()

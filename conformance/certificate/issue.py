@@ -120,9 +120,13 @@ def record(
         counts=backend.counts,
         worst=_worst(backend.records),
         seconds=round(sum(record.seconds for record in backend.records), 1),
-        findings=tuple(_finding(record) for record in backend.records if record.status is Status.EXPECTED_FAILURE),
+        findings=tuple(
+            Finding(r.case, r.judged, r.check, r.message, r.expectation)
+            for r in backend.records
+            if r.status is Status.EXPECTED_FAILURE
+        ),
         unjudged=tuple(Unjudged(r.case, r.message) for r in backend.records if r.status is Status.UNAVAILABLE),
-        lacking=_lacking(backend.records),
+        lacking=dict(MustPass.of_suite().missing({r.case: r for r in backend.records}, waivable=True)),
         cases={record.case: record.status for record in backend.records},
         traits=backend.traits or msgspec.UNSET,
     )
@@ -138,15 +142,6 @@ def _require_success(backend: BackendSummary) -> None:
             raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
         if capability.outcome is BackendOutcome.UNAVAILABLE:
             raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
-
-
-def _lacking(records: Sequence[Record]) -> dict[str, str]:
-    """Must-pass cases that did not pass, each with why."""
-    return dict(MustPass.of_suite().missing({record.case: record for record in records}, waivable=True))
-
-
-def _finding(record: Record) -> Finding:
-    return Finding(record.case, record.judged, record.check, record.message, record.expectation)
 
 
 def _worst(records: Sequence[Record]) -> dict[str, Worst]:

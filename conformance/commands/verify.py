@@ -10,7 +10,7 @@ from pathlib import Path
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
 from mla_conformance.certificate.compare import Remark, Weight, compare, compare_machines
-from mla_conformance.certificate.digests import judge_alike
+from mla_conformance.certificate.digests import unlike
 from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.sanitized import sanitized_problems
 from mla_conformance.certificate.signature import SignatureError, signature_of, signer_of
@@ -116,7 +116,7 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
     _require_name(certificate, backend)
     if options.rerun <= 0:  # the run tells more
         yield from compare_machines(certificate.environment, this_machine())
-    yield from compare(certificate.pins, certificate.traced, backend, judge_alike(certificate.digests))
+    yield from compare(certificate.pins, certificate.traced, backend, judged_alike=not any(unlike(certificate.digests)))
 
 
 def _require_name(certificate: Certificate, backend: BackendReference) -> None:
