@@ -25,9 +25,7 @@ from mla_conformance.vocabulary.capabilities import (
     smoke_cases,
     with_killing,
 )
-from mla_conformance.vocabulary.capabilities import (
-    listed as every_case,
-)
+from mla_conformance.vocabulary.capabilities import listed as every_case
 
 CALLS: Mapping[Role, tuple[Call, ...]] = {
     Role.PREFILL: (Call.NEW_TOKENS, Call.CONTEXT_CHUNK),

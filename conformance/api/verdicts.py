@@ -110,11 +110,7 @@ class FunctionSubject(Subject):
 
 
 def judge(
-    case: FunctionCase,
-    function: Function,
-    *,
-    device: str | torch.device = "",
-    declaration: Declaration = _STRICTEST,
+    case: FunctionCase, function: Function, *, device: str | torch.device = "", declaration: Declaration = _STRICTEST
 ) -> FunctionVerdict:
     """The verdict over a function on a case, with as many calls as the case's capability takes.
 

@@ -78,11 +78,7 @@ COMMANDS = (
             _TIMEOUT,
             option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
             option(
-                "--give-up-after",
-                "N",
-                "drop a backend after N equal failures; by default 5",
-                type=count,
-                default=5,
+                "--give-up-after", "N", "drop a backend after N equal failures; by default 5", type=count, default=5
             ),
             (
                 option("--model", "NAME", "judge what a deployment of this model calls; see models"),
@@ -94,10 +90,7 @@ COMMANDS = (
             flag("--bitwise", "also report when a row's bits stay the same"),
             flag("--accuracy", "also report how errors are spread"),
             option(
-                "--sanitize",
-                "TOOL",
-                "instead, run small cases under this tool of compute-sanitizer",
-                choices=TOOLS,
+                "--sanitize", "TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS
             ),
             flag("--apart", "inputs, kernel and judge in separate processes"),
             flag("--json", "print the report as JSON"),
@@ -120,12 +113,7 @@ COMMANDS = (
         "watch",
         "judge a backend whenever its file changes, what failed last first",
         "mla_conformance.commands.watch:watch",
-        (
-            option("backend", "file.py:Class", "the class to judge"),
-            _CAPABILITIES,
-            _DEVICE,
-            _TIMEOUT,
-        ),
+        (option("backend", "file.py:Class", "the class to judge"), _CAPABILITIES, _DEVICE, _TIMEOUT),
         ("my_backend.py:MyBackend --capability lse",),
         "130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
@@ -223,11 +211,7 @@ COMMANDS = (
         "defects",
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
-        (
-            option("--tier", _TIERS, "by default full", default="full"),
-            _JSON,
-            path("--page", "FILE", _SECTION),
-        ),
+        (option("--tier", _TIERS, "by default full", default="full"), _JSON, path("--page", "FILE", _SECTION)),
         ("--tier smoke",),
         "0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),

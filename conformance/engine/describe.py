@@ -38,11 +38,7 @@ def device_facts(device: torch.device) -> dict[str, str]:
 def _cuda_facts() -> dict[str, str]:
     """Versions of the driver, where the system tells, of the CUDA runtime and of cuDNN."""
     cudnn = torch.backends.cudnn.version()
-    return {
-        "driver": driver_version(),
-        "cuda": str(torch.version.cuda),
-        "cudnn": "" if cudnn is None else str(cudnn),
-    }
+    return {"driver": driver_version(), "cuda": str(torch.version.cuda), "cudnn": "" if cudnn is None else str(cudnn)}
 
 
 def describe(subject: Subject) -> BackendFacts:

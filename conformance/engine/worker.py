@@ -122,11 +122,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     device = find_device(setup.device)
     connection.sendall(encode(_hello(process, device)))
     worker = Worker(
-        device or torch.device("cpu"),
-        setup.memory,
-        lambda event: connection.sendall(encode(event)),
-        setup.salt,
-        others,
+        device or torch.device("cpu"), setup.memory, lambda event: connection.sendall(encode(event)), setup.salt, others
     )
     while line := read_line(connection):
         try:
