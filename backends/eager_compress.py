@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mla_conformance.backends.compress import MLACompressBackend, check_compress_call
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.eager_prepare import rotated_pairs
 from mla_conformance.backends.kernel import NamedKernel
 
 
@@ -110,6 +111,5 @@ class EagerCompressBackend(NamedKernel, MLACompressBackend):
     def _rotated(self, entries: Tensor, turns: Tensor) -> Tensor:
         """[E, D] with the last R columns rotated by rows [E, R] of the table."""
         plain, x = entries.tensor_split([entries.shape[-1] - turns.shape[-1]], dim=-1)
-        (cos, sin), a, b = turns.chunk(2, dim=-1), x[..., 0::2], x[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        return torch.cat((plain, turned), dim=-1)
+        cos, sin = turns.chunk(2, dim=-1)
+        return torch.cat((plain, rotated_pairs(x, cos, sin, is_neox_style=False)), dim=-1)

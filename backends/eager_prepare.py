@@ -17,6 +17,13 @@ from mla_conformance.reference.quantization import E4M3_MAX
 _LEAST = 1e-10
 
 
+def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
+    """[..., R] with pairs turned by their cosines and sines [..., R/2]: columns R/2 apart, or neighbours."""
+    a, b = x.chunk(2, dim=-1) if is_neox_style else (x[..., 0::2], x[..., 1::2])
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    return torch.cat(turned, dim=-1) if is_neox_style else torch.stack(turned, dim=-1).flatten(-2)
+
+
 class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
     """Every convention, and heads of any whole blocks of columns."""
 
@@ -62,12 +69,7 @@ class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
 
     def _rope(self, x: Tensor) -> Tensor:
         """[T, heads, R] rotated by the pairs of the model's style."""
-        cos, sin = self._turns(x)
-        if self.preparation.is_neox_style:
-            a, b = x.chunk(2, dim=-1)
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        return rotated_pairs(x, *self._turns(x), self.preparation.is_neox_style)
 
     def _turns(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [T, 1, R/2] of the tokens' positions."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.backends.eager_prepare import rotated_pairs
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import NamedKernel
@@ -149,11 +150,7 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
     def _rope(self, x: Tensor, turns: Tensor, is_neox_style: bool) -> Tensor:
         """[T, heads, R] rotated by cosines and sines [T, R], in float32."""
         cos, sin = turns.unsqueeze(1).chunk(2, dim=-1)
-        a, b = x.float().chunk(2, dim=-1) if is_neox_style else (x[..., 0::2].float(), x[..., 1::2].float())
-        first, second = a * cos - b * sin, b * cos + a * sin
-        if is_neox_style:
-            return torch.cat((first, second), dim=-1).to(x.dtype)
-        return torch.stack((first, second), dim=-1).flatten(-2).to(x.dtype)
+        return rotated_pairs(x.float(), cos, sin, is_neox_style).to(x.dtype)
 
     def _attend(self, q: Tensor, kv_cache: Tensor, lists: Tensor) -> Tensor:
         """[T, N, V] of queries [T, N, P + R] and what each row's list names."""
