@@ -33,9 +33,6 @@ class _RunsOn(EagerPrefillBackend):
         self._q = q
         return super()._scores(q, k)
 
-    def _filled(self, scores, behind):
-        raise NotImplementedError
-
 
 @known_defect("prefill-tile-weighs-neighbours-values-with-zero", killed_by="neighbour_keys")
 class ZeroTimesTheNeighbour(_RunsOn):

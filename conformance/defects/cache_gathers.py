@@ -44,9 +44,6 @@ class _Requests(_Elsewhere):
         starts = self._starts(seq_starts, page, compress_ratio).int()
         return super()._slots_of_requests(page, block_table, cu_seq_lens, starts, compress_ratio)
 
-    def _starts(self, seq_starts, page, compress_ratio):
-        raise NotImplementedError
-
 
 @known_defect("gather-starts-at-a-page", killed_by="latent_gather")
 class StartsAtThePage(_Requests):

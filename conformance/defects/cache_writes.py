@@ -21,9 +21,6 @@ class _Entries(EagerCacheBackend):
         entries = super()._tiled(keys, form)
         return self._changed(entries, form) if form.name == self.layout else entries
 
-    def _changed(self, entries, form):
-        raise NotImplementedError
-
 
 class _Placed(EagerCacheBackend):
     """Entries of one layout are written to other places of their page than readers expect."""
@@ -54,9 +51,6 @@ class _Scales(EagerCacheBackend):
             return super()._tile_scales(largest, form)
         scales = self._of(largest)
         return scales, scales
-
-    def _of(self, largest):
-        raise NotImplementedError
 
 
 @known_defect("cache-written-as-if-pages-were-packed", killed_by="latent_write")

@@ -72,9 +72,6 @@ class _ReadsOn(EagerDecodeBackend):
             return state
         return self._tail(state, q, self._dequantise(self._entries(kv_cache, request, unused), k_scale).unsqueeze(1))
 
-    def _tail(self, state, q, keys):
-        raise NotImplementedError
-
 
 @known_defect("mla-last-page-nan-leak", killed_by="paged_cache", related=_POISONED_TOO)
 class WeightedTail(_ReadsOn):

@@ -74,9 +74,6 @@ class _Counters(EagerDecodeBackend):
         """Where the counters of the call begin."""
         return 0
 
-    def _clear(self):
-        raise NotImplementedError
-
 
 @known_defect("trtllm-counter-region-moves-with-shape", killed_by="call_order")
 class MovingCounters(_Counters):

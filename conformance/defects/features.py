@@ -73,9 +73,6 @@ class _EveryNth(EagerPrefillBackend):
             k = self._stale(k)
         return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
 
-    def _stale(self, k: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
 
 @known_defect("q8kv8-prefill-stream-ordering", killed_by="determinism")
 class UnorderedStreams(_EveryNth):

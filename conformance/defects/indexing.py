@@ -20,9 +20,6 @@ class _OtherKeys(EagerPrefillBackend):
             parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
         return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
 
-    def _keys(self, request, query_start_loc, key_start_loc):
-        raise NotImplementedError
-
 
 @known_defect(
     "flashinfer-ragged-cutlass-192-noncausal-mismatch", killed_by="context_chunk", related=("lse", "empty_rows")

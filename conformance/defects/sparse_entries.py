@@ -31,9 +31,6 @@ class _Rows(EagerSparseBackend):
         rows = super()._entries(source, slots)
         return self._read(rows.clone()) if source.layout == self.layout else rows
 
-    def _read(self, rows):
-        raise NotImplementedError
-
 
 class _Pages(EagerSparseBackend):
     """Blocks are found as if so many bytes or values stood between them."""

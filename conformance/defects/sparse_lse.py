@@ -20,9 +20,6 @@ class _Lse(EagerSparseBackend):
         output, lse = super().attend(q, sources, k_scale, sink)
         return output, self._returned(lse)
 
-    def _returned(self, lse):
-        raise NotImplementedError
-
 
 @known_defect("sparse-lse-in-base-2", killed_by="sparse_lse", related=_SHAPES_TOO)
 class LseInBase2(_Lse):
@@ -173,9 +170,6 @@ class _Apart(EagerSparseBackend):
 
     def _attend(self, q, request, sources, k_scale):
         return self._merged([super(_Apart, self)._attend(q, request, [each], k_scale) for each in sources])
-
-    def _merged(self, states):
-        raise NotImplementedError
 
 
 @known_defect("sparse-two-caches-averaged", killed_by="second_cache")

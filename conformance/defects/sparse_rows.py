@@ -23,9 +23,6 @@ class _OtherLists(EagerSparseBackend):
         ]
         return super().attend(q, sources, k_scale, sink)
 
-    def _rows(self, tokens):
-        raise NotImplementedError
-
 
 @known_defect("sparse-list-of-the-first-row", killed_by="sparse_decode", related=_SHAPES_TOO)
 class ListOfTheFirstRow(_OtherLists):
