@@ -29,9 +29,8 @@ import torch  # noqa: E402
 from mla_conformance.backends.references import BackendReference  # noqa: E402
 from mla_conformance.cases.case import Case  # noqa: E402
 from mla_conformance.certificate.digests import installed_digests  # noqa: E402
-from mla_conformance.defects.honest import HONEST  # noqa: E402
-from mla_conformance.defects.known import judged_roles, known_defects  # noqa: E402
-from mla_conformance.defects.matrix import MatrixKernel  # noqa: E402
+from mla_conformance.defects.known import known_defects  # noqa: E402
+from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
 from mla_conformance.judging.record import Record  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
 from mla_conformance.trials.context import Clock, Context  # noqa: E402
@@ -49,11 +48,7 @@ _CPU = torch.device("cpu")
 
 def kernels() -> list[MatrixKernel]:
     """Real kernels and honest ones, then the known defects."""
-    honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
-    wrong = [
-        MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()
-    ]
-    return [*(MatrixKernel(name, name) for name in _REAL), *honest, *wrong]
+    return [*(MatrixKernel(name, name) for name in _REAL), *emulated()]
 
 
 def rows_of(capability: str, small: bool) -> list[Row]:

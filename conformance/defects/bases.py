@@ -1,8 +1,10 @@
 """What wrong and honest kernels are made from: EAGER in a layer, a graph, splits or e4m3, and scales in e8m0."""
 
+import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,7 +14,7 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.judging.tolerance import SCALED_P
 
 
@@ -29,6 +31,12 @@ class EagerLayer(MLACommonBackend):
     decode_backend = EagerDecodeBackend
     supported_dtypes = EagerDecodeBackend.supported_dtypes
     supported_kv_cache_dtypes = EagerDecodeBackend.supported_kv_cache_dtypes
+
+
+def emulations(module: str) -> tuple[Any, ...]:
+    """The classes that a module defines, in their order, but for those whose names begin with an underscore."""
+    defined = (each for each in vars(sys.modules[module]).values() if getattr(each, "__module__", "") == module)
+    return tuple(each for each in defined if isinstance(each, type) and not each.__name__.startswith("_"))
 
 
 class CapturablePrefill(EagerPrefillBackend):
@@ -81,6 +89,26 @@ def packed(kv_cache: torch.Tensor) -> torch.Tensor:
 def declares(rounding: Rounding) -> Declaration:
     """What an emulation declares that rounds so."""
     return Declaration(rounding=rounding, emulated=True)
+
+
+LOG2_E = math.log2(math.e)
+
+
+class BaseTwo(OnlineSoftmax):
+    """Powers of two of scores times log2(e); the LSE is converted at last."""
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return super()._scores(q, k) * LOG2_E
+
+    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay, p = (state.maximum - shift).exp2(), (scores - shift).exp2()
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
+        return super()._finish(state._replace(maximum=state.maximum / LOG2_E))
 
 
 class SplitDecode(LayeredDecode):

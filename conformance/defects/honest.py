@@ -21,6 +21,7 @@ from mla_conformance.defects.bases import (
     EagerLayer,
     HopperE4M3Operands,
     declares,
+    emulations,
     joined,
     joined_in_a_tree,
     stored_in,
@@ -28,9 +29,9 @@ from mla_conformance.defects.bases import (
 from mla_conformance.defects.honest_cache import HONEST_CACHES
 from mla_conformance.defects.honest_compression import HONEST_COMPRESSORS
 from mla_conformance.defects.honest_decode import HONEST_DECODES
-from mla_conformance.defects.honest_sparse import HONEST_INDEXERS, HONEST_SPARSE
+from mla_conformance.defects.honest_sparse import HONEST_SPARSE
 from mla_conformance.defects.honest_sparse_layers import HONEST_SPARSE_LAYERS
-from mla_conformance.defects.honest_steps import HONEST_PREPARATIONS, HONEST_TOPK
+from mla_conformance.defects.honest_steps import HONEST_STEPS
 from mla_conformance.defects.honest_tiles import HONEST_TILES
 from mla_conformance.defects.known import Emulation
 
@@ -276,42 +277,9 @@ class OneBlockAfterTheOther(EagerLayer):
 
 
 HONEST: tuple[type[Emulation], ...] = (
-    EagerPrefillBackend,
-    Tiles16,
-    Tiles1024,
-    ReversedKeys,
-    Splits3,
-    Splits8,
-    Splits16Tree,
-    StoredPartials,
-    ApproximateExp,
-    HalfWeights,
-    Float32Throughout,
-    SumOfRoundedWeights,
-    E4M3Weights,
-    ScaledE4M3Weights,
-    TwoPasses,
-    ReciprocalScale,
-    E4M3Operands,
-    HopperE4M3Operands,
-    CapturablePrefill,
-    CapturableDecode,
-    CapturableSparse,
-    *HONEST_DECODES,
-    *HONEST_INDEXERS,
-    *HONEST_CACHES,
-    *HONEST_COMPRESSORS,
-    EagerLayer,
-    ReciprocalCacheScale,
-    LastChunkFirst,
-    UncountedUnwritten,
-    ProjectsInFloat32,
-    OneBlockAfterTheOther,
-    PowersOfTwo,
-    *HONEST_SPARSE,
-    *HONEST_SPARSE_LAYERS,
-    *HONEST_TOPK,
-    *HONEST_PREPARATIONS,
-    *HONEST_TILES,
+    *(EagerPrefillBackend, EagerLayer, E4M3Operands, HopperE4M3Operands),
+    *(CapturablePrefill, CapturableDecode, CapturableSparse),
+    *(*HONEST_DECODES, *HONEST_CACHES, *HONEST_COMPRESSORS, *emulations(__name__)),
+    *(*HONEST_SPARSE, *HONEST_SPARSE_LAYERS, *HONEST_STEPS, *HONEST_TILES),
 )
 """Every honest emulation; real kernels are judged beside them."""

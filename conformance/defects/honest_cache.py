@@ -8,6 +8,7 @@ import torch
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.defects.bases import emulations
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _UNUSED_BYTE = 0xEE
@@ -151,17 +152,5 @@ class OneWriterAlone(MLACacheBackend):
         writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
 
 
-HONEST_CACHES: tuple[type[MLACacheBackend], ...] = (
-    EagerCacheBackend,
-    LastTokenFirst,
-    ReciprocalScales,
-    ScalesByTheirBits,
-    ZeroTilesWithAnyScale,
-    CodesOfZeroWithoutSign,
-    GathersPageByPage,
-    DequantisesInFloat64,
-    LongVectors,
-    VirtualBlocks,
-    OneWriterAlone,
-)
+HONEST_CACHES: tuple[type[MLACacheBackend], ...] = (EagerCacheBackend, *emulations(__name__))
 """Every honest emulation of cache operations."""

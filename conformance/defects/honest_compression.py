@@ -5,6 +5,7 @@ import torch
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.defects.bases import emulations
 
 
 class RunningSoftmax(EagerCompressBackend):
@@ -81,12 +82,5 @@ class TailBeforePools(EagerTopKBackend):
         return super()._expanded(pools.sort(dim=1).values, pool)
 
 
-HONEST_COMPRESSORS: tuple[type[KernelBackend], ...] = (
-    EagerCompressBackend,
-    RunningSoftmax,
-    RoundsBeforeTheRotation,
-    PlacesWhenPooled,
-    FromTheCallItself,
-    TailBeforePools,
-)
+HONEST_COMPRESSORS: tuple[type[KernelBackend], ...] = (EagerCompressBackend, *emulations(__name__))
 """Every honest emulation of a compressor, and of a selection over pools."""

@@ -1,6 +1,5 @@
 """Honest decode kernels that differ legitimately from EAGER's: the judge must accept every one of them."""
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 
@@ -9,9 +8,16 @@ import torch
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
-from mla_conformance.defects.bases import LayeredDecode, SplitDecode, declares, joined, joined_in_a_tree, stored_in
-
-_LOG2_E = math.log2(math.e)
+from mla_conformance.defects.bases import (
+    BaseTwo,
+    LayeredDecode,
+    SplitDecode,
+    declares,
+    emulations,
+    joined,
+    joined_in_a_tree,
+    stored_in,
+)
 
 
 class PageTiles(LayeredDecode):
@@ -102,13 +108,10 @@ class UnroundedWeights(LayeredDecode):
         return p
 
 
-class TinyWeights(LayeredDecode):
+class TinyWeights(KeysOfTheModel):
     """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
 
     declaration = declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL))
-
-    def _dequantise(self, rows, k_scale):
-        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
     def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
@@ -133,37 +136,9 @@ class HalfPrecisionWeights(LayeredDecode):
         return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
 
 
-class PowersOfTwo(LayeredDecode):
-    """Powers of two of scores times log2(e); the LSE is converted at last."""
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return super()._scores(q, k) * _LOG2_E
-
-    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay, p = (state.maximum - shift).exp2(), (scores - shift).exp2()
-        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
-
-    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
-        return super()._finish(state._replace(maximum=state.maximum / _LOG2_E))
+class PowersOfTwo(BaseTwo, LayeredDecode):
+    """A decode in powers of two."""
 
 
-HONEST_DECODES: tuple[type[KernelBackend], ...] = (
-    LayeredDecode,
-    PageTiles,
-    WideTiles,
-    LastTileFirst,
-    SplitTokens,
-    StoredSplits,
-    KeysOfTheModel,
-    ScaledScores,
-    RoughExponential,
-    UnroundedWeights,
-    TinyWeights,
-    SplitTree,
-    HalfPrecisionWeights,
-    PowersOfTwo,
-)
+HONEST_DECODES: tuple[type[KernelBackend], ...] = (LayeredDecode, *emulations(__name__))
 """Every honest emulation of a decode kernel."""

@@ -10,7 +10,7 @@ from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.defects.bases import added, declares, joined, stored_in, through_e8m0
+from mla_conformance.defects.bases import added, declares, emulations, joined, stored_in, through_e8m0
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -80,17 +80,6 @@ class ScalesOfPowersOfTwo(EagerSparseBackend):
         return through_e8m0(rows) if source.layout == "fp8_ds_mla" else rows
 
 
-HONEST_SPARSE: tuple[type[KernelBackend], ...] = (
-    EagerSparseBackend,
-    ColumnTiles,
-    SplitLists,
-    SharedUnions,
-    SelectedInTheModelsDtype,
-    ScalesOfPowersOfTwo,
-)
-"""Every honest emulation of a sparse kernel."""
-
-
 class NarrowTiles(EagerIndexerBackend):
     """Tiles of 16 tokens, and anything behind a row's bound."""
 
@@ -153,13 +142,5 @@ class AscendingTokens(EagerIndexerBackend):
         return torch.where(flipped == NO_KEY, NO_KEY, logits.shape[1] - 1 - flipped).sort(dim=1).values
 
 
-HONEST_INDEXERS: tuple[type[KernelBackend], ...] = (
-    EagerIndexerBackend,
-    NarrowTiles,
-    HeadAfterHead,
-    ScalesBehindTheSum,
-    RoundedKeys,
-    TruncatedSums,
-    AscendingTokens,
-)
-"""Every honest emulation of an indexer."""
+HONEST_SPARSE: tuple[type[KernelBackend], ...] = (EagerSparseBackend, EagerIndexerBackend, *emulations(__name__))
+"""Every honest emulation of a sparse kernel, and of an indexer."""

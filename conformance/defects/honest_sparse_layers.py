@@ -6,6 +6,7 @@ from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.defects.bases import emulations
 from mla_conformance.reference.selected import NO_KEY
 
 
@@ -112,12 +113,5 @@ class ScoresOfSharesAdded(EagerSparseLayerBackend):
         return torch.nn.functional.pad(lists, (0, self.config.topk_tokens - lists.shape[1]), value=NO_KEY)
 
 
-HONEST_SPARSE_LAYERS: tuple[type[KernelBackend], ...] = (
-    EagerSparseLayerBackend,
-    DenseShortcut,
-    MaskedPrefills,
-    KeysInOneKernel,
-    AscendingLists,
-    ScoresOfSharesAdded,
-)
+HONEST_SPARSE_LAYERS: tuple[type[KernelBackend], ...] = (EagerSparseLayerBackend, *emulations(__name__))
 """Every honest emulation of a layer with selected keys."""

@@ -9,6 +9,7 @@ from mla_conformance.backends.declaration import Declaration, Precision, Selecti
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import KernelBackend
+from mla_conformance.defects.bases import emulations
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
@@ -116,19 +117,6 @@ class FlushesSubnormals(EagerTopKBackend):
         return super()._keys(values.masked_fill(values.abs() < torch.finfo(torch.float32).smallest_normal, 0.0))
 
 
-HONEST_TOPK: tuple[type[KernelBackend], ...] = (
-    EagerTopKBackend,
-    RadixSelection,
-    SortedRows,
-    HeapOfEachRow,
-    SplitRows,
-    ColumnsOfTheLogits,
-    BitsOfZeros,
-    FlushesSubnormals,
-)
-"""Every honest emulation of a top-k."""
-
-
 class Butterflies(EagerPrepareBackend):
     """The Hadamard transform by butterflies, normalised before the first."""
 
@@ -205,13 +193,5 @@ class PreparesInFloat64(EagerPrepareBackend):
         return super()._scales(largest.float())
 
 
-HONEST_PREPARATIONS: tuple[type[KernelBackend], ...] = (
-    EagerPrepareBackend,
-    Butterflies,
-    StoredIntermediates,
-    OnePassNorm,
-    Reciprocals,
-    PowersByBits,
-    PreparesInFloat64,
-)
-"""Every honest emulation of a preparation."""
+HONEST_STEPS: tuple[type[KernelBackend], ...] = (EagerTopKBackend, EagerPrepareBackend, *emulations(__name__))
+"""Every honest emulation of a top-k, and of a preparation."""

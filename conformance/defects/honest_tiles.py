@@ -1,6 +1,5 @@
 """Honest kernels of all roles whose tiles, splits and running states differ legitimately from EAGER's."""
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 
@@ -13,11 +12,19 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
-from mla_conformance.defects.bases import EagerLayer, SplitDecode, declares, joined, joined_in_a_tree
+from mla_conformance.defects.bases import (
+    LOG2_E,
+    BaseTwo,
+    EagerLayer,
+    SplitDecode,
+    declares,
+    emulations,
+    joined,
+    joined_in_a_tree,
+)
 from mla_conformance.defects.known import Emulation
 from mla_conformance.reference.selected import NO_KEY
 
-_LOG2_E = math.log2(math.e)
 _LEAST = torch.finfo(torch.float32).min
 
 
@@ -56,7 +63,7 @@ class _LazyRescale(OnlineSoftmax):
 
     def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
         largest = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
-        stays = largest - state.maximum <= 8 / _LOG2_E
+        stays = largest - state.maximum <= 8 / LOG2_E
         maximum = torch.where(stays, state.maximum, largest)
         shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
         decay = (state.maximum - shift).exp()
@@ -82,28 +89,11 @@ class LazyLayer(EagerLayer):
     decode_backend = LazyDecode
 
 
-class _BaseTwo(OnlineSoftmax):
-    """Powers of two of scores times log2(e); the LSE is converted at last."""
-
-    def _scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return super()._scores(q, k) * _LOG2_E
-
-    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay, p = (state.maximum - shift).exp2(), (scores - shift).exp2()
-        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
-
-    def _finish(self, state: SoftmaxState) -> tuple[torch.Tensor, torch.Tensor]:
-        return super()._finish(state._replace(maximum=state.maximum / _LOG2_E))
-
-
-class PrefillInBaseTwo(_BaseTwo, EagerPrefillBackend):
+class PrefillInBaseTwo(BaseTwo, EagerPrefillBackend):
     """A prefill in powers of two."""
 
 
-class SparseInBaseTwo(_BaseTwo, EagerSparseBackend):
+class SparseInBaseTwo(BaseTwo, EagerSparseBackend):
     """Attention to selected keys in powers of two, in tiles of 32 columns."""
 
     key_tile = 32
@@ -270,26 +260,5 @@ class BestOfTheBest(EagerIndexerBackend):
         return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 
-HONEST_TILES: tuple[type[Emulation], ...] = (
-    FinitePrefill,
-    FiniteDecode,
-    FiniteSparse,
-    LazyPrefill,
-    LazyDecode,
-    LazyLayer,
-    PrefillInBaseTwo,
-    SparseInBaseTwo,
-    SkipsMaskedTiles,
-    SplitsOfTheLongest,
-    HeadTileAfterHeadTile,
-    TwoPassDecode,
-    EvenAndOddTiles,
-    MergesByShare,
-    TreeOfTiles,
-    SinkAmongTheKeys,
-    HalfWeightsOfLists,
-    ScaledCodesOfLists,
-    ChunksInATree,
-    BestOfTheBest,
-)
+HONEST_TILES: tuple[type[Emulation], ...] = emulations(__name__)
 """Every honest emulation of this module."""

@@ -66,12 +66,17 @@ class MatrixTask:
 
 @cache
 def kernels() -> Sequence[MatrixKernel]:
-    """Honest kernels, the real ones among them, then the known defects."""
+    """Every kernel of the run: real ones, and all that are emulated."""
+    return [*_real(), *emulated()]
+
+
+def emulated() -> list[MatrixKernel]:
+    """Honest emulations, then the known defects."""
     honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
     wrong = [
         MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()
     ]
-    return [*honest, *_real(), *wrong]
+    return honest + wrong
 
 
 @cache
