@@ -117,6 +117,9 @@ addEventListener("message", (event) => {{
 </script>"""
 
 
+FRAME = '<iframe name="{}" src="{}" width={} height=800 frameborder=0 style="color-scheme: {}"></iframe>'
+
+
 def report() -> str:
     """A page with two failing backends, refusals, an expected failure and an absent backend."""
     cases = [case.id for name in ("lse", "decode") for case in CAPABILITIES[name].cases]
@@ -166,9 +169,9 @@ def _entry(backend: str, cases: list[str], wrong: list[str]) -> Entry:
 PAGES = {"report": report, "scoreboard": scoreboard}
 
 
-SCHEMES = ("light", "dark")
 WIDTHS = (1200, 400)
 """Pixels; no window of a browser is as narrow as a phone, but a frame in it is."""
+SHOWN = tuple(product(PAGES, WIDTHS, ("light", "dark")))
 
 
 @pytest.fixture(scope="module")
@@ -178,10 +181,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     for kind, make in PAGES.items():
         text = make().replace("<head>", f"<head>{WATCH}").replace("</body>", f"{STEPS}</body>")
         (folder / f"{kind}.html").write_text(text, encoding="utf-8")
-    place = 'src="{0}.html" width={1} height=800 frameborder=0 style="color-scheme: {2}"'
-    frame = f'<iframe name="{{0}}-{{1}}-{{2}}" {place}></iframe>'
-    frames = "".join(frame.format(*each) for each in product(PAGES, WIDTHS, SCHEMES))
+    frames = "".join(FRAME.format(f"{each[0]}-{each[1]}-{each[2]}", f"{each[0]}.html", *each[1:]) for each in SHOWN)
     (folder / "frames.html").write_text(FRAMES.format(frames=frames), encoding="utf-8")
+    return seen_in(folder)
+
+
+def seen_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """What scripts in the frames of ``frames.html`` report, by the frame's name."""
     done = subprocess.run(
         [
             str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
@@ -196,9 +202,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return reported
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", PAGES)
+@pytest.mark.parametrize(("kind", "width", "scheme"), SHOWN)
 def test_a_page_works_by_keys_and_fits_its_window(
     seen: dict[str, dict[str, Any]], kind: str, width: int, scheme: str
 ) -> None:
