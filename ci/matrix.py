@@ -5,7 +5,6 @@ Every figure is read from a record; a table says which suite judged it, on what 
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from mla_conformance.certificate.certificate import Finding, Shown, read_shown
@@ -15,12 +14,9 @@ from mla_conformance.files.outputs import Section
 
 ROOT = Path(__file__).parents[1]
 SUBMISSIONS = ROOT / "submissions"
-_KERNELS = (
-    "| kernel | version | date | passed | known to fail | unsupported | not judged | worst of budget |\n"
-    "|---|---|---|---|---|---|---|---|"
-)
-_OVERVIEW = "| kernel | library | passed | known to fail |\n|---|---|---|---|"
-_FAILURES = "| kernel | cases | for example | why |\n|---|---|---|---|"
+_KERNELS = "| kernel | version | passed | known to fail | worst of budget |\n|---|---|---|---|---|"
+_OVERVIEW = "| library | right | some known to fail |\n|---|---|---|"
+_FAILURES = "| kernels, cases | for example | why |\n|---|---|---|"
 
 
 def newest(submissions: Path) -> list[Shown]:
@@ -31,8 +27,11 @@ def newest(submissions: Path) -> list[Shown]:
 
 
 def overview(records: list[Shown]) -> str:
-    """A short row for each record of the newest suite: of the cases that were judged, how many passed."""
-    return "\n".join([_OVERVIEW, *map(_brief, _of_newest(records)), "", outdated(records)])
+    """A row for each library of the newest suite's records: how many of the judged cases its kernels passed."""
+    libraries: dict[str, list[Shown]] = {}
+    for record in _of_newest(records):
+        libraries.setdefault(" ".join(next(iter(record.distributions.items()), ())), []).append(record)
+    return "\n".join([_OVERVIEW, *(_brief(*library) for library in libraries.items()), "", outdated(records)])
 
 
 def outdated(records: list[Shown]) -> str:
@@ -54,39 +53,44 @@ def _number(suite: str) -> tuple[int, ...]:
     return tuple(map(int, suite.split(".")))
 
 
-def _brief(record: Shown) -> str:
-    counts, library = record.counts, " ".join(next(iter(record.distributions.items()), ()))
-    judged = counts.passed + counts.failed + counts.waived
-    return _row([record.backend, library, f"{counts.passed} of {judged}", counts.waived or ""])
+def _brief(library: str, records: list[Shown]) -> str:
+    right = [f"{record.backend} {record.counts.passed}" for record in records if not record.counts.waived]
+    wrong = [
+        f"{record.backend} {counts.passed} of {counts.passed + counts.failed + counts.waived}"
+        for record in records
+        if (counts := record.counts).waived
+    ]
+    return _row([library, ", ".join(right), ", ".join(wrong)])
 
 
 def kernels(records: list[Shown]) -> str:
     """A row for each record of the newest suite."""
     latest = _of_newest(records)
-    where = {f"{r.device}, torch {r.environment['torch']}, suite {r.suite}" for r in latest}
+    where = {f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}" for r in latest}
     return "\n".join([*sorted(where), "", _KERNELS, *map(_kernel, latest)])
 
 
 def _kernel(record: Shown) -> str:
     counts = record.counts
     versions = ", ".join(f"{name} {version}" for name, version in record.distributions.items())
-    cells = [
-        *(record.backend, versions, record.date, f"{counts.passed}/{counts.listed}"),
-        *(counts.waived, counts.unsupported, counts.unavailable, f"{record.worst_share:.2f}"),
-    ]
-    return _row(cells)
+    lacking = f", {counts.unavailable} lacked memory" if counts.unavailable else ""
+    passed = f"{counts.passed}/{counts.listed}{lacking}"
+    return _row([record.backend, versions, passed, counts.waived, f"{record.worst_share:.2f}"])
 
 
 def failures(records: list[Shown]) -> str:
-    """A row for each reason why a kernel of the newest suite fails, with the shortest of the cases that show it."""
-    return "\n".join([_FAILURES, *(row for record in _of_newest(records) for row in _failures(record))])
+    """A row for each reason why kernels of the newest suite fail, with the shortest of the cases that show it."""
+    reasons: dict[str, list[tuple[str, Finding]]] = {}
+    for record in _of_newest(records):
+        for finding in record.findings:
+            reasons.setdefault(_reason(finding), []).append((record.backend, finding))
+    return "\n".join([_FAILURES, *(_failure(reason, found) for reason, found in reasons.items())])
 
 
-def _failures(record: Shown) -> Iterator[str]:
-    for expectation, number in Counter(finding.expectation for finding in record.findings).most_common():
-        found = [finding for finding in record.findings if finding.expectation == expectation]
-        example = min(found, key=lambda finding: (len(finding.case), finding.case)).case
-        yield _row([record.backend, number, f"`{example}`", _reason(found[0])])
+def _failure(reason: str, found: list[tuple[str, Finding]]) -> str:
+    kernels = Counter(backend for backend, _ in found)
+    example = min((finding.case for _, finding in found), key=lambda case: (len(case), case))
+    return _row([", ".join(f"{backend} {number}" for backend, number in kernels.items()), f"`{example}`", reason])
 
 
 def _reason(finding: Finding) -> str:

@@ -18,6 +18,7 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.context_chunks import ContextPlan, plan_context, share_context
 from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group
 from mla_conformance.backends.layer.mla_batch import (
     LayerRequest,
@@ -26,7 +27,7 @@ from mla_conformance.backends.layer.mla_batch import (
     count_decodes,
     layer_fields,
 )
-from mla_conformance.backends.layer.mla_context import ContextPlan, plan_context, share_context, workspace_tokens
+from mla_conformance.backends.layer.mla_context import workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
 

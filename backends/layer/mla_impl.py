@@ -10,8 +10,8 @@ from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_types import AttentionLayer
 from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, gather_cache
+from mla_conformance.backends.layer.context_chunks import ContextShares
 from mla_conformance.backends.layer.context_parallel import gather_heads, merge_over_ranks
-from mla_conformance.backends.layer.mla_context import ContextShares
 from mla_conformance.backends.layer.mla_kernels import MLAKernels
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.reference.attention import merge

@@ -195,9 +195,9 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
     for run in others:
         for what, expected, found in _traits(first, run):
             if expected != found:
-                raise InputError(f"{run.source}: another {what} than in {first.source}: {found} instead of {expected}")
+                raise InputError(f"{run.source}: expected the {what} of {first.source}, {expected}, got {found}")
         if run.cases != first.cases:
-            raise InputError(f"{run.source}: another list of cases than in {first.source}")
+            raise InputError(f"{run.source}: expected the list of cases of {first.source}, got another")
     _require_each_once(shards)
     _require_partition(shards, first.cases)
     parts = zip(*(run.backends for run in runs), strict=True)
@@ -207,7 +207,7 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
 
 def _shard(run: RunSummary) -> Shard:
     if run.shard is None:
-        raise InputError(f"{run.source}: not a shard; merge expects reports of certify --shard i/n")
+        raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
     if any(record.capability == EXPLORED for record in run.records):
         raise InputError(f"{run.source}: holds drawn cases, which no shard has")
     return run.shard
@@ -226,11 +226,11 @@ def _traits(first: RunSummary, run: RunSummary) -> Iterator[tuple[str, object, o
 def _require_each_once(shards: Sequence[_Named]) -> None:
     counts = {shard.count for _, shard in shards}
     if len(counts) > 1:
-        raise InputError(f"shards of different divisions: {', '.join(str(shard) for _, shard in shards)}")
+        raise InputError(f"expected shards of one division, got {', '.join(str(shard) for _, shard in shards)}")
     holder: dict[int, str] = {}
     for name, shard in shards:
         if shard.index in holder:
-            raise InputError(f"{name}: shard {shard} a second time, after {holder[shard.index]}")
+            raise InputError(f"{name}: expected each shard once, got {shard} here and in {holder[shard.index]}")
         holder[shard.index] = name
     (count,) = counts
     missing = [f"{index}/{count}" for index in range(1, count + 1) if index not in holder]

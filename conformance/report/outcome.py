@@ -19,6 +19,7 @@ from mla_conformance.report.causes import Cause, grouped, raised_at
 from mla_conformance.report.pairs import JudgedPairs, total
 from mla_conformance.report.scope import scope_of
 from mla_conformance.report.summary import (
+    FORESEEN,
     SIGN,
     BackendOutcome,
     BackendSummary,
@@ -307,7 +308,8 @@ _SHOWN_KERNELS = 2
 _KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")
 """The name of a kernel, without template arguments and parameters."""
 _DETAIL = "  "
-_LISTED = (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS)
+_SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])
+"""In the order in which capabilities are listed."""
 
 
 def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = False) -> Iterator[str]:
@@ -318,16 +320,16 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
         width: columns of the lines.
         with_reasons: say why cases are unsupported or unavailable.
     """
-    sign = f"{backend.name} {SIGN[backend.outcome]}"
+    sign = f"{backend.name} {_sign(backend)}"
     if backend.reasons:
         yield from wrapped(f"{sign} unavailable: {cut('; '.join(backend.reasons))}", width, further=2 * _DETAIL)
         return
     applicable = [each for each in backend.capabilities if each.outcome is not BackendOutcome.UNSUPPORTED]
     yield from wrapped(f"{sign} {_verdict(backend, len(applicable))}", width, further=2 * _DETAIL)
     begun = [each for each in applicable if each.counts.run]
-    for outcome in _LISTED:
-        texts = [capability_text(each) for each in begun if each.outcome is outcome]
-        yield from side_by_side([f"{SIGN[outcome]} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
+    for sign in _SIGNS:
+        texts = [capability_text(each) for each in begun if _sign(each) == sign]
+        yield from side_by_side([f"{sign} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
     untouched = [each.name for each in applicable if each not in begun]
     refused = [each.name for each in backend.capabilities if each not in applicable]
     for names, outcome, what in (
@@ -339,14 +341,21 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
 
 
+def _sign(summary: BackendSummary | CapabilitySummary) -> str:
+    """The sign of an outcome, as on the page; what fails as expected does not hold."""
+    return FORESEEN if summary.outcome is BackendOutcome.PASS and summary.counts.waived else SIGN[summary.outcome]
+
+
 def _verdict(backend: BackendSummary, applicable: int) -> str:
     """What is said of the kernel, and of how much."""
     if not applicable:
         return "unsupported"
-    counts, held = backend.counts, sum(each.outcome is BackendOutcome.PASS for each in backend.capabilities)
+    counts, held = backend.counts, sum(_sign(each) == SIGN[BackendOutcome.PASS] for each in backend.capabilities)
     capabilities = f"{held}/{applicable} capabilities"
     if backend.outcome is not BackendOutcome.PASS:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
+    if counts.waived:
+        return f"wrong, as expected, on {counts.waived:,} of {_verdicts(counts):,} cases; {capabilities}"
     scope = scope_of(record.case for record in backend.records if record.status is Status.PASS)
     right = f"right on {counts.passed:,} of {counts.listed:,} cases"
     return f"{right}: {scope}; {capabilities}" if scope else f"{right}; {capabilities}"

@@ -7,7 +7,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import escape
 
 from mla_conformance.judging.record import EXPLORED
-from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
+from mla_conformance.report.summary import FORESEEN, SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import MESSAGE, shown_lines
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -54,7 +54,7 @@ def cell(capability: CapabilitySummary) -> Cell:
     if outcome is BackendOutcome.UNSUPPORTED:
         return Cell(outcome, SIGN[outcome], "", "unsupported")
     style, sign = (
-        ("waived", "!") if outcome is BackendOutcome.PASS and counts.waived else (outcome.value, SIGN[outcome])
+        ("waived", FORESEEN) if outcome is BackendOutcome.PASS and counts.waived else (outcome.value, SIGN[outcome])
     )
     notes = counts.noted(
         not_run="not run", unavailable="unavailable", unsupported="unsupported", waived="expected to fail"

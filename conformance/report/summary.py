@@ -97,6 +97,8 @@ SIGN = {
     BackendOutcome.NOT_RUN: "?",
     BackendOutcome.UNAVAILABLE: "?",
 }
+FORESEEN = "!"
+"""The sign of what failed as an expectation says."""
 
 
 @dataclass(frozen=True)

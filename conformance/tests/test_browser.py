@@ -1,4 +1,4 @@
-"""The pages in a real browser without a window: keys, filter, jumps, names, and nothing wider than a phone.
+"""The pages in a real browser without a window: keys, filter, jumps, names, contrast, nothing wider than a phone.
 
 Chromium alone is enough: it runs a script of ours in a copy of the page and prints the document that comes out of it.
 """
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from html import unescape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,27 @@ told.twice = names.filter((each, index) => names.indexOf(each) < index);
 told.unreachable = controls.filter((each) => each.tabIndex < 0).length;
 told.sticksOut = all("main *").filter((each) => !each.closest(".scroll, .apart")
   && each.getBoundingClientRect().right > innerWidth + 1).slice(0, 5).map((each) => each.outerHTML.slice(0, 120));
+told.dark = matchMedia("(prefers-color-scheme: dark)").matches;
+const rgba = (text) => { const [r, g, b, a = 1] = text.match(/[\\d.e-]+/g).map(Number); return [r, g, b, a]; };
+const over = (above, below) => [0, 1, 2].map((i) => above[i] * above[3] + below[i] * (1 - above[3])).concat(1);
+const behind = (each) => {
+  const own = each ? rgba(getComputedStyle(each).backgroundColor) : told.dark ? [18, 18, 18, 1] : [255, 255, 255, 1];
+  return own[3] === 1 ? own : over(own, behind(each.parentElement));
+};
+const light = (color) => color.slice(0, 3).map((part) => part / 255)
+  .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, part, i) => sum + part * [0.2126, 0.7152, 0.0722][i], 0);
+const contrast = (each) => {
+  const below = behind(each), pair = [below, over(rgba(getComputedStyle(each).color), below)].map(light);
+  return (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+};
+const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), faint = new Map();
+for (let node = texts.nextNode(); node; node = texts.nextNode()) {
+  const each = node.parentElement;
+  if (!node.data.trim() || each.closest("script, style, svg") || !each.checkVisibility()) continue;
+  if (contrast(each) < 4.5) faint.set(each.outerHTML.slice(0, 100), contrast(each).toFixed(2));
+}
+told.faint = [...faint].slice(0, 5);
 parent.postMessage({ frame: window.name, ...told, complaints }, "*");
 </script>"""
 FRAMES = """<!doctype html><title>frames</title>{frames}<pre id="told"></pre><script>
@@ -93,6 +115,9 @@ addEventListener("message", (event) => {{
   document.getElementById("told").textContent = JSON.stringify(told);
 }});
 </script>"""
+
+
+FRAME = '<iframe name="{}" src="{}" width={} height=800 frameborder=0 style="color-scheme: {}"></iframe>'
 
 
 def report() -> str:
@@ -146,6 +171,7 @@ PAGES = {"report": report, "scoreboard": scoreboard}
 
 WIDTHS = (1200, 400)
 """Pixels; no window of a browser is as narrow as a phone, but a frame in it is."""
+SHOWN = tuple(product(PAGES, WIDTHS, ("light", "dark")))
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +181,17 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     for kind, make in PAGES.items():
         text = make().replace("<head>", f"<head>{WATCH}").replace("</body>", f"{STEPS}</body>")
         (folder / f"{kind}.html").write_text(text, encoding="utf-8")
-    frame = '<iframe name="{kind}-{width}" src="{kind}.html" width="{width}" height="800" style="border: 0"></iframe>'
-    frames = "".join(frame.format(kind=kind, width=width) for kind in PAGES for width in WIDTHS)
+    frames = "".join(FRAME.format(f"{each[0]}-{each[1]}-{each[2]}", f"{each[0]}.html", *each[1:]) for each in SHOWN)
     (folder / "frames.html").write_text(FRAMES.format(frames=frames), encoding="utf-8")
+    return seen_in(folder)
+
+
+def seen_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """What scripts in the frames of ``frames.html`` report, by the frame's name."""
     done = subprocess.run(
         [
             str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-            "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--window-size=1400,3600",
+            "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--window-size=1400,7200",
             "--virtual-time-budget=10000", "--dump-dom", (folder / "frames.html").as_uri(),
         ],
         capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(folder)},
@@ -172,10 +202,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return reported
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", PAGES)
-def test_a_page_works_by_keys_and_fits_its_window(seen: dict[str, dict[str, Any]], kind: str, width: int) -> None:
-    reported = seen[f"{kind}-{width}"]
+@pytest.mark.parametrize(("kind", "width", "scheme"), SHOWN)
+def test_a_page_works_by_keys_and_fits_its_window(
+    seen: dict[str, dict[str, Any]], kind: str, width: int, scheme: str
+) -> None:
+    reported = seen[f"{kind}-{width}-{scheme}"]
+    assert reported["dark"] is (scheme == "dark") and reported["faint"] == []
     assert reported["complaints"] == []
     assert reported["sticksOut"] == [] and reported["width"] == reported["widthWhenOpen"] == [width, width]
     assert reported["maps"] == [[f"LSE of {LONG}, by head and row", True, True]] * (4 if kind == "report" else 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mla_conformance.certificate.certificate import read_certificate
 from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
 from mla_conformance.version import SUITE_VERSION
 
@@ -65,6 +66,22 @@ def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path, 
     unknown = written(tmp_path / "unknown", {**HEADER, "digests": dict.fromkeys(LOCKED, "0" * 64)}, ROW)
     said = f"'judging' of suite {SUITE_VERSION}: expected one of {locked_digests()['judging'][0]}"
     assert any(said in problem for problem in accept.problems(unknown, same, [RECORD]))
+
+
+@of_this_suite
+def test_equal_locks_and_four_records_like_their_submissions_are_enough(
+    tmp_path: Path, script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = script("accept")
+    alike: dict[str, list[Path]] = {}
+    for path in sorted(RECORD.parents[1].glob("*/record.json")):
+        digests = read_certificate(path).digests
+        alike.setdefault(json.dumps({name: digests[name] for name in installed_digests()}), []).append(path)
+    judged, records = max(alike.items(), key=lambda item: len(item[1]))
+    monkeypatch.setattr(accept, "installed_digests", lambda: json.loads(judged))
+    before = written(tmp_path / "before", {**HEADER, "digests": {n: locked_digests()[n][0] for n in LOCKED}}, ROW)
+    after = written(tmp_path / "after", {**HEADER, "digests": json.loads(judged)}, ROW)
+    assert list(accept.problems(before, after, records)) == []
 
 
 @pytest.mark.parametrize(

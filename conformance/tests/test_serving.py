@@ -1,10 +1,7 @@
 """The page's two questions: which backend is right for a deployment, and what changed between two versions."""
 
 import json
-import os
 import re
-import subprocess
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from mla_conformance.scoreboard.board import Board, profiles
 from mla_conformance.scoreboard.entry import Entry
 from mla_conformance.scoreboard.serving import kind_of, models, served
 from mla_conformance.scoreboard.site import page
-from mla_conformance.tests.test_browser import BROWSER
+from mla_conformance.tests.test_browser import BROWSER, FRAME, FRAMES, seen_in
 from mla_conformance.version import SUITE_VERSION
 
 OWN = "decode:call=decode;heads=16;q=[1];kv=[40];page=64;cache=fp8"
@@ -31,6 +28,7 @@ OTHER = "decode:call=decode;heads=64;q=[1];kv=[40];page=64;cache=fp8"
 PLAIN = "decode:call=decode;heads=16;q=[1];kv=[40];page=64"
 PREFILL = "lse:heads=16;q=[4]"
 CASES = (OWN, OTHER, PLAIN, PREFILL)
+FRAMED = ("1280-light", "1280-dark", "400-light", "400-dark")
 NASTY = "</script><script>alert(1)</script>"
 
 
@@ -127,32 +125,25 @@ choose("engine", "");
 told.sorted = texts("#serve-answer table:last-of-type tbody th");
 choose("model", "deepseek-v3.2");
 told.roles = all_of("#serve-answer [data-role]").map((part) => part.dataset.role);
-const pre = document.createElement("pre");
-pre.id = "told";
-pre.textContent = JSON.stringify(told);
-document.body.append(pre);
+parent.postMessage({ frame: window.name, ...told }, "*");
 </script>"""
 
 
 @pytest.fixture(scope="module")
-def answered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the page says of a choice that stands in its address."""
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the page says of a choice that stands in its address, in a frame of each width and colour scheme."""
     if BROWSER is None:
         pytest.skip("no Chromium is installed here")
     folder = tmp_path_factory.mktemp("serving")
     (folder / "index.html").write_text(page(board()).replace("</body>", f"{STEPS}</body>"), encoding="utf-8")
-    done = subprocess.run(
-        [
-            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-            f"--user-data-dir={folder}/profile", "--window-size=1280,800", "--virtual-time-budget=5000", "--dump-dom",
-            f"{(folder / 'index.html').as_uri()}#{CHOICE}",
-        ],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(folder)},
-    )  # fmt: skip
-    found = re.search(r'<pre id="told">(.+?)</pre>', done.stdout, re.DOTALL)
-    assert found, f"no script came to its end: {done.stderr[-2000:]}"
-    told: dict[str, Any] = json.loads(unescape(found[1]))
-    return told
+    frames = (FRAME.format(name, f"index.html#{CHOICE}", *name.split("-")) for name in FRAMED)
+    (folder / "frames.html").write_text(FRAMES.format(frames="".join(frames)), encoding="utf-8")
+    return seen_in(folder)
+
+
+@pytest.fixture(params=FRAMED)
+def answered(request: pytest.FixtureRequest, told: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return told[request.param]
 
 
 def test_which_backend_is_right(answered: dict[str, Any]) -> None:

@@ -113,16 +113,16 @@ def merge(capsys: pytest.CaptureFixture[str], paths: list[Path]) -> str:
 def test_what_cannot_be_merged(shards: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second, third = shards
     assert "missing shard 3/3" in merge(capsys, [first, second])
-    assert "shard 2/3 a second time" in merge(capsys, [first, second, second, third])
-    assert "not a shard" in merge(capsys, [first, second, tmp_path / "whole.json"])
+    assert "expected each shard once, got 2/3 here and in " in merge(capsys, [first, second, second, third])
+    assert "expected the report of a shard" in merge(capsys, [first, second, tmp_path / "whole.json"])
     edits: list[tuple[Callable[[Json], object], str]] = [
-        (lambda r: r.update(suite="1999.1"), "another suite than in"),
-        (lambda r: r["environment"].update(device="other"), f"another device than in {first}: other instead of cpu"),
+        (lambda r: r.update(suite="1999.1"), "expected the suite of "),
+        (lambda r: r["environment"].update(device="other"), f"expected the device of {first}, cpu, got other"),
         (lambda r: r["shard"].update(count=4), "there is no shard 3/4"),
-        (lambda r: r["shard"].update(index=2, count=2), "shards of different divisions: 1/3, 2/3, 2/2"),
-        (lambda r: r["cases"].insert(0, "lse:q=[77]"), "another list of cases"),
-        (lambda r: r["backends"].update(E=r["backends"].pop("MINE")), "another choice of backends"),
-        (lambda r: r["backends"]["MINE"]["versions"].update(torch="0"), "another versions of MINE"),
+        (lambda r: r["shard"].update(index=2, count=2), "expected shards of one division, got 1/3, 2/3, 2/2"),
+        (lambda r: r["cases"].insert(0, "lse:q=[77]"), "expected the list of cases of "),
+        (lambda r: r["backends"].update(E=r["backends"].pop("MINE")), "expected the choice of backends of "),
+        (lambda r: r["backends"]["MINE"]["versions"].update(torch="0"), "expected the versions of MINE of "),
     ]
     kept = third.read_text()
     for change, said in edits:

@@ -160,11 +160,25 @@ def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
     records = [record(f"{name}:q=[{n}]", status) for name, group in cases.items() for n, status in enumerate(group)]
     summary = BackendSummary(BackendFacts("B"), summarise(records, {"d": 4}), stopped="gave up")
     assert list(backend_lines(summary, 80)) == [
-        "B ✘ passed 4/11 cases, 3/5 capabilities",
+        "B ✘ passed 4/11 cases, 2/5 capabilities",
         "  ✘ b 1/2",
-        "  ✔ a 1, c 1 of 2, e 1 of 3 (1 unavailable) (1 expected to fail)",
+        "  ! e 1 of 3 (1 unavailable) (1 expected to fail)",
+        "  ✔ a 1, c 1 of 2",
         "  ? 1 not begun: d",
         "  4 NOT RUN: gave up",
+    ]
+
+
+def test_a_kernel_whose_failures_were_all_foreseen_is_not_called_right() -> None:
+    foreseen = [
+        record("a:q=[1]", Status.PASS),
+        record("a:q=[2]", Status.EXPECTED_FAILURE),
+        record("b:q=[1]", Status.PASS),
+    ]
+    summary = BackendSummary(BackendFacts("B"), summarise(foreseen, {"a": 2, "b": 1}))
+    assert list(backend_lines(summary, 80))[:2] == [
+        "B ! wrong, as expected, on 1 of 3 cases; 1/2 capabilities",
+        "  ! a 1 of 2 (1 expected to fail)",
     ]
 
 

@@ -12,9 +12,10 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.context_chunks import plan_context
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
-from mla_conformance.backends.layer.mla_context import plan_context, workspace_tokens
+from mla_conformance.backends.layer.mla_context import workspace_tokens
 from mla_conformance.reference.chunking import plan_context_chunks
 
 CPU = torch.device("cpu")

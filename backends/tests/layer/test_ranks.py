@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_conformance.backends.layer.context_chunks import plan_context, share_context
 from mla_conformance.backends.layer.context_parallel import (
     Lockstep,
     OnlyRank,
@@ -19,7 +20,6 @@ from mla_conformance.backends.layer.context_parallel import (
     merge_over_ranks,
 )
 from mla_conformance.backends.layer.mla_batch import LayerRequest
-from mla_conformance.backends.layer.mla_context import plan_context, share_context
 
 CPU = torch.device("cpu")
 PREFILLS = [(5, 21, True), (3, 0, True), (4, 6, True)]
