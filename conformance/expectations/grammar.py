@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from packaging.version import Version
@@ -127,7 +127,7 @@ class CaseQuery:
 
     @cached_property
     def _names_one(self) -> bool:
-        return self._is_fitted or any(case.id == self.text for case in self._of_capability())
+        return self._is_fitted or self.text in _listed(self.capability)
 
     @cached_property
     def _is_fitted(self) -> bool:
@@ -137,21 +137,27 @@ class CaseQuery:
         except CaseError:
             return False
 
-    def _of_capability(self) -> list[Case]:
-        return [case for entry in CAPABILITIES.values() for case in entry.cases if self._covers(case.capability)]
-
-    def _covers(self, capability: str) -> bool:
-        if self.capability.endswith("*"):
-            return capability.startswith(self.capability[:-1])
-        return capability == self.capability
-
     def matches(self, case: Case) -> bool:
         """Whether the query names this case; a field that its role does not have matches no value."""
         if self._names_one:
             return case.id == self.text
-        return self._covers(case.capability) and all(getattr(case, name, None) == value for name, value in self.fields)
+        return _covers(self.capability, case.capability) and all(
+            getattr(case, name, None) == value for name, value in self.fields
+        )
 
     @property
     def is_stale(self) -> bool:
         """Whether no case of the suite's list matches, and no fitted one can."""
-        return not self._is_fitted and not any(self.matches(case) for case in self._of_capability())
+        return not self._is_fitted and not any(map(self.matches, _listed(self.capability).values()))
+
+
+def _covers(pattern: str, capability: str) -> bool:
+    """Whether a capability is the one that a query names, or begins as it says."""
+    return capability.startswith(pattern[:-1]) if pattern.endswith("*") else capability == pattern
+
+
+@cache
+def _listed(pattern: str) -> dict[str, Case]:
+    """The listed cases of the capabilities that a query covers, by id; a gate asks for them a thousand times."""
+    found = (entry for name, entry in CAPABILITIES.items() if _covers(pattern, name))
+    return {case.id: case for entry in found for case in entry.cases}

@@ -31,10 +31,10 @@ _started_anew = place.start_keeper
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _keepers_are_forked() -> Iterator[None]:
+def _nursery() -> Iterator[Nursery | None]:
     """Runs of this process import torch and the suite once for all, where a process can adopt orphans."""
     if sys.platform != "linux":
-        yield
+        yield None
         return
     nursery = Nursery()
 
@@ -44,8 +44,19 @@ def _keepers_are_forked() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(place, "start_keeper", start_keeper)
-        yield
+        yield nursery
     nursery.end()
+
+
+@pytest.fixture(scope="session")
+def command(_nursery: Nursery | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The console script, or what does the same and imports nothing: for tests that are not of how a process starts."""
+    script = Path(sys.executable).with_name("mla-conformance")
+    if not _nursery:
+        return script
+    quick = tmp_path_factory.mktemp("bin") / script.name
+    _nursery.write_command(quick, script)
+    return quick
 
 
 @pytest.fixture

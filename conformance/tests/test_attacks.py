@@ -20,6 +20,7 @@ from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
+from mla_conformance.tests.unexplained import unexplained
 
 NEW = ["new_tokens:dims=small;q=[5];lse=0", "new_tokens:dims=small;q=[3]"]
 CHUNKS = [Case.parse(f"context_chunk:call=context_chunk;dims=small;q=[{n}];kv=[9]").id for n in (1, 2, 3, 4)]
@@ -55,8 +56,7 @@ def judged(folder: Path, names: Sequence[str], cases: Sequence[str], apart: bool
     """The records of one run in one worker, and what it printed."""
     request = RunRequest.of([f"{folder}/{name}" for name in names], device="cpu", cases=cases, apart=apart)
     run, printed = Run(request, RunFolder.claim(folder / "out"), Limits(1, 20.0, give_up_after=2)), io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mla_conformance.engine.run.MOST_EXPLAINED", 0)  # which takes its time
+    with contextlib.redirect_stdout(printed), unexplained():
         run_and_report(run)
     found = load_report(folder / "out").records
     return {(record.backend, record.case): record for record in found}, printed.getvalue()

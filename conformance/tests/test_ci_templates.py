@@ -98,17 +98,17 @@ def test_templates_and_script_judge_and_decide_with_the_same_commands() -> None:
 
 
 def shell(script: str | Path, folder: Path, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script, or a text of one, that finds its programs in ``path`` first."""
-    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"}
+    """Run a script, or a text of one, that finds its programs in ``path`` first, then beside this Python."""
+    environment = {**os.environ, "PATH": f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     call = ["bash", str(script), *arguments] if isinstance(script, Path) else ["bash", "-euo", "pipefail", "-c", script]
     return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path) -> None:
+def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path, command: Path) -> None:
     for file, text in (("kernel.py", page), ("my_backend.py", ROOT / "docs" / "tutorial.md")):
         (tmp_path / file).write_text("".join(blocks(text, "python")), encoding="utf-8")
-    finished = shell("\n".join(blocks(page, "bash")), tmp_path, Path(sys.executable).parent)
+    finished = shell("\n".join(blocks(page, "bash")), tmp_path, command.parent)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 

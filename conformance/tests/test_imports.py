@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from mla_conformance.report.outcome import backend_lines
 from mla_conformance.report.summary import BackendSummary
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
-COMMAND = Path(sys.executable).with_name("mla-conformance")
 LISTED = len(find_capability("lse").select(Tier.SMOKE))
 DIED = "its process ended while it was imported and described: "
 UNAVAILABLE = {
@@ -49,7 +47,7 @@ def reference(folder: Path, name: str, statement: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
+def run(tmp_path_factory: pytest.TempPathFactory, command: Path) -> tuple[Path, "subprocess.CompletedProcess[str]"]:
     """The folder of one run over all of them and EAGER, and what it printed."""
     folder = tmp_path_factory.mktemp("imports")
     statements = {name: statement for name, (statement, _) in UNAVAILABLE.items()} | AVAILABLE
@@ -57,8 +55,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, "subprocess.Com
     (folder / "made.py").write_text(HANGS_WHEN_MADE)
     backends += [f"--backend={folder / 'made.py'}:HangsWhenMade", "--backend=EAGER"]
     options = ["--capability=lse", "--tier=smoke", "--device=cpu", "--timeout=4s", "--give-up-after=1", "--workers=2"]
-    command = [str(COMMAND), "certify", *backends, *options, "--json", f"--out={folder / 'out'}"]
-    return folder / "out", subprocess.run(command, capture_output=True, text=True, check=False)
+    call = [str(command), "certify", *backends, *options, "--json", f"--out={folder / 'out'}"]
+    return folder / "out", subprocess.run(call, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,8 @@ DIED = "2/report.json: cannot be read: No such file or directory"
 
 
 @pytest.fixture
-def machine(tmp_path: Path, once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+def machine(tmp_path: Path, once: Callable[[str, Callable[[Path], None]], Path], command: Path) -> Path:
     """A folder with a checkout and an installed environment; the programs of a runner stand in ``bin``."""
-    command = Path(sys.executable).with_name("mla-conformance")
     programs = {"bin/mla-conformance": COMMAND.format(command=command, kept=once("runs", lambda folder: None))}
     programs |= {"bin/sbatch": SBATCH}
     programs |= dict.fromkeys(("bin/python3", "bin/pip", "bin/buildkite-agent", ".venv/bin/pip"), IDLE)

@@ -168,11 +168,10 @@ def test_an_adapter_is_no_class_of_the_users_own() -> None:
     assert own_class(subject, subject.class_of(Role.DECODE)) is None
 
 
-def test_the_command_exports_what_stands_beside_the_current_folder(tmp_path: Path) -> None:
+def test_the_command_exports_what_stands_beside_the_current_folder(tmp_path: Path, command: Path) -> None:
     kernel_in(tmp_path, error=1.0)
     arguments = ["export", DECODE, "--backend", "kernel.py:Mine", "--device", "cpu", "--out", "repro.py"]
-    call = [sys.executable, "-m", "mla_conformance", *arguments]
-    done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([command, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "checked: without mla-conformance the call fails, too" in done.stdout
     assert main([*arguments[:2], "--backend", "TORCH_SDPA", "--out", str(tmp_path / "kernel.py")]) == 2

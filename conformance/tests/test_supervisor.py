@@ -71,12 +71,12 @@ def heed_signals() -> None:
 
 
 @contextmanager
-def waiting(home: Path, tokens: int, arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
+def waiting(command: Path, home: Path, tokens: int, arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
     """A run whose kernel waits in the case of so many tokens; afterwards its worker must have ended."""
     (home / "waits").write_text(str(tokens))
     reported = os.open(home / "told", os.O_RDONLY | os.O_NONBLOCK)
     process = subprocess.Popen(
-        [COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
+        [command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
     )
     assert select.select([reported], [], [], 120)[0], "no worker came to that case"
     worker = os.pidfd_open(int(os.read(reported, 100)))
@@ -89,10 +89,10 @@ def waiting(home: Path, tokens: int, arguments: list[str]) -> Iterator["subproce
 
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_signal_ends_a_run_with_summary_report_and_resume_line(
-    home: Path, tmp_path: Path, number: str, status: int
+    home: Path, tmp_path: Path, command: Path, number: str, status: int
 ) -> None:
-    out = tmp_path / "out"
-    with waiting(home, 3, begin(home, out)) as process:
+    out, started = tmp_path / "out", COMMAND if number == "SIGINT" else command  # one as a user starts it
+    with waiting(started, home, 3, begin(home, out)) as process:
         process.send_signal(signal.Signals[number])
         printed, said = process.communicate()
     assert process.returncode == status
@@ -132,11 +132,11 @@ def test_a_deadline_before_anything_is_judged_is_no_success(tmp_path: Path, caps
     assert not out.exists()
 
 
-def killed_and_resumed(home: Path, out: Path, moments: list[tuple[int, int]]) -> None:
+def killed_and_resumed(command: Path, home: Path, out: Path, moments: list[tuple[int, int]]) -> None:
     """Send a signal when the kernel waits in the case of so many tokens, and resume; and so on."""
     arguments = begin(home, out)
     for tokens, number in moments:
-        with waiting(home, tokens, arguments) as process:
+        with waiting(command, home, tokens, arguments) as process:
             process.send_signal(number)
             process.communicate()
         arguments = ["certify", "--resume", str(out), "-n1"]
@@ -149,6 +149,7 @@ KILLED, TOLD = signal.SIGKILL, st.sampled_from([signal.SIGINT, signal.SIGTERM])
 @settings(max_examples=2, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(places=st.lists(st.integers(1, len(CASES)), min_size=2, max_size=2, unique=True).map(sorted), reported=TOLD)
 def test_a_run_that_was_killed_told_to_end_and_resumed_gives_the_undisturbed_report(
+    command: Path,
     home: Path,
     settled: Callable[[Path], Any],
     tmp_path_factory: pytest.TempPathFactory,
@@ -156,7 +157,7 @@ def test_a_run_that_was_killed_told_to_end_and_resumed_gives_the_undisturbed_rep
     reported: signal.Signals,
 ) -> None:
     out = tmp_path_factory.mktemp("killed")
-    killed_and_resumed(home, out, list(zip(places, (KILLED, reported), strict=True)))
+    killed_and_resumed(command, home, out, list(zip(places, (KILLED, reported), strict=True)))
     assert settled(out / "report.json") == settled(home / "whole" / "report.json")
 
 
