@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.explain import explain
+from mla_conformance.diagnosis.explain import WHOLE, explain
 from mla_conformance.judging.record import Record
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
@@ -66,7 +66,6 @@ def unified_attention_sparse_mla(q: Any, kv: Any, out: Any, topk_indices: Any, *
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
     """``judged(name, case)``: what comes of a class of the examples, over stand-ins and of any head dims."""
-    monkeypatch.setattr("mla_conformance.diagnosis.explain._PATIENCE", 600.0)  # on a busy machine as well
     for function in (mla_decode_fwd, unified_attention_sparse_mla):
         path = f"aiter.ops.triton.attention.{'mla' if function is mla_decode_fwd else function.__name__}"
         module = ModuleType(path)
@@ -84,7 +83,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(("name", "case"), [("AiterDecode", DECODE), ("AiterSparse", SPARSE)])
 def test_a_maximum_that_a_tile_without_keys_resets_is_told(name: str, case: str, judged: Any) -> None:
     trial, record = judged(name, case)
-    assert record.failed and RAISED in explain(trial, record)
+    assert record.failed and RAISED in explain(trial, record, WHOLE)
 
 
 @pytest.mark.parametrize(
