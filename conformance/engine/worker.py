@@ -110,7 +110,17 @@ def load_all(setup: Setup) -> None:
 
 
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
-    """Answer tasks until the supervisor closes its end."""
+    """Answer tasks until the supervisor closes its end, or until there is no memory to begin one with."""
+    try:
+        _answer_tasks(connection, setup)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        traceback.print_exc()
+        leave(LACKED_MEMORY)
+
+
+def _answer_tasks(connection: socket.socket, setup: Setup) -> NoReturn:
     process = os.getpid()
     if not setup.apart:
         _open_to_backends(setup.began)

@@ -1,7 +1,7 @@
 """A worker goes on while it has its GPU and its memory, and does not trust what a wrong kernel may have changed."""
 
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import msgspec
 import pytest
@@ -12,6 +12,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving import executor
 from mla_conformance.engine import worker as room
+from mla_conformance.engine.limits import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.needs import memory_need
@@ -188,3 +189,23 @@ def test_a_backend_that_is_wrong_by_itself_fails_beside_one_that_is_right(
         for each in (EagerPrefillBackend, kernel, EagerPrefillBackend)
     ]
     assert statuses == [Status.PASS, Status.FAIL, Status.PASS]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [("CUDA error: out of memory", LACKED_MEMORY), ("CUDA error: misaligned address", None)],
+)
+def test_a_process_that_a_full_gpu_ends_blames_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, error: str, status: int | None
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise RuntimeError(error)
+
+    def leave(status: int) -> NoReturn:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(room, "_answer_tasks", fail)
+    monkeypatch.setattr(room, "leave", leave)
+    with pytest.raises(SystemExit if status else RuntimeError) as ended:
+        room.serve(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    assert getattr(ended.value, "code", None) == status
