@@ -295,6 +295,14 @@ COMMANDS = (
         "0 rewritten; 2 usage",
     ),
     Command(
+        "expectations explain",
+        "write reasons that were found after a run into its record, which must be signed again",
+        "mla_conformance.commands.verify:write_reasons",
+        (path("records", "RECORD", "records that verify", nargs="+"), _EXPECTATIONS),
+        ("submissions/2026.5/FLASHMLA/record.json --expectations expectations",),
+        "0 written; 2 usage",
+    ),
+    Command(
         "verify",
         "check certificates and submissions, and what of them is here",
         "mla_conformance.commands.verify:verify",

@@ -1,4 +1,4 @@
-"""``verify``: certificates beside what is installed here, and beside some of their cases run again."""
+"""Records beside what is installed here and some of their cases run again, and with reasons found since."""
 
 import argparse
 import datetime
@@ -11,13 +11,17 @@ from mla_conformance.backends.references import BackendReference, BackendReferen
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
 from mla_conformance.certificate.compare import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.digests import unlike
+from mla_conformance.certificate.reasons import with_reasons
 from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.sanitized import sanitized_problems
 from mla_conformance.certificate.signature import SignatureError, signature_of, signer_of
 from mla_conformance.certificate.submission import folder_problems, records_below, strays
 from mla_conformance.certificate.verify import problems
 from mla_conformance.engine.devices import this_machine
+from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import write_output
+from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
 
 
@@ -26,6 +30,27 @@ def verify(options: argparse.Namespace) -> int:
     if options.signature and options.signers is None:
         raise InputError("--signature: expected together with --signers FILE, which lists the allowed signers")
     return max([status for path in options.certificates for status in _statuses(path, options)])
+
+
+def write_reasons(options: argparse.Namespace) -> int:
+    """Write into records what is known by now of their failures; the exit status."""
+    known = Expectations.load([shipped(), *options.expectations])
+    for path in options.records:
+        before = _current(path)
+        after = with_reasons(before, known, datetime.date.today())
+        changed = sum(one != other for one, other in zip(before.findings, after.findings, strict=True))
+        if changed:
+            write_output(path, to_text(after.to_json()))
+            signature_of(path).unlink(missing_ok=True)
+        say(f"{path}: {changed} of {len(after.findings)} failures have another reason than before")
+    return 0
+
+
+def _current(path: Path) -> Certificate:
+    try:
+        return read_certificate(path)
+    except Outdated as old:
+        raise InputError(f"{path}: {old}") from old
 
 
 def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:

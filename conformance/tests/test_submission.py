@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
 from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.signature import sign
@@ -111,6 +111,60 @@ def test_a_submission_replaces_an_earlier_one_and_its_signature(submissions: Pat
     record.with_name("record.json.sig").touch()
     assert write_submission(submissions, certificate()) == record
     assert not record.with_name("record.json.sig").exists()
+
+
+FAILED = "new_tokens:q=[1];data=needle;lse=0"
+ENTRY = f"""[[expectation]]
+backend = "TORCH_SDPA"
+case = "{FAILED}"
+check = "lse"
+reason = "its rows are added in bf16"
+"""
+
+
+@pytest.fixture
+def failing(record: Path) -> Path:
+    """A record of a kernel with one known failure, whose cause nobody knew when it was run."""
+    finding = Finding(FAILED, Status.FAIL, "lse", "LSE is 1.5, expected 1", "old.toml entry 1: bug: not looked into")
+    known = msgspec.structs.replace(
+        certificate(),
+        cases={**certificate().cases, FAILED: Status.EXPECTED_FAILURE},
+        counts=msgspec.structs.replace(COUNTS, passed=COUNTS.passed - 1, waived=1),
+        findings=(finding,),
+    )
+    record.write_bytes(msgspec.json.encode(msgspec.structs.replace(known, seal=seal(known)).to_json()))
+    return record
+
+
+def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_signed_again(
+    failing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "known.toml").write_text(ENTRY)
+    failing.with_name("record.json.sig").touch()
+    before = read_certificate(failing)
+    assert main(["expectations", "explain", str(failing), "--expectations", str(tmp_path)]) == 0
+    assert "1 of 1 failures have another reason than before" in capsys.readouterr().out
+    after = read_certificate(failing)
+    assert after.findings[0].expectation.endswith("its rows are added in bf16")
+    assert msgspec.structs.replace(after, findings=before.findings, seal=before.seal) == before
+    assert main(["verify", str(failing.parent)]) == 0 and not failing.with_name("record.json.sig").exists()
+
+
+@pytest.mark.parametrize(
+    ("record_says", "entry_says", "said"),
+    [
+        ("1.5", "output", f"expected an entry for fail of {FAILED}, got none"),
+        ("1.6", "lse", "expected a record that verifies; the seal does not fit the content"),
+    ],
+)
+def test_what_no_entry_foresees_and_what_does_not_verify_is_not_explained(
+    failing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_says: str, entry_says: str, said: str
+) -> None:
+    (tmp_path / "known.toml").write_text(ENTRY.replace('check = "lse"', f'check = "{entry_says}"'))
+    failing.write_text(failing.read_text().replace("LSE is 1.5", f"LSE is {record_says}"))
+    written = failing.read_bytes()
+    assert main(["expectations", "explain", str(failing), "--expectations", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err and failing.read_bytes() == written
 
 
 @pytest.fixture
