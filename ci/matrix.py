@@ -66,13 +66,22 @@ def _brief(library: str, records: list[Shown]) -> str:
 def kernels(records: list[Shown]) -> str:
     """A row for each record of the newest suite."""
     latest = _of_newest(records)
-    where = {f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}" for r in latest}
-    return "\n".join([*sorted(where), "", _KERNELS, *map(_kernel, latest)])
+    return "\n".join([_places(latest), "", _KERNELS, *map(_kernel, latest)])
+
+
+def _places(records: list[Shown]) -> str:
+    """Where and when the records were made: most of them, then the others by name."""
+    made: dict[str, list[str]] = {}
+    for r in records:
+        made.setdefault(f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}", []).append(r.backend)
+    most, *others = sorted(made, key=lambda place: -len(made[place]))
+    return "; ".join([most, *(f"{', '.join(made[place])}: {place}" for place in others)])
 
 
 def _kernel(record: Shown) -> str:
     counts = record.counts
-    versions = ", ".join(f"{name} {version}" for name, version in record.distributions.items())
+    behind = [f"{name} {version}" for name, version in record.distributions.items()]
+    versions = ", ".join(each for each in behind if each == behind[0] or not each.startswith("torch "))
     lacking = f", {counts.unavailable} lacked memory" if counts.unavailable else ""
     passed = f"{counts.passed}/{counts.listed}{lacking}"
     return _row([record.backend, versions, passed, counts.waived, f"{record.worst_share:.2f}"])
