@@ -56,6 +56,18 @@ def test_an_error_of_the_host_counts_where_no_kernel_has_one() -> None:
     assert [(each.kernel, each.cause) for each in errors_of(output(HOST))] == [("cudaMemcpy", "700")]
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        'Program hit CUDA_ERROR_INVALID_VALUE (error 1) due to "invalid argument" on CUDA API call to cuGetProcAddress',
+        'Program hit cudaErrorMemoryAllocation (error 2) due to "out of memory" on CUDA API call to cudaMalloc.',
+    ],
+)
+def test_an_answer_of_the_driver_to_who_asks_it_is_no_error(said: str) -> None:
+    record = f"<record><kind>Api</kind><what><text>{said}</text><api>cuda</api></what></record>"
+    assert [each.kernel for each in errors_of(output(record, HOST))] == ["cudaMemcpy"]
+
+
 def test_torchs_kernels_count_in_memcheck_alone() -> None:
     assert errors_of(output(TORCHS.format("Initcheck"))) == ()
     assert [each.kernel for each in errors_of(output(TORCHS.format("Precise")))] == ["void at::native::fill"]
