@@ -302,4 +302,5 @@ def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = 
 
 
 register_mla_decode_backend = register_mla_sparse_backend = register_mla_indexer_backend = register_mla_prefill_backend
-register_mla_topk_backend = register_mla_prepare_backend = register_mla_prefill_backend
+register_mla_topk_backend = register_mla_prepare_backend = register_mla_compress_backend = register_mla_prefill_backend
+register_mla_cache_backend = register_mla_sparse_layer_backend = register_mla_prefill_backend

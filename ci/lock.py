@@ -43,8 +43,6 @@ _REAL = ("EAGER", "TORCH_SDPA")
 _NOT_JUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
 _OF_A_MACHINE = ("cpu", "torch", "threads", "small")
 _MOST_SHOWN = 20
-_BY_ADDRESS = ("tma-descriptor-cache-stale",)
-"""Known defects of commits before 2026-11-24 that die of whichever step the allocator brings about: not of which."""
 _CPU = torch.device("cpu")
 
 
@@ -185,9 +183,10 @@ class _Difference:
 def _differences(was: dict[Key, Row], now: dict[Key, Row]) -> Iterator[_Difference]:
     for key in dict.fromkeys([*was, *now]):
         old, new = was.get(key, {}), now.get(key, {})
-        names = ("status",) if key[1] in _BY_ADDRESS else {**old, **new}
         changed = {
-            name: f"{name} {old.get(name)!r} -> {new.get(name)!r}" for name in names if old.get(name) != new.get(name)
+            name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"
+            for name in {**old, **new}
+            if old.get(name) != new.get(name)
         }
         if changed:
             told = "; ".join(changed.values()) if old and new else "is missing in one"

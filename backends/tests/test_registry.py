@@ -1,11 +1,14 @@
 """The registry: class paths, overrides, and errors that name what exists."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from mla_conformance.backends import registry
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.registry import (
+    ENUMS,
     MLADecodeBackendEnum,
     MLAPrefillBackendEnum,
     register_mla_decode_backend,
@@ -64,9 +67,12 @@ def test_decode_backends_have_an_enumeration_of_their_own() -> None:
         MLADecodeBackendEnum["FLASH_ATTN"]
 
 
-def test_custom_must_be_registered_first() -> None:
-    with pytest.raises(ValueError, match=r"CUSTOM must be registered before use: register_mla_prefill_backend\("):
-        MLAPrefillBackendEnum.CUSTOM.get_class()
+@pytest.mark.parametrize("enum", [enum for enum in ENUMS if "CUSTOM" in enum.__members__])
+def test_custom_must_be_registered_first_by_a_function_that_there_is(enum: Any) -> None:
+    with pytest.raises(ValueError, match="CUSTOM must be registered before use: register_mla_") as raised:
+        enum.CUSTOM.get_class()
+    function = str(raised.value).partition("before use: ")[2].partition("(")[0]
+    assert callable(getattr(registry, function))
 
 
 @pytest.mark.parametrize(

@@ -56,16 +56,6 @@ def test_two_locks_are_compared_to_the_last_digit(
     assert said in "".join(capsys.readouterr())
 
 
-def test_of_what_the_allocator_chooses_the_status_alone_is_compared(
-    tmp_path: Path, script: Callable[[str], Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    row = {**ROW, "kernel": "tma-descriptor-cache-stale", "status": "fail"}
-    before = written(tmp_path / "before", HEADER, row)
-    for changed, status in (({"message": "batch 14", "used": {"lse": "9.0"}}, 0), ({"status": "pass"}, 1)):
-        assert script("lock").compare(before, written(tmp_path / "after", HEADER, {**row, **changed})) == status
-    assert "status 'fail' -> 'pass'" in capsys.readouterr().out
-
-
 @of_this_suite
 def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path, script: Callable[[str], Any]) -> None:
     accept = script("accept")
