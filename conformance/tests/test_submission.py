@@ -14,7 +14,7 @@ from mla_conformance.certificate.certificate import Certificate, Finding, read_c
 from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.signature import sign
-from mla_conformance.certificate.submission import folder_of, write_submission
+from mla_conformance.certificate.submission import folder_of, folder_problems, write_submission
 from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import NOTHING_TRACED
@@ -111,6 +111,19 @@ def test_a_submission_replaces_an_earlier_one_and_its_signature(submissions: Pat
     record.with_name("record.json.sig").touch()
     assert write_submission(submissions, certificate()) == record
     assert not record.with_name("record.json.sig").exists()
+
+
+def test_a_record_of_other_versions_is_kept_beside_the_new_one(submissions: Path, record: Path) -> None:
+    older = msgspec.structs.replace(certificate(), pins=msgspec.structs.replace(PINS, versions={"msgspec": "0.1"}))
+    for one in (older, certificate(), older, certificate()):
+        write_submission(submissions, msgspec.structs.replace(one, seal=seal(one)))
+    kept = record.parent.with_name("TORCH_SDPA@0.1") / record.name
+    assert [read_certificate(path).pins.versions for path in (record, kept)] == [PINS.versions, {"msgspec": "0.1"}]
+    own = f"TORCH_SDPA@{'-'.join(PINS.versions.values())}"
+    assert {path.name for path in record.parent.parent.iterdir()} == {"TORCH_SDPA", "TORCH_SDPA@0.1", own}
+    assert not any(folder_problems(record, certificate()))
+    kept.with_name("environment.txt").write_text("msgspec==0.1\n")
+    assert not any(folder_problems(kept, older))
 
 
 FAILED = "new_tokens:q=[1];data=needle;lse=0"
