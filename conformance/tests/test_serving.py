@@ -35,9 +35,10 @@ NASTY = "</script><script>alert(1)</script>"
 def entry(kernel: str, version: str, wrong: tuple[str, ...] = (), old: str = "", device: str = "NVIDIA H200") -> Entry:
     found = tuple(Finding(case, Status.FAIL, "lse", "LSE is off", "file: bug: known") for case in wrong)
     statuses = {case: Status.EXPECTED_FAILURE if case in wrong else Status.PASS for case in CASES}
+    environment = {"compute_capability": "" if device == NASTY else "9.0"}
     shown = Shown(
         suite="2025.1" if old else SUITE_VERSION, date="2026-11-22", backend=kernel, reference=kernel, device=device,
-        environment={"compute_capability": "9.0"}, rounding={}, counts=Counts(), worst={}, findings=found, unjudged=(),
+        environment=environment, rounding={}, counts=Counts(), worst={}, findings=found, unjudged=(),
         lacking={}, cases=statuses, versions={"flashinfer-python": version},
     )  # fmt: skip
     return Entry(shown, old)
@@ -51,6 +52,7 @@ def board() -> Board:
         entry("FLASHINFER_MLA[fa3]", "0.6.13"),
         entry("FLASHINFER_MLA[fa3]", "0.7.2.post1", (OWN,)),
         entry("FLASH_ATTN_MLA[vllm]", "0.7.2.post1", (), "of an earlier suite; renew it: mla-conformance certify"),
+        entry("CUTLASS_MLA", "0.7.2.post1", (), "", "NVIDIA H100 80GB HBM3"),
         entry(NASTY, "1", (), "", NASTY),
     )
     return Board(entries, (), profiles())
@@ -122,6 +124,10 @@ const choose = (name, value) => {
 choose("to", "0.8");
 told.unknown = text("serve-changes");
 choose("engine", "");
+told.chosen_first = document.getElementById("serve-gpu").options[0].value;
+choose("gpu", "NVIDIA H100 80GB HBM3");
+told.elsewhere = { says: texts("#serve-answer [data-role=decode]"), note: texts("#serve-answer .words") };
+choose("gpu", "NVIDIA H200");
 told.sorted = texts("#serve-answer table:last-of-type tbody th");
 choose("model", "deepseek-v3.2");
 told.roles = all_of("#serve-answer [data-role]").map((part) => part.dataset.role);
@@ -178,3 +184,10 @@ def test_what_changed_and_what_nobody_judged(answered: dict[str, Any]) -> None:
 def test_without_an_engine_right_kernels_come_first(answered: dict[str, Any]) -> None:
     assert answered["sorted"][0] in ("FLASHMLA", "FLASH_ATTN_MLA[vllm]") and answered["sorted"][-1] != "FLASHMLA"
     assert answered["roles"] == ["prefill", "sparse", "indexer"]
+
+
+def test_a_gpu_of_the_same_compute_capability_stands_in_and_is_named(answered: dict[str, Any]) -> None:
+    assert answered["chosen_first"] == "NVIDIA H200"
+    said = "decode: right: CUTLASS_MLA; right on a GPU of the same compute capability: FLASHMLA"
+    assert answered["elsewhere"]["says"] == [said]
+    assert "judged on NVIDIA H200, also of compute capability 9.0" in answered["elsewhere"]["note"]
