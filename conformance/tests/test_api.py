@@ -419,6 +419,7 @@ def test_the_page_names_all_of_the_api_which_costs_no_torch() -> None:
 
 
 TESTS = """
+import os
 import mla_conformance as mla
 from mla_conformance.tests.own_functions import decode_with
 
@@ -435,6 +436,8 @@ def test_raises(case):
     decode_with("")(**case.inputs("cpu"))["mine"]
 
 calls = []
+if "MLA_CONFORMANCE_ALONE" in os.environ:
+    open("alone", "a").write(".")
 
 @mla.cases("decode", capability="decode_lse", q=1)
 def test_keeps(case):
@@ -472,3 +475,4 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     assert end[kept + 1].startswith("passes when run alone: the function keeps something from earlier calls")
     assert "replay: pytest test_mine.py::test_keeps" in end[kept:]
     assert not any("alone" in line for line in end[:kept])
+    assert (tmp_path / "alone").read_text() == "...", "each function that fails runs once more, whoever ran it"
