@@ -4,6 +4,7 @@ import ast
 import hashlib
 import tomllib
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,15 @@ def meaning_digest(paths: Iterable[Path], *texts: str) -> str:
     for text in texts:
         digest.update(repr(text).encode())
     for path in sorted(paths, key=lambda path: (path.name, path.parent.name)):
-        digest.update(repr((path.name, meaning(path.read_text(encoding="utf-8"), path.suffix))).encode())
+        said = _said(path.read_text(encoding="utf-8"), path.suffix)
+        digest.update(f"({path.name!r}, {said})".encode())
     return digest.hexdigest()
+
+
+@cache
+def _said(text: str, suffix: str) -> str:
+    """What a source says as one line: kept by its text, since many digests are of the same sources."""
+    return repr(meaning(text, suffix))
 
 
 def meaning(text: str, suffix: str = ".py") -> Any:

@@ -22,15 +22,17 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.defects.known import known_defects
-from mla_conformance.diagnosis.candidates import candidates
+from mla_conformance.diagnosis import explain
+from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import UNLIKE
+from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import columns
 from mla_conformance.tests.own_functions import as_function, decode_with
 from mla_conformance.trials.context import Clock, Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
 CPU = torch.device("cpu")
@@ -65,6 +67,17 @@ def explained(monkeypatch: pytest.MonkeyPatch, unexplained: None) -> None:
     """Failures are explained, and none was before."""
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
     monkeypatch.setattr(looks_like, "_FOUND", defaultdict(looks_like._Explained))
+
+
+TRIED: dict[tuple[str, str], tuple[Trial, Record]] = {}
+_tried = explain._tried
+
+
+def tried_once(candidate: Candidate, case: Case, trial: Trial) -> tuple[Trial, Record]:
+    """A candidate is judged once on a case, however many mistakes it is compared with."""
+    if (key := (candidate.reference, case.id)) not in TRIED:
+        TRIED[key] = _tried(candidate, case, trial)
+    return TRIED[key]
 
 
 @pytest.mark.parametrize("case", [mla.case(id) for id in (LSE, SEVERAL, CODES, ORDER, TILES)], ids=str)
@@ -259,7 +272,8 @@ def test_where_to_look_is_told_of_a_wrong_output_beside_a_right_lse_alone(monkey
 @pytest.mark.usefixtures("explained")
 def test_frequent_mistakes_are_named(mistake: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     suspects = tuple(each for each in candidates(Role.DECODE) if not each.id)
-    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: suspects)
+    monkeypatch.setattr(explain, "candidates", lambda role: suspects)
+    monkeypatch.setattr(explain, "_tried", tried_once)
     message = mla.judge(mla.case(MISTAKES[mistake][0]), decode_with(mistake), device="cpu").message
     assert said in " ".join(message.split())
 
@@ -419,6 +433,7 @@ def test_the_page_names_all_of_the_api_which_costs_no_torch() -> None:
 
 
 TESTS = """
+import os
 import mla_conformance as mla
 from mla_conformance.tests.own_functions import decode_with
 
@@ -435,6 +450,8 @@ def test_raises(case):
     decode_with("")(**case.inputs("cpu"))["mine"]
 
 calls = []
+if "MLA_CONFORMANCE_ALONE" in os.environ:
+    open("alone", "a").write(".")
 
 @mla.cases("decode", capability="decode_lse", q=1)
 def test_keeps(case):
@@ -472,3 +489,4 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     assert end[kept + 1].startswith("passes when run alone: the function keeps something from earlier calls")
     assert "replay: pytest test_mine.py::test_keeps" in end[kept:]
     assert not any("alone" in line for line in end[:kept])
+    assert (tmp_path / "alone").read_text() == "...", "each function that fails runs once more, whoever ran it"

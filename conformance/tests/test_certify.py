@@ -69,8 +69,7 @@ def test_a_run_that_could_judge_nothing_is_no_success(tmp_path: Path, capsys: py
 
 
 def test_cases_of_a_role_that_a_backend_lacks_reach_no_process(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(BASE_2)
-    wanted = ["--capability", "decode_lse", "--backend", f"{tmp_path}/mine.py:Base2"]
+    wanted = ["--capability", "decode_lse", "--backend", "mla_conformance.backends.eager:EagerPrefillBackend"]
     main([*CERTIFY, *wanted, "--out", str(tmp_path / "run")])
     lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
     started = {line["case"] for line in lines if line["event"] == "started"}

@@ -40,7 +40,7 @@ def commands(text: str) -> Iterator[list[str]]:
     """The arguments of every call of ours in a text of shell, templates or pages."""
     for line in text.splitlines():
         bare = re.sub(r"\$\{\{.*?\}\}|\{\{.*?\}\}", "X", line).partition(" # ")[0]
-        bare = bare.removeprefix('run "').rstrip('"') if bare.startswith('run "') else bare
+        bare = re.sub(r'^(?:run|beside|   ) "(.*)"(?: \\)?$', r"\1", bare)
         for call in re.findall(r"(?:^|[\s!&])(?<!-n )mla-conformance ([^|&>]*)", bare):
             if not line.lstrip().startswith("#") and "`" not in call:
                 yield [word for word in shlex.split(call) if word not in ("${expectations[@]}", "$@")]

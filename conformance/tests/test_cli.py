@@ -212,7 +212,7 @@ def test_every_option_is_described_and_help_keeps_to_80_columns(monkeypatch: pyt
         assert [line for line in parser.format_help().splitlines() if len(line) > 80] == [], parser.prog
 
 
-@pytest.mark.parametrize("command", ["backends --device cpu", "models", "capabilities", "capabilities --excluded"])
+@pytest.mark.parametrize("command", ["backends --device cpu", "models", "capabilities"])
 def test_lists_keep_to_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

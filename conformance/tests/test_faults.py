@@ -65,7 +65,7 @@ OF_CALLS: dict[str, tuple[Check, str]] = {
     "WrongDevice": (Check.DEVICE, ""),
     "OnlyNaN": (Check.MASK, ""),
 }
-SECONDS = 3.0
+SECONDS = 2.0
 MEMORY = 4 * 2**30
 
 
@@ -89,7 +89,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
     backends = [name if name == "EAGER" else f"{source}:{name}" for name in OF_PROCESSES]
     request = RunRequest.of(backends, device="cpu", cases=CASES)
-    run = Run(request, RunFolder.claim(folder / "out"), Limits(2, SECONDS, MEMORY))
+    run = Run(request, RunFolder.claim(folder / "out"), Limits(4, SECONDS, MEMORY))  # most of it waits
     with unexplained():
         assert run_and_report(run, as_json=True) == 1
     return folder

@@ -165,7 +165,10 @@ def test_each_tier_tells_what_it_reaches_of_each_role() -> None:
     assert max(map(len, lines)) <= 80
 
 
-def test_excluded_pairs_are_listed_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_excluded_pairs_are_listed_by_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["capabilities", "--excluded"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
