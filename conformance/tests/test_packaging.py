@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 from collections.abc import Callable, Iterator
 from email.parser import Parser
@@ -53,8 +52,7 @@ def wheel(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         run([sys.executable, "-c", BUILD.format("sdist")], folder)
         (sdist,) = folder.glob("*.tar.gz")
-        with tarfile.open(sdist) as packed:
-            packed.extractall(folder, filter="data")
+        shutil.unpack_archive(sdist, folder)
         run([sys.executable, "-c", BUILD.format("wheel")], folder / sdist.name.removesuffix(".tar.gz"))
 
     (built,) = once("wheel", build).glob("*/*.whl")
