@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Compare the small verdict lock of this checkout with that of the commit that it branched from, both written here.
+# Compare the small verdict lock of this checkout with that of the commit that it branched from, both written here. Where what
+# decides a verdict differs, judge a real kernel on the whole list, too.
 # usage: ci/lock.sh [CHECKOUT], whose history is asked; LOCK_BASE names another commit. Another suite is not compared.
 set -euo pipefail
 
@@ -51,3 +52,4 @@ echo "base: $base; differing:$differing"
 PYTHONPATH="$work/site" python "$work/base/ci/lock.py" write "$work/base.jsonl" --small
 python "$here/ci/lock.py" write "$work/here.jsonl" --small
 python "$here/ci/lock.py" compare "$work/base.jsonl" "$work/here.jsonl"
+mla-conformance certify --backend TORCH_SDPA
