@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compare the small verdict lock of this checkout with that of the commit that it branched from, both written here. Where what
-# decides a verdict differs, judge a real kernel on the whole list, too.
+# Compare the small verdict lock of this checkout with that of the commit that it branched from, both written here. Where
+# sources that decide a verdict differ, judge a real kernel on the whole list, too.
 # usage: ci/lock.sh [CHECKOUT], whose history is asked; LOCK_BASE names another commit. Another suite is not compared.
 set -euo pipefail
 

@@ -35,5 +35,8 @@ def _explained(
     failed = Record(certificate.backend, certificate.reference, capability, finding.case, finding.status or Status.FAIL)
     seen = expectations.apply(failed.with_fields(check=finding.check, message=finding.message), known)
     if seen.status is not Status.EXPECTED_FAILURE:
-        raise InputError(f"{certificate.backend}: expected an entry for {finding.status} of {finding.case}, got none")
+        raise InputError(
+            f"{certificate.backend}: expected an entry for {finding.status} of {finding.case}, got none; "
+            "write it into a folder of --expectations"
+        )
     return msgspec.structs.replace(finding, expectation=seen.expectation)

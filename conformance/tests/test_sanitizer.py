@@ -63,7 +63,7 @@ def test_an_error_of_the_host_counts_where_no_kernel_has_one() -> None:
         'Program hit cudaErrorMemoryAllocation (error 2) due to "out of memory" on CUDA API call to cudaMalloc.',
     ],
 )
-def test_an_answer_of_the_driver_to_who_asks_it_is_no_error(said: str) -> None:
+def test_a_refusal_that_libraries_handle_is_no_error(said: str) -> None:
     record = f"<record><kind>Api</kind><what><text>{said}</text><api>cuda</api></what></record>"
     assert [each.kernel for each in errors_of(output(record, HOST))] == ["cudaMemcpy"]
 

@@ -19,8 +19,8 @@ _LAUNCHERS = re.compile(r"-packages/(triton|torch|mla_conformance)/")
 _TORCHS = re.compile(r"\bat::|\bat_cuda_detail::|\bc10::")
 """Torch's own kernels, which make inputs and copies, too: reports on them are no backend's but in memcheck."""
 _MEMCHECK = ("Precise", "Imprecise", "Api")
-_ANSWERS = re.compile(r"call to cuGetProcAddress|\(error 2\) due to")
-"""What the driver says to who asks for a function or for memory that it has not; the one who asked deals with it."""
+_REFUSALS = re.compile(r"call to cuGetProcAddress|\(error 2\) due to")
+"""The driver refused a function lookup or memory; the library that asked handles it."""
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\(\d+,\s*\d+,\s*\d+\)")
 _MOST_BYTES = 2**26
 
@@ -71,7 +71,7 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
 def _telling(records: list[ElementTree.Element]) -> list[ElementTree.Element]:
     """Without what follows from others: after an error of a kernel every call of the host fails."""
     telling = [each for each in records if _kind(each) in _MEMCHECK or not _TORCHS.search(_place(each, "func"))]
-    telling = [each for each in telling if not _ANSWERS.search(_first(each, "what/text"))]
+    telling = [each for each in telling if not _REFUSALS.search(_first(each, "what/text"))]
     return [each for each in telling if _kind(each) != "Api"] or telling
 
 
