@@ -1,9 +1,9 @@
 """List the sources that are here among those that judge alike: ``python ci/accept.py BEFORE AFTER RECORD...``.
 
 BEFORE and AFTER are locks that ``ci/lock.py write`` wrote, by sources that the suite's version lists and by those that
-are here; each RECORD is the ``record.json`` of a kernel that these sources judged on the device of its submission.
-Nothing is listed unless the rows of the locks are equal but for messages, and at least four records give the statuses
-and the worst uses of their submissions. Exit status: 0 listed, 1 something differs, 2 usage or a file
+are here; each RECORD is the ``record.json`` of a kernel that these sources judged on a GPU of its submission's compute
+capability. Nothing is listed unless the rows of the locks are equal but for messages, and at least four records give
+the statuses and the worst uses of their submissions. Exit status: 0 listed, 1 something differs, 2 usage or a file
 that is not what it should be.
 """
 
@@ -26,6 +26,7 @@ from mla_conformance.version import SUITE_VERSION
 
 ROOT = Path(__file__).parents[1]
 LEAST_RECORDS = 4
+_GPU = "compute_capability"
 
 
 def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str]:
@@ -55,8 +56,8 @@ def _unlike(here: Certificate) -> Iterator[str]:
         yield f"{here.backend}: the seal does not fit the record: it was changed after it was issued"
     submitted = read_certificate(ROOT / "submissions" / folder_of(SUITE_VERSION, here.backend) / RECORD_NAME)
     expected = installed_digests() | {FITTED: submitted.digests[FITTED]}
-    if here.digests != expected or here.device != submitted.device:
-        yield f"{here.backend}: expected a record that these sources judged on {submitted.device}, got {here.device}"
+    if here.digests != expected or here.environment.get(_GPU) != submitted.environment.get(_GPU):
+        yield f"{here.backend}: expected a record of these sources and a GPU like {submitted.device}, got {here.device}"
     for case, status in submitted.cases.items():
         pair = {status, here.cases.get(case)}
         if len(pair) > 1 and Status.UNAVAILABLE not in pair:

@@ -49,6 +49,11 @@ class AttentionState:
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
         return AttentionState(change(self.output), change(self.lse.mT).mT, self.terms and self.terms.map(change))
 
+    def parts(self) -> Iterator[Tensor]:
+        """Output, LSE and error terms, views with the tokens first."""
+        yield from (self.output, self.lse.mT)
+        yield from self.terms.parts() if self.terms else ()
+
 
 def attention(
     q: Tensor,

@@ -35,13 +35,9 @@ from mla_conformance.reference.attention import (
 )
 from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
-from mla_conformance.reference.row_sums import empty_state, store
+from mla_conformance.reference.row_sums import LARGEST_EXPONENT, LEAST_SUM, empty_state, norms, store
 from mla_conformance.reference.tiles import RequestRows, TileKeys, requests_of
 
-_LARGEST_EXPONENT = 32.0
-"""Bound of s - c: squares of weights, summed over a million keys, stay below the end of float32's range."""
-_LEAST_SUM = math.exp(-30.0)
-"""Sums below it may have lost low-precision products to underflow."""
 _LOW_PRECISION_PAIRS = 2**28
 """Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below."""
 _BLOCK_PAIRS = 2**16
@@ -74,7 +70,7 @@ def blockwise_attention(
     _check_rows(rows, query_start_loc[-1])
     requests = list(requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
     pairs = sum(request.pairs for request in requests)
-    low = _low_precision(pairs, q.device) if with_terms else None
+    low = low_precision(pairs, q.device) if with_terms else None
     sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
     large = pairs >= _block_pairs(q.device) * len(requests)
     shared = k.shape[1] < q.shape[1] and sweep.rows <= _SHARED_ROWS * len(requests)
@@ -122,7 +118,7 @@ class _Sweep:
         if not math.isfinite(bound):
             return None
         for panel, (least, most) in zip(panels, found, strict=True):
-            if not (least >= _LEAST_SUM and math.isfinite(most)):
+            if not (least >= LEAST_SUM and math.isfinite(most)):
                 in_lanes(self.device, [self._fill(state, panel, panel.maxima(), extremes[0])])
         return state
 
@@ -131,17 +127,15 @@ class _Sweep:
 
     def _shift(self, bounds: Tensor) -> Tensor | None:
         """[N, T, 1] float64, what the scores are taken relative to; None for 0."""
-        if not bounds.is_cuda and bounds.amax() <= _LARGEST_EXPONENT:
+        if not bounds.is_cuda and bounds.amax() <= LARGEST_EXPONENT:
             return None
-        return (bounds - _LARGEST_EXPONENT).clamp_(min=0.0)
+        return (bounds - LARGEST_EXPONENT).clamp_(min=0.0)
 
     def _fill(self, state: AttentionState, panel: Panel, shift: Tensor | None, extremes: Tensor) -> Iterator[None]:
         """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
         sums = panel.zeros(shift)
         yield from panel.add_to(sums)
-        # A margin, since terms must not be too small for the rounding of their products, six times by half an eps.
-        margin = 1.0 if self.low is None else 1.0 + 3 * torch.finfo(self.low).eps
-        store(panel.own(sums), margin, state.map(lambda x: x[panel.at, panel.heads]))
+        store(panel.own(sums), self.low, state.map(lambda x: x[panel.at, panel.heads]))
         extremes.copy_(panel.extremes(sums))
 
     @property
@@ -154,7 +148,7 @@ class _Sweep:
         bounds = torch.zeros(self.shape[0], self.rows, 1, dtype=torch.float64, device=self.device)
         for request in self.requests:
             if request.k.shape[0]:
-                product = abs(self.scale) * _norms(request.q) * _norms(request.k).amax(dim=0)
+                product = abs(self.scale) * norms(request.q) * norms(request.k).amax(dim=0)
                 bounds[:, request.rows] = product.mT.unsqueeze(-1)
         return bounds
 
@@ -173,22 +167,16 @@ class _Sweep:
 
 def _largest_norm(tensors: Sequence[Tensor]) -> Tensor:
     """The largest length of a row of any of them, float64; 0 without rows."""
-    found = [_norms(x).amax().double() for x in tensors if x.numel()]
+    found = [norms(x).amax().double() for x in tensors if x.numel()]
     return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-
-
-def _norms(x: Tensor) -> Tensor:
-    """[tokens, N] float32 lengths of rows of any float dtype; float64 of float64."""
-    if x.dtype.itemsize == 1:
-        x = x.to(torch.bfloat16)  # exact, and the norm knows no float8
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 def _block_pairs(device: torch.device) -> int:
     return workspace_elements(device) if device.type == "cuda" else _BLOCK_PAIRS
 
 
-def _low_precision(pairs: int, device: torch.device) -> torch.dtype:
+def low_precision(pairs: int, device: torch.device) -> torch.dtype:
+    """Of the products that error terms are made of, for so many pairs of a query and a key over all heads."""
     return torch.bfloat16 if device.type == "cuda" and pairs >= _LOW_PRECISION_PAIRS else torch.float32
 
 

@@ -1,5 +1,6 @@
 """From scores to weights, the sums over keys that attention is made of, tile by tile, and the state they end in."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -11,6 +12,10 @@ from torch import Tensor
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 from mla_conformance.reference.tiles import Queries, Tile, TileKeys, View
 
+LARGEST_EXPONENT = 32.0
+"""Bound of a score less the shift: squares of weights, summed over a million keys, stay within float32's range."""
+LEAST_SUM = math.exp(-30.0)
+"""Sums below it may have lost low-precision products to underflow."""
 _NO_KEY = 1e-18
 """Stands for the Σ p of a row without keys; its square's inverse is within float32."""
 Kernel = Callable[[Tile, Tensor | None, Tensor, Tensor, Tensor], Tensor]
@@ -105,8 +110,10 @@ def empty_state(rows: int, heads: int, width: int, with_terms: bool, device: tor
     return AttentionState(output, output.new_empty(shapes[-1]), terms)
 
 
-def store(sums: RowSums, margin: float, state: AttentionState) -> None:
-    """Write the state that the sums end in, error terms times ``margin``; state: of the r rows and h heads."""
+def store(sums: RowSums, low: torch.dtype | None, state: AttentionState) -> None:
+    """Write the state that the sums end in; low: the precision of the error terms' products; state: r rows, h heads."""
+    # Terms must not be too small for the rounding of their products, six times by half an eps.
+    margin = 1.0 if low is None else 1.0 + 3 * torch.finfo(low).eps
     total = sums.totals[..., :1]
     inverse = total.clamp(min=_NO_KEY).reciprocal_()
     torch.mul(sums.output, inverse, out=state.output.transpose(0, 1))
@@ -189,3 +196,10 @@ def _zeros(width: int, query: torch.dtype, key: torch.dtype) -> Tile:
     q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
     factor = None if query == torch.float64 else q[0, 0, 0].double()
     return Tile(Queries(q, factor, None), TileKeys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
+
+
+def norms(x: Tensor) -> Tensor:
+    """[tokens, N] float32 lengths of rows of any float dtype; float64 of float64."""
+    if x.dtype.itemsize == 1:
+        x = x.to(torch.bfloat16)  # exact, and the norm knows no float8
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -5,7 +5,7 @@ latents out to keys and values, or absorbs W_UK into the query and applies W_UV 
 product is accumulated in float32 and rounded once to the model's dtype.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -52,6 +52,10 @@ class ErrorTerms:
         return ErrorTerms(
             **{name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in self.by_name().items()}
         )
+
+    def parts(self) -> Iterator[Tensor]:
+        """The terms that were asked for, views with the tokens first."""
+        return (x.mT if name == "lse_score" else x for name, x in self.by_name().items())
 
 
 @dataclass(frozen=True)

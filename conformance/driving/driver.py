@@ -160,6 +160,9 @@ def run_calls(
         prepare: whether metadata are handed over.
         executor: carries the calls out.
         perform: makes a call, where that is not :func:`call_once`.
+
+    Raises:
+        MemoryError: none was left to merge what the calls returned, whoever merges.
     """
     before = Snapshot(problem.caller_owned)
     returned: list[Returned] = []
@@ -171,6 +174,8 @@ def run_calls(
     if returned and returned[-1].error and executor.lost(problem.device):
         return Observation(tuple(returned), None, (), device_lost=True, disturbed=disturbed)
     merging = _merge(executor, backend, problem, returned)
+    if merging.out_of_memory:
+        raise MemoryError(f"merging partial states: {merging.error}")
     disturbed = tuple(dict.fromkeys([*disturbed, *merging.disturbed]))
     return Observation(tuple(returned), merging.value, tuple(before.changed()), merging.error, disturbed=disturbed)
 

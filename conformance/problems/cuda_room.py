@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _PINNED, _ON_DEVICE, _READ_WRITE, _MINIMUM = 1, 1, 3, 0
+_OUT_OF_MEMORY = 2
 
 
 class _Location(ctypes.Structure):
@@ -42,7 +43,8 @@ class CudaRoom:
         capacity: bytes of it.
 
     Raises:
-        RuntimeError: the driver refuses.
+        MemoryError: the GPU is full.
+        RuntimeError: the driver refuses for another reason.
     """
 
     def __init__(self, size: int) -> None:
@@ -97,4 +99,5 @@ def _library() -> ctypes.CDLL:
 
 def _driver(name: str, *arguments: Any) -> None:
     if status := getattr(_library(), name)(*arguments):
-        raise RuntimeError(f"{name} returned CUresult {status}")
+        error = MemoryError if status == _OUT_OF_MEMORY else RuntimeError
+        raise error(f"{name} returned CUresult {status}")

@@ -3,6 +3,7 @@
 import ctypes
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import PageBehindTheCache, end, reads
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.problems import cuda_room
 from mla_conformance.problems.cpu_room import ZONE, CpuRoom, noted_faults, touched_rooms
 from mla_conformance.problems.fences import Side
 from mla_conformance.trials import bounds
@@ -121,6 +123,15 @@ def test_a_process_that_hangs_names_no_operand(monkeypatch: pytest.MonkeyPatch) 
 def _over(room: CpuRoom, size: int) -> torch.Tensor:
     """The bytes of a room, and the zone behind them."""
     return torch.frombuffer((ctypes.c_char * size).from_address(room.part(0, 1).data_ptr()), dtype=torch.uint8)
+
+
+def test_a_full_gpu_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = SimpleNamespace(cuMemCreate=lambda: 2, cuMemMap=lambda: 700)
+    monkeypatch.setattr(cuda_room, "_library", lambda: driver)
+    with pytest.raises(MemoryError, match="cuMemCreate returned CUresult 2"):
+        cuda_room._driver("cuMemCreate")
+    with pytest.raises(RuntimeError, match="cuMemMap returned CUresult 700"):
+        cuda_room._driver("cuMemMap")
 
 
 ON_A_GPU = """

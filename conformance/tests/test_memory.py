@@ -3,7 +3,13 @@
 import pytest
 import torch
 
+from mla_conformance.cases.case import Case
+from mla_conformance.driving import driver
+from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import Guarded, Snapshot, out_of_memory, poison, storage_bytes
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
@@ -76,3 +82,13 @@ def test_storage_bytes_is_the_memory_itself() -> None:
 )
 def test_memory_that_ran_out_is_told_from_other_errors(error: Exception, ran_out: bool) -> None:
     assert out_of_memory(error) is ran_out
+
+
+def test_no_memory_to_merge_in_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(driver, "merge", full)
+    case = Case.parse("chunked_context:heads=2;q=[3];kv=[40];page=16;workspace=16")
+    record = judge_one(Subject.of("EAGER", torch.device("cpu")), case, Context())
+    assert record.status is Status.UNAVAILABLE and "merging partial states" in record.message

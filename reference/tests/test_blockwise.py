@@ -163,7 +163,7 @@ def test_few_rows_of_heads_that_share_their_keys_are_left_to_the_definition(
 def test_low_precision_terms_are_close_and_not_too_small(
     normal: Normal, monkeypatch: pytest.MonkeyPatch, scale: float
 ) -> None:
-    monkeypatch.setattr(module, "_low_precision", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(module, "low_precision", lambda *_: torch.bfloat16)
     q, k, v = normal(1, 130, 2, 48), normal(2, 400, 2, 48), normal(3, 400, 2, 16)
     options: dict[str, Any] = {"query_start_loc": (0, 130), "key_start_loc": (0, 400), "scale": scale, "causal": True}
     fast = blockwise_attention(q, k, v, **options, with_terms=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 import mla_conformance.reference.attention as definition
 from mla_conformance.reference.attention import AttentionState, attention, merge_states
 from mla_conformance.reference.selected import selected_attention, with_sink
+from mla_conformance.reference.selected_rows import RowsOverLists
 
 Normal = Callable[..., Tensor]
 T, N, S, D, V = 7, 3, 20, 6, 4
@@ -171,3 +172,30 @@ def test_operands_that_do_not_fit_are_refused(qkv: tuple[Tensor, Tensor, Tensor]
 def test_a_sink_of_another_shape_is_refused(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     with pytest.raises(ValueError, match=r"a sink for each of 3 heads, got shape \(2,\)"):
         selected(qkv, lists(4), sink=torch.zeros(2))
+
+
+def test_rows_over_lists_are_the_definition_and_their_terms_a_little_larger(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v = qkv
+    chosen = lists(9)
+    k[(chosen[..., None] == torch.arange(S)).any(dim=(0, 1)).logical_not()] = torch.nan  # keys that no list names
+    expected = selected(qkv, chosen, with_terms=True)
+    state = RowsOverLists(q, k[:, 0], v[:, 0], chosen, 0.4).state()
+    assert state is not None and state.terms is not None and expected.terms is not None
+    assert_same(AttentionState(state.output, state.lse), AttentionState(expected.output, expected.lse))
+    for name, term in expected.terms.by_name().items():
+        found = state.terms.by_name()[name].double()
+        assert bool((found >= term).all() and (found <= 1.05 * term).all()), name
+
+
+@pytest.mark.parametrize("change", ["nan", "beyond the range"])
+def test_rows_over_lists_leave_to_the_definition_what_they_cannot_hold(
+    qkv: tuple[Tensor, Tensor, Tensor], change: str
+) -> None:
+    q, k, v = qkv
+    q[3, 1] = torch.nan if change == "nan" else 1e4 * q[3, 1]
+    assert RowsOverLists(q, k[:, 0], v[:, 0], lists(9), 0.4).state() is None
+
+
+def test_lists_of_no_rows_are_refused(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    with pytest.raises(ValueError, match="expected at least one row"):
+        selected(qkv, lists(9), rows=[])

@@ -13,7 +13,6 @@ from mla_conformance.roles.topk.call import TopKCall
 from mla_conformance.roles.topk.case import TopKCase
 
 _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
-_ABOVE = 8
 
 
 def topk_problem(case: TopKCase, device: torch.device, salt: str) -> Problem:
