@@ -7,6 +7,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from msgspec import structs
+
 from mla_conformance.certificate.certificate import Finding, Shown, read_shown
 from mla_conformance.certificate.submission import RECORD_NAME
 from mla_conformance.files.inputs import InputError
@@ -20,10 +22,15 @@ _FAILURES = "| kernels, cases | for example | why |\n|---|---|---|"
 
 
 def newest(submissions: Path) -> list[Shown]:
-    """The newest record of each kernel, by the names of their folders."""
+    """The newest record of each kernel, by the names of their folders; of other versions' kernels these say which."""
     suites = sorted(submissions.iterdir(), key=lambda path: _number(path.name))
     found = {path.parent.name: path for suite in suites for path in suite.glob(f"*/{RECORD_NAME}")}
-    return [read_shown(found[name]) for name in sorted(found)]
+    return [_named(read_shown(found[name]), "@" in name) for name in sorted(found)]
+
+
+def _named(record: Shown, of_other_versions: bool) -> Shown:
+    version = next(iter(record.distributions.values()), "")
+    return structs.replace(record, backend=f"{record.backend} ({version})") if of_other_versions else record
 
 
 def overview(records: list[Shown]) -> str:
