@@ -149,7 +149,7 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     yield Section.of(docs / "case-ids.md", "fields"), case_fields()
     ours = [run for run in seen.values() if run["command"].startswith("mla-conformance")]
     yield Section.of(docs / "cost.md", "times"), times([run for run in ours if run["seconds"] >= _LONG_SECONDS])
-    yield Section.of(docs / "beyond-numbers.md", "races"), races()
+    yield Section.of(docs / "races.md", "races"), races()
     for page in (root / "README.md", *sorted(docs.rglob("*.md"))):
         for name in re.findall(r"<!-- seen:([\w-]+):begin -->", page.read_text("utf-8")):
             yield Section.of(page, f"seen:{name}"), printed(seen[name])

@@ -78,7 +78,10 @@ def _cells(kernel: Any, found: Repeated) -> Iterator[str]:
 def _repeated(kernel: Any, calls: int, device: torch.device) -> Repeated:
     reference = f"{kernel.__module__}:{kernel.__name__}" if kernel in RACES else f"{__file__}:{kernel.__name__}"
     case = Case.of(capability="determinism", **_SEVERAL_TILES.get(kernel, _FIELDS[role_of(kernel)]))
-    return repeated(Subject.of(reference, device), Context(), case, calls)
+    found = repeated(Subject.of(reference, device), Context(), case, calls)
+    if found.failed:
+        sys.exit(f"{kernel.__name__}: {case.id}: {found.failed}")
+    return found
 
 
 if __name__ == "__main__":

@@ -166,11 +166,8 @@ def stated() -> dict[str, list[str]]:
             f"by default {GIVE_UP_AFTER}, the rest",
             f"up to {MOST} × {MOST}:",
         ],
-        "docs/beyond-numbers.md": [
-            f"granules of {mebibytes(ZONE)}",
-            f"multiples of {ALIGNMENT} bytes.",
-            f"with {PROBABILITY * 100:.0f} %;",
-        ],
+        "docs/races.md": [f"with {PROBABILITY * 100:.0f} %;"],
+        "docs/reads-beyond.md": [f"granules of {mebibytes(ZONE)}", f"multiples of {ALIGNMENT} bytes."],
         "docs/replay.md": [
             f"has at most {MOST_LINES} lines;",
             f"more than {MOST_LINES} lines |",
