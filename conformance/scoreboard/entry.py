@@ -76,9 +76,10 @@ class Entry:
         return ", ".join(f"{name} {version}" for name, version in self.record.distributions.items()) or "not stated"
 
     @property
-    def order(self) -> tuple[list[int], str]:
-        """Later records compare greater."""
-        return suite_order(self.record.suite), self.record.date
+    def order(self) -> list[int | str]:
+        """Records of a later suite compare greater, then those of a newer library, then later ones."""
+        version = suite_order(next(iter(self.record.distributions.values()), ""))[:_NUMBERS]
+        return [*suite_order(self.record.suite), *version, *[0] * (_NUMBERS - len(version)), self.record.date]
 
     @cached_property
     def counts(self) -> Counts:
@@ -149,6 +150,8 @@ def _reason(finding: Finding) -> str:
 
 ROLES = (*map(str, Role), OTHER_ROLE)
 """The order in which roles are shown."""
+_NUMBERS = 6
+"""Of a version, by which records are in order."""
 
 
 def _is_served(records: Iterable[Record]) -> bool:

@@ -99,7 +99,7 @@ def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
         "suite": record.suite,
         "date": record.date,
         "old": bool(entry.old),
-        "order": [*entry.order[0], record.date],
+        "order": entry.order,
         "renew": renewal(record.reference, record.device),
         "statuses": "".join(_letter(record.cases.get(case)) for case in cases),
     }

@@ -75,6 +75,8 @@ def test_equal_locks_and_four_records_like_their_submissions_are_enough(
     accept = script("accept")
     alike: dict[str, list[Path]] = {}
     for path in sorted(RECORD.parents[1].glob("*/record.json")):
+        if "@" in path.parent.name:  # of other versions, whose submission is another record
+            continue
         digests = read_certificate(path).digests
         alike.setdefault(json.dumps({name: digests[name] for name in installed_digests()}), []).append(path)
     judged, records = max(alike.items(), key=lambda item: len(item[1]))

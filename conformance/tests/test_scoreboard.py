@@ -26,7 +26,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
 from mla_conformance.roles.topk.space import TOPK
 from mla_conformance.scoreboard.board import Board, profiles
-from mla_conformance.scoreboard.entry import Entry
+from mla_conformance.scoreboard.entry import Entry, read_entries
 from mla_conformance.scoreboard.site import page as page_of
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import array_of
@@ -143,6 +143,17 @@ def test_the_history_of_a_kernel_goes_back(page: str) -> None:
     new, old = history.find("2026-01-02"), history.find("2025-12-01")
     assert "TRITON_MLA 2026.3" in history and "certify --backend TRITON_MLA --device cuda" in history
     assert history.find(f"TRITON_MLA {SUITE_VERSION}") < history.find("TRITON_MLA 2026.3") and -1 < new < old
+
+
+def test_a_later_record_of_an_older_library_is_not_the_newest(tmp_path: Path) -> None:
+    for version, date in (("0.7.2.post1", "2026-01-02"), ("0.6.13", "2026-01-03")):
+        pins = msgspec.structs.replace(PINS, versions={"flashinfer-python": version})
+        made = certificate("FLASHINFER_MLA[fa2]", pins=pins, date=date)
+        (tmp_path / f"{version}.json").write_text(json.dumps(made.to_json()))
+    entries, refused = read_entries(sorted(tmp_path.iterdir()))
+    board = Board(tuple(entries), tuple(refused), ())
+    assert board.by_kernel["FLASHINFER_MLA[fa2]"].versions.startswith("flashinfer-python 0.7.2.post1")
+    assert len(board.newest) == 2
 
 
 def test_engines_are_told_whether_what_they_pick_is_right(page: str) -> None:
