@@ -146,10 +146,10 @@ def test_the_history_of_a_kernel_goes_back(page: str) -> None:
 
 
 def test_a_later_record_of_an_older_library_is_not_the_newest(tmp_path: Path) -> None:
-    for version, date in (("0.7.2.post1", "2026-01-02"), ("0.6.13", "2026-01-03")):
-        pins = msgspec.structs.replace(PINS, versions={"flashinfer-python": version})
+    for release, date in (("0.7.2.post1", "2026-01-02"), ("0.6.13", "2026-01-03")):
+        pins = msgspec.structs.replace(PINS, versions={"flashinfer-python": release})
         made = certificate("FLASHINFER_MLA[fa2]", pins=pins, date=date)
-        (tmp_path / f"{version}.json").write_text(json.dumps(made.to_json()))
+        (tmp_path / f"{release}.json").write_text(json.dumps(made.to_json()))
     entries, refused = read_entries(sorted(tmp_path.iterdir()))
     board = Board(tuple(entries), tuple(refused), ())
     assert board.by_kernel["FLASHINFER_MLA[fa2]"].versions.startswith("flashinfer-python 0.7.2.post1")
