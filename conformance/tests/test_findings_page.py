@@ -41,7 +41,7 @@ def test_a_figure_that_was_not_printed_is_found(figure: str) -> None:
 
 
 def test_page_and_transcripts_have_commands() -> None:
-    assert len(COMMANDS) > 20 and len(RAN) > 20
+    assert len(COMMANDS) > 25 and len(RAN) > 25
 
 
 @pytest.mark.parametrize("command", COMMANDS)
