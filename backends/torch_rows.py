@@ -4,6 +4,7 @@ Its rows are the N query heads, against the keys of its own. Keys and values are
 its value. All of it is tensor operations of fixed shapes without a synchronisation.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -16,6 +17,8 @@ from mla_conformance.backends.platform import DeviceCapability
 
 MASK_ALIGNMENT = 16
 """Keys of a row are a multiple of this, for kernels that load masks in vectors."""
+_GATHERED_ELEMENTS = 2**28
+"""Elements of keys that are gathered at once: half a GiB of 16 bits."""
 APPROXIMATE = Rounding(lse=LseClass.APPROXIMATE_EXP, dequantised_keys=Precision.MODEL)
 APPROXIMATE_EXP = Deviation(
     "16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp"
@@ -43,6 +46,15 @@ class TorchRows(NamedKernel):
     def kernel_evidence(self) -> dict[str, str]:
         """PyTorch's version, and which of its kernels serves the calls."""
         return {"torch": torch.__version__, "kernel": self.kernel}
+
+    def attend_in_parts(
+        self, q: Tensor, columns: int, keys_of: Callable[[slice], tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """As `attend_rows`, of rows with ``columns`` keys each, which ``keys_of`` gathers for some rows at a time."""
+        step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))
+        parts = (slice(start, start + step) for start in range(0, max(1, len(q)), step))
+        outputs, lses = zip(*(self.attend_rows(q[rows], *keys_of(rows)) for rows in parts), strict=True)
+        return torch.cat(outputs), torch.cat(lses, dim=1)
 
     def attend_rows(self, q: Tensor, keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of each row to the keys of its own that it sees.

@@ -62,12 +62,16 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         metadata = self._decode_metadata
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         request, last = _last_positions(metadata, ql_nope.shape[0])
-        rows = _gather(metadata, kv_cache)
-        local = torch.arange(rows.shape[1], device=rows.device)
-        visible = positions_of(metadata, local) <= last.unsqueeze(1)
-        keys = dequantise(rows, self.kv_cache_dtype, k_scale, ql_nope.dtype).to(ql_nope.dtype)
-        keys = keys[..., : self.kv_lora_rank + self.qk_rope_head_dim]
-        return self.attend_rows(torch.cat((ql_nope, q_pe), dim=-1), keys[request], visible)
+        tokens = _longest(metadata, kv_cache)
+        position = torch.arange(tokens, device=kv_cache.device)
+        positions = positions_of(metadata, position)
+
+        def keys_of(rows: slice) -> tuple[Tensor, Tensor]:
+            entries = _gather(kv_cache, metadata.block_table[request[rows]], position)
+            keys = dequantise(entries, self.kv_cache_dtype, k_scale, ql_nope.dtype).to(ql_nope.dtype)
+            return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim], positions <= last[rows].unsqueeze(1)
+
+        return self.attend_in_parts(torch.cat((ql_nope, q_pe), dim=-1), tokens, keys_of)
 
 
 class TorchEfficientDecodeBackend(TorchEfficientRows, TorchSDPADecodeBackend):
@@ -90,13 +94,16 @@ def _last_positions(metadata: MLACommonDecodeMetadata, tokens: int) -> tuple[Ten
     return request, last.masked_fill(token >= starts[-1], -1)
 
 
-def _gather(metadata: MLACommonDecodeMetadata, kv_cache: Tensor) -> Tensor:
-    """[B, S, width] entries of each request; past its last token, whatever the clamped ids lead to."""
-    page, columns = kv_cache.shape[1], metadata.block_table.shape[1]
-    tokens = max(1, min(metadata.max_seq_len, columns * page))
-    tokens += -tokens % MASK_ALIGNMENT
-    position = torch.arange(tokens, device=kv_cache.device)
-    blocks = metadata.block_table[:, (position // page).clamp(max=columns - 1)]
+def _longest(metadata: MLACommonDecodeMetadata, kv_cache: Tensor) -> int:
+    """Tokens that are gathered of each request."""
+    tokens = max(1, min(metadata.max_seq_len, metadata.block_table.shape[1] * kv_cache.shape[1]))
+    return tokens + -tokens % MASK_ALIGNMENT
+
+
+def _gather(kv_cache: Tensor, block_table: Tensor, position: Tensor) -> Tensor:
+    """[T, S, width] entries of each row at positions [S]; past its last token, whatever the clamped ids lead to."""
+    page = kv_cache.shape[1]
+    blocks = block_table[:, (position // page).clamp(max=block_table.shape[1] - 1)]
     blocks = blocks.long().clamp(0, kv_cache.shape[0] - 1)
     # Float8 as bytes, since it cannot be indexed everywhere.
     entries = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache

@@ -1,6 +1,5 @@
 """TORCH_SDPA, sparse: PyTorch's own kernels that return the LSE, over the entries that each row's lists name."""
 
-from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -23,8 +22,6 @@ from mla_conformance.backends.torch_rows import (
 )
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
-_GATHERED_ELEMENTS = 2**28
-"""Elements of keys that are gathered at once: half a GiB of 16 bits."""
 _ADAPTED = (
     Deviation("no lists", "gathers the named entries of every query token; a column that names none is masked"),
     Deviation("no cache of codes", "dequantises with the scales in float32 and rounds to the model's dtype"),
@@ -56,15 +53,13 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """See :class:`SelectedKeysBackend`."""
-        parts = [self._rows(q[rows], [x.rows(rows) for x in sources], k_scale) for rows in _parts(q, sources)]
-        outputs, lses = zip(*parts, strict=True)
-        return torch.cat(outputs), torch.cat(lses, dim=1)
 
-    def _rows(self, q: Tensor, sources: list[Selected], k_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Output [T, N, L] and LSE [N, T] of some rows."""
-        visible = torch.cat([listed(source.indices, source.length) for source in sources], dim=1)
-        keys = torch.cat([self._keys(source, k_scale, q.dtype) for source in sources], dim=1)
-        return self.attend_rows(q, keys, visible)
+        def keys_of(rows: slice) -> tuple[Tensor, Tensor]:
+            parts = [source.rows(rows) for source in sources]
+            keys = torch.cat([self._keys(part, k_scale, q.dtype) for part in parts], dim=1)
+            return keys, torch.cat([listed(part.indices, part.length) for part in parts], dim=1)
+
+        return self.attend_in_parts(q, sum(source.indices.shape[1] for source in sources), keys_of)
 
     def _keys(self, source: Selected, k_scale: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, K, D] in the model's dtype; anything where a list names none."""
@@ -86,10 +81,3 @@ class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
             *EFFICIENT,
         ),
     )
-
-
-def _parts(q: Tensor, sources: list[Selected]) -> Iterator[slice]:
-    """Rows whose keys are gathered at once."""
-    columns = sum(source.indices.shape[1] for source in sources)
-    step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))
-    return (slice(start, min(start + step, len(q))) for start in range(0, len(q), step))

@@ -38,7 +38,7 @@ def overview(records: list[Shown]) -> str:
     libraries: dict[str, list[Shown]] = {}
     for record in _of_newest(records):
         libraries.setdefault(" ".join(next(iter(record.distributions.items()), ())), []).append(record)
-    return "\n".join([_OVERVIEW, *(_brief(*library) for library in libraries.items()), "", outdated(records)])
+    return "\n".join([_OVERVIEW, *(_brief(*library) for library in libraries.items()), "", outdated(records)]).strip()
 
 
 def outdated(records: list[Shown]) -> str:

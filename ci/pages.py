@@ -124,7 +124,8 @@ def times(runs: list[dict[str, Any]]) -> str:
     """A row for each command, by machines."""
     rows = ["| command | on | seconds | CPU seconds |", "|---|---|---|---|"]
     for seen in sorted(runs, key=lambda run: (run["on"], run["command"])):
-        rows.append(f"| `{seen['command']}` | {seen['on']} | {seen['seconds']:.0f} | {seen['cpu_seconds']:.0f} |")
+        cpu = f"{seen['cpu_seconds']:.0f}" if seen["cpu_seconds"] else "not taken"
+        rows.append(f"| `{seen['command']}` | {seen['on']} | {seen['seconds']:.0f} | {cpu} |")
     return "\n".join(rows)
 
 

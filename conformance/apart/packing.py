@@ -20,7 +20,7 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.trials.subject import Subject
 
 _ALIGNMENT = 512
-_LEAST_PIECE = 2**30
+_LEAST_PIECE = 2**28
 """Bytes of a GPU's memory that are asked for at once."""
 _MOST_SHARE = 8
 """A process that holds more than this part of a GPU for what it hands over should be replaced."""
