@@ -15,7 +15,7 @@ import torch
 from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.defects.races import RACES, OrderOfAdditions, OrderOfSplits, StaleRow
-from mla_conformance.engine.describe import device_facts
+from mla_conformance.engine.describe import device_facts, find_device
 from mla_conformance.judging.traits import Repeated
 from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.context import Context
@@ -86,4 +86,7 @@ def _repeated(kernel: Any, calls: int, device: torch.device) -> Repeated:
 
 if __name__ == "__main__":
     told = sys.argv[1:]
-    main(float(told[0]) if told else 60.0, torch.device(told[1] if told[1:] else "cpu"))
+    where = find_device(told[1] if told[1:] else "cpu")
+    if where is None:
+        sys.exit(f"expected a machine with CUDA, got one without, for {told[1]}")
+    main(float(told[0]) if told else 60.0, where)
