@@ -192,7 +192,7 @@ def seen_in(folder: Path) -> dict[str, dict[str, Any]]:
         [
             str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
             "--hide-scrollbars", f"--user-data-dir={folder}/profile", "--window-size=1400,7200",
-            "--virtual-time-budget=10000", "--dump-dom", (folder / "frames.html").as_uri(),
+            "--virtual-time-budget=60000", "--dump-dom", (folder / "frames.html").as_uri(),
         ],
         capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(folder)},
     )  # fmt: skip
