@@ -6,10 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import read_certificate
-from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
+from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests, seal
 from mla_conformance.version import SUITE_VERSION
 
 CI = Path(__file__).parents[2] / "ci"
@@ -119,3 +120,19 @@ def test_a_record_that_was_changed_is_no_evidence(tmp_path: Path, script: Callab
     said = list(script("accept").problems(same, same, [tmp_path / "record.json"]))
     assert any("the seal does not fit the record" in problem for problem in said)
     assert any("worst uses" in problem for problem in said)
+
+
+@of_this_suite
+@pytest.mark.parametrize(("capability", "refused"), [("9.0", False), ("10.0", True), ("", True)])
+def test_a_gpu_of_another_compute_capability_is_no_evidence(
+    capability: str, refused: bool, tmp_path: Path, script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = script("accept")
+    record = read_certificate(RECORD.parents[1] / "VLLM_CACHE" / "record.json")
+    judged = {name: record.digests[name] for name in installed_digests()}
+    monkeypatch.setattr(accept, "installed_digests", lambda: judged)
+    there = msgspec.structs.replace(record, environment={**record.environment, "compute_capability": capability})
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(msgspec.structs.replace(there, seal=seal(there)).to_json()), encoding="utf-8")
+    same = written(tmp_path / "same", HEADER, ROW)
+    assert any("and a GPU like" in problem for problem in accept.problems(same, same, [path])) is refused
