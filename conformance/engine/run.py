@@ -45,8 +45,15 @@ LEAST_MEMORY = 2 * 2**30
 GIVE_UP_AFTER = 5
 APART = "inputs, kernel and judge apart"
 """What the environment says of a run whose judge is in no process of a backend."""
+_MOST_ON_CPU = 4
+_WORTH = 20
+"""Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
 _THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+def _most_on_cpu() -> int:
+    return min(_MOST_ON_CPU, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -54,8 +61,8 @@ class Limits:
     """What a run allows.
 
     Attributes:
-        workers: processes that run cases; by default one per core, up to four, and as many on each GPU if its memory is
-            enough for them.
+        workers: processes that run cases; by default one per core, up to four, as cases are enough for, and as many
+            on each GPU as its memory is enough for.
         timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
@@ -138,7 +145,7 @@ class Run:
             Stopped: by a signal or the deadline.
         """
         self._installation, self._began = Installation.now(), time.time()
-        workers = self.limits.workers or min(4 if self._surely_cpu else MOST_ON_GPU, os.cpu_count() or 1)
+        workers = self.limits.workers or (self._useful if self._surely_cpu else min(MOST_ON_GPU, os.cpu_count() or 1))
         for _ in range(workers if self._surely_cpu else 1):
             self._add_place(self.request.device, workers)
         hello = self.supervisor.hellos()[0]
@@ -154,6 +161,13 @@ class Run:
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 
+    @property
+    def _useful(self) -> int:
+        """Workers on a CPU: to start another takes as long as it judges some cases."""
+        request = self.request
+        worth = len(request.judged_ids) * len(request.backends) // _WORTH
+        return _most_on_cpu() if request.explore else max(1, min(_most_on_cpu(), worth))
+
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.
 
@@ -163,7 +177,8 @@ class Run:
         threads = {_THREADS: max(1, (os.cpu_count() or 1) // workers)}
         own = threads if self._surely_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
-        memory = self.limits.memory or max(LEAST_MEMORY, machine_memory() // workers) if self._surely_cpu else None
+        share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
+        memory = self.limits.memory or share if self._surely_cpu else None
         request = self.request
         setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self._began)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

@@ -66,6 +66,18 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return prepared
 
 
+@pytest.mark.parametrize(("cases", "workers"), [(1, 1), (39, 1), (40, 2), (1000, 4)])
+def test_a_cpu_has_as_many_workers_as_are_worth_their_start(
+    cases: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    ids = [case.id for entry in CAPABILITIES.values() for case in entry.cases][:cases]
+    run = Run(RunRequest.of(["EAGER"], device="cpu", cases=ids), RunFolder.claim(tmp_path))
+    run.supervisor = places = Places()  # type: ignore[assignment]
+    run.prepare()
+    assert len(places.environments) == workers
+
+
 @pytest.mark.parametrize(
     ("gpus", "memory", "workers", "threads"),
     [("0", 140, 4, 4), ("0", 40, 3, 5), ("0", 8, 1, 16), ("01", 140, 8, 2), ("0123", 24, 8, 2)],
