@@ -16,7 +16,7 @@ from mla_conformance.version import SUITE_VERSION
 CI = Path(__file__).parents[2] / "ci"
 RECORD = CI.parent / "submissions" / SUITE_VERSION / "TORCH_SDPA" / "record.json"
 of_this_suite = pytest.mark.skipif(not RECORD.exists(), reason=f"no record of suite {SUITE_VERSION} is handed in yet")
-HEADER = {"cpu": "one", "torch": "2.13", "threads": 1, "small": False, "digests": installed_digests()}
+HEADER = {"cpu": "one", "torch": "2.13", "threads": 1, "small": False, "digests": dict.fromkeys(LOCKED, "")}
 ROW = {"case": "lse:q=[64]", "kernel": "EAGER", "status": "pass", "used": {"lse": "0.1"}}
 
 
