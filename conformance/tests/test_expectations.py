@@ -186,6 +186,17 @@ def test_an_update_follows_the_report_and_keeps_reasons(
     assert main(["gate", str(report), "--expectations", str(folder), "--require-tier", "none"]) == 0
 
 
+def test_a_race_may_be_won_and_its_entry_stays(tmp_path: Path, write_report: Callable[..., Path]) -> None:
+    passed = FAILURE.with_fields(status=Status.PASS, check="")
+    assert applied(passed, sometimes=True) == passed
+    assert applied(FAILURE, sometimes=True).status is Status.EXPECTED_FAILURE
+    file, known = tmp_path / "MINE.toml", replace(KNOWN, case=FAILURE.case, sometimes=True)
+    file.write_text(to_toml(known))
+    assert main(["expectations", "update", str(write_report("report.json", [passed])), "--dir", str(tmp_path)]) == 0
+    assert [to_toml(entry) for entry in read_expectations(file)] == [to_toml(known)] == [file.read_text()]
+    assert main(["gate", str(tmp_path / "report.json"), "--expectations", str(tmp_path), "--require-tier", "none"]) == 0
+
+
 def test_an_entry_of_several_cases_loses_those_that_pass(
     tmp_path: Path, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
