@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from html import unescape
 from itertools import product
 from pathlib import Path
@@ -169,6 +170,8 @@ def _entry(backend: str, cases: list[str], wrong: list[str]) -> Entry:
 PAGES = {"report": report, "scoreboard": scoreboard}
 
 
+TRIES = 4
+"""The browser's own clock runs on while a page is read, and it ends by that clock."""
 WIDTHS = (1200, 400)
 """Pixels; no window of a browser is as narrow as a phone, but a frame in it is."""
 SHOWN = tuple(product(PAGES, WIDTHS, ("light", "dark")))
@@ -181,13 +184,21 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     for kind, make in PAGES.items():
         text = make().replace("<head>", f"<head>{WATCH}").replace("</body>", f"{STEPS}</body>")
         (folder / f"{kind}.html").write_text(text, encoding="utf-8")
-    frames = "".join(FRAME.format(f"{each[0]}-{each[1]}-{each[2]}", f"{each[0]}.html", *each[1:]) for each in SHOWN)
-    (folder / "frames.html").write_text(FRAMES.format(frames=frames), encoding="utf-8")
-    return seen_in(folder)
+    names = {f"{kind}-{width}-{scheme}": (kind, width, scheme) for kind, width, scheme in SHOWN}
+    return seen_in(folder, {name: FRAME.format(name, f"{each[0]}.html", *each[1:]) for name, each in names.items()})
 
 
-def seen_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """What scripts in the frames of ``frames.html`` report, by the frame's name."""
+def seen_in(folder: Path, frames: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """What scripts in frames report, by the frame's name; those that a busy machine has not loaded are opened again."""
+    reported: dict[str, dict[str, Any]] = {}
+    for _ in range(TRIES):
+        if left := [frame for name, frame in frames.items() if name not in reported]:
+            (folder / "frames.html").write_text(FRAMES.format(frames="".join(left)), encoding="utf-8")
+            reported |= _opened(folder)
+    return reported
+
+
+def _opened(folder: Path) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [
             str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
@@ -196,9 +207,9 @@ def seen_in(folder: Path) -> dict[str, dict[str, Any]]:
         ],
         capture_output=True, text=True, timeout=120, env={**os.environ, "HOME": str(folder)},
     )  # fmt: skip
-    found = re.search(r'<pre id="told">(.+?)</pre>', done.stdout, re.DOTALL)
-    assert found, f"no script came to its end: {done.stderr[-2000:]}"
-    reported: dict[str, dict[str, Any]] = json.loads(unescape(found[1]))
+    found = re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found, f"no page was opened: {done.stderr[-2000:]}"
+    reported: dict[str, dict[str, Any]] = json.loads(unescape(found[1]) or "{}")
     return reported
 
 

@@ -20,7 +20,7 @@ from mla_conformance.scoreboard.board import Board, profiles
 from mla_conformance.scoreboard.entry import Entry
 from mla_conformance.scoreboard.serving import kind_of, models, served
 from mla_conformance.scoreboard.site import page
-from mla_conformance.tests.test_browser import BROWSER, FRAME, FRAMES, seen_in
+from mla_conformance.tests.test_browser import BROWSER, FRAME, seen_in
 from mla_conformance.version import SUITE_VERSION
 
 OWN = "decode:call=decode;heads=16;q=[1];kv=[40];page=64;cache=fp8"
@@ -142,9 +142,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         pytest.skip("no Chromium is installed here")
     folder = tmp_path_factory.mktemp("serving")
     (folder / "index.html").write_text(page(board()).replace("</body>", f"{STEPS}</body>"), encoding="utf-8")
-    frames = (FRAME.format(name, f"index.html#{CHOICE}", *name.split("-")) for name in FRAMED)
-    (folder / "frames.html").write_text(FRAMES.format(frames="".join(frames)), encoding="utf-8")
-    return seen_in(folder)
+    return seen_in(folder, {name: FRAME.format(name, f"index.html#{CHOICE}", *name.split("-")) for name in FRAMED})
 
 
 @pytest.fixture(params=FRAMED)
