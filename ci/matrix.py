@@ -34,9 +34,9 @@ def _named(record: Shown, of_other_versions: bool) -> Shown:
 
 
 def overview(records: list[Shown]) -> str:
-    """A row for each library of the newest suite's records: how many of the judged cases its kernels passed."""
+    """A row for each library of the newest suite's records on a GPU: how many judged cases its kernels passed."""
     libraries: dict[str, list[Shown]] = {}
-    for record in _of_newest(records):
+    for record in (each for each in _of_newest(records) if each.device != "cpu"):
         libraries.setdefault(" ".join(next(iter(record.distributions.items()), ())), []).append(record)
     return "\n".join([_OVERVIEW, *(_brief(*library) for library in libraries.items()), "", outdated(records)]).strip()
 

@@ -61,8 +61,8 @@ class Limits:
     """What a run allows.
 
     Attributes:
-        workers: processes that run cases; by default one per core, up to four, as cases are enough for, and as many
-            on each GPU as its memory is enough for.
+        workers: processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per
+            core and four, and as many on each GPU as its memory is enough for.
         timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
         memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
         give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
@@ -163,7 +163,7 @@ class Run:
 
     @property
     def _useful(self) -> int:
-        """Workers on a CPU: to start another takes as long as it judges some cases."""
+        """How many workers are worth their start on a CPU."""
         request = self.request
         worth = len(request.judged_ids) * len(request.backends) // _WORTH
         return _most_on_cpu() if request.explore else max(1, min(_most_on_cpu(), worth))
