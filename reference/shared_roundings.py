@@ -24,6 +24,9 @@ _NOTEWORTHY = 0.5
 """Share of the variance of independent roundings from which that of shared ones is computed, row by row."""
 _ELEMENTS = 2**22
 """Elements that the sums of some heads may take (32 MiB of float64); those of a single head always may."""
+THREADS = 4
+"""That add the weights of a row in FlashAttention 2 and 3, each a pair of every eight, one after another."""
+_SUM_ROUNDOFF = 2.0**-24
 _MOST_PAIRS = 2**25
 """Pairs of a query and a key, over all heads, that are looked at; of more every n-th row stands for those behind it."""
 
@@ -51,6 +54,41 @@ def shared_roundings(q: Tensor, k: Tensor, v: Tensor, visible: Visible, ends: Se
         for row, keys in list(enumerate(visible))[::every]:
             found[row : row + every] = _of_row(q[row], k[keys], combined[keys], scale)
     return found
+
+
+def running_sums(q: Tensor, k: Tensor, visible: Visible, wanted: Tensor, scale: float, deviations: float) -> Tensor:
+    """[N, T] float64, how far a row's sum of weights may be off, relatively, if threads add one by one in float32.
+
+    Each addition is off by u of a sum that grows evenly, by u/2 of its end on average. Weights that are as close as the
+    sum's last place share one rounding, so that its errors add up; those of others are independent and uniform. With
+    n_c weights in cell c that is u·√(Σ n_c² / 3) / (2·`THREADS`) in standard deviation, of which so many count, and
+    never more than if all were alike: u·S / (2·`THREADS`).
+
+    q: [T, N, D]. k: [S, N or 1, D]. visible: the keys of each row. wanted: [N, T] bool; the others are 0. scale: factor
+    of the logits.
+    """
+    found = torch.zeros(wanted.shape, dtype=torch.float64, device=q.device)
+    for row in wanted.any(dim=0).nonzero()[:, 0].tolist():
+        heads, keys = wanted[:, row], k[visible[row]]
+        weights = _logits(q[row][heads], keys if k.shape[1] == 1 else keys[:, heads], scale).exp()
+        parts = weights.split(max(1, _ELEMENTS // weights.shape[1]))
+        found[heads, row] = torch.cat([_of_sums(part, deviations) for part in parts])
+    return found
+
+
+def most_of_a_sum(keys: int) -> float:
+    """The most that `running_sums` says of so many weights."""
+    return _SUM_ROUNDOFF * keys / (2 * THREADS)
+
+
+def _of_sums(weights: Tensor, deviations: float) -> Tensor:
+    """[N] for the weights [N, S] of a row, relative to the largest."""
+    cells = (weights / (_SUM_ROUNDOFF / THREADS * weights.sum(dim=-1, keepdim=True))).floor().sort(dim=-1).values
+    # As many as share a cell with each: added up over all, Σ n_c².
+    alike = torch.searchsorted(cells, cells, right=True) - torch.searchsorted(cells, cells)
+    spread = deviations * (alike.sum(dim=-1, dtype=torch.float64) / 3).sqrt()
+    keys = weights.shape[-1]
+    return (spread / keys).clamp(max=1.0) * most_of_a_sum(keys)
 
 
 def _count(keys: slice | Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import checksum
-from mla_conformance.problems.operands import segments, start_loc
+from mla_conformance.problems.operands import ProblemError, segments, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
@@ -22,7 +22,7 @@ from mla_conformance.reference.error_budget import (
     rms_limit,
 )
 from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
-from mla_conformance.reference.shared_roundings import shared_roundings
+from mla_conformance.reference.shared_roundings import running_sums, shared_roundings
 from mla_conformance.reference.terms import projected_terms
 
 _MOST_KEPT = 8
@@ -160,7 +160,10 @@ def _whole(problem: Problem) -> AttentionOperands:
 
 
 def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
-    return replace(_attention(problem, rows, operands), value_weights=operands.value_weights)
+    state = _attention(problem, rows, operands)
+    if not state.output.isfinite().all():
+        raise ProblemError("the golden result is not finite: the inputs are at fault, not the kernel")
+    return replace(state, value_weights=operands.value_weights)
 
 
 def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:
@@ -179,6 +182,23 @@ def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call:
         return state
     operands = _whole(problem) if call is None else problem.attention[call].operands()
     return replace(state, shared=_shared(problem, rows, operands, state.lse))
+
+
+def of_running_sums(
+    problem: Problem, rows: JudgedRows, call: int | None, wanted: torch.Tensor, deviations: float
+) -> torch.Tensor:
+    """[N, T] what the LSE of wanted rows may be off by beside its budget, where weights are added one by one.
+
+    Args:
+        problem: the inputs.
+        rows: which rows are judged.
+        call: which call's; None for all calls merged.
+        wanted: [N, T] bool.
+        deviations: how improbable its size may be, in standard deviations.
+    """
+    operands = _whole(problem) if call is None else problem.attention[call].operands()
+    visible = _visible(operands, rows)
+    return running_sums(rows.pick(operands.q), operands.k, visible, wanted, problem.case.softmax_scale, deviations)
 
 
 def _shared(problem: Problem, rows: JudgedRows, operands: AttentionOperands, lse: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from mla_conformance.cases.case import CASE_FORMAT, Case, Layout
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.regimes import REGIMES, Regime
+from mla_conformance.reference.quantization import E4M3_MAX
 
 TORCH_DTYPES: dict[str, torch.dtype | None] = {
     "bf16": torch.bfloat16,
@@ -60,6 +61,11 @@ class Draw(Generic[AnyCase]):
     def salted(self, seed: int) -> int:
         """A seed of its own for every salt; without one it is itself."""
         return _digest((seed, self.salt)) if self.salt else seed
+
+
+def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Values in a dtype; what e4m3 has no number for becomes its largest, which not every version of torch does."""
+    return (x.clamp(-E4M3_MAX, E4M3_MAX) if dtype == TORCH_DTYPES["e4m3"] else x).to(dtype)
 
 
 def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:

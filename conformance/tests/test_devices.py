@@ -129,9 +129,12 @@ def test_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Subject, "capability", None)
     monkeypatch.setattr(judging, "free_memory", lambda device: 2**20)
-    monkeypatch.setattr(judging, "wait_for_memory", lambda device, need, seconds: 2**20)
     monkeypatch.setattr(judging, "whole_memory", lambda device: 2**36)
+    done: list[str] = []
+    monkeypatch.setattr(Context, "forget", lambda self: done.append("forgets"))
+    monkeypatch.setattr(judging, "wait_for_memory", lambda *_: done.append("waits") or 2**20)
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
+    assert done == ["forgets", "waits"]
     assert record.status is Status.UNAVAILABLE and not record.too_large
     assert re.fullmatch(r"out of memory: may need \d+ MiB, 1 MiB are free after 120 s", record.message)
 

@@ -1,8 +1,13 @@
 """Cases on which right kernels were once called wrong: what the error budget left out, each at its smallest."""
 
+from typing import ClassVar
+
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.context import Context
@@ -42,3 +47,44 @@ def test_right_kernels_pass(case: str, backend: str) -> None:
 def test_a_merge_of_subnormal_parts_passes() -> None:
     record = judge_one(Subject.of("EAGER", torch.device("cpu")), Case.parse(MERGED), CONTEXT)
     assert record.status is Status.PASS, record.message
+
+
+class AddsWeightsOneByOne(EagerPrefillBackend):
+    """Four threads add the weights of a row in float32, each a pair of every eight, as in FlashAttention 2."""
+
+    factor: ClassVar[float] = 1.0
+
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        output, _ = super().run_prefill_context_chunk(chunk_idx, q, k, v)
+        scores = torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
+        largest = scores.amax(dim=-1, keepdim=True)
+        threads = (scores - largest).exp().unflatten(-1, (-1, 4, 2)).transpose(-2, -3).flatten(-2)
+        sums = torch.from_numpy(np.add.accumulate(threads.numpy(), axis=-1)[..., -1]).sum(dim=-1)
+        return output, sums.mul(self.factor).log() + largest.squeeze(-1)
+
+
+class LosesOneInTwoThousand(AddsWeightsOneByOne):
+    """What is beyond the roundings of any data."""
+
+    factor = 1 - 2.0**-11
+
+
+class LosesOneInSixteenThousand(AddsWeightsOneByOne):
+    """What is beyond the roundings of weights that differ."""
+
+    factor = 1 - 2.0**-14
+
+
+@pytest.mark.parametrize(
+    ("kernel", "data", "status"),
+    [
+        (AddsWeightsOneByOne, "integers", Status.PASS),
+        (AddsWeightsOneByOne, "normal", Status.PASS),
+        (LosesOneInTwoThousand, "integers", Status.FAIL),
+        (LosesOneInSixteenThousand, "normal", Status.FAIL),
+    ],
+)
+def test_weights_that_are_added_one_by_one(kernel: type[AddsWeightsOneByOne], data: str, status: Status) -> None:
+    case = Case.parse(f"context_chunk:dims=small;heads=1;q=[5];kv=[16384];data={data}")
+    record = judge_one(Subject.of(f"{__name__}:{kernel.__name__}", torch.device("cpu")), case, CONTEXT)
+    assert record.status is status, record.message

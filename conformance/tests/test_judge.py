@@ -13,9 +13,10 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, Layout
+from mla_conformance.cases.case import Call, Case, Data, Layout
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.problems.regimes import REGIMES, Regime
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -277,6 +278,13 @@ def test_a_refusal_must_be_real(kernel: type, check: Check, said: str) -> None:
 def test_a_constructor_may_refuse() -> None:
     record = judged(RefusesAtOnce, REFUSED)
     assert (record.status, record.message) == (Status.PASS, "refused: ValueError: no fp16")
+
+
+def test_a_golden_result_that_is_no_number_is_the_suites_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Regime("NaN", lambda site: site.q * torch.nan)
+    monkeypatch.setitem(REGIMES, Data.NEEDLE, broken)
+    record = judged(EagerPrefillBackend, "lse:dims=small;q=[5];data=needle;seed=8")
+    assert record.status is Status.HARNESS_ERROR and "the inputs are at fault, not the kernel" in record.message
 
 
 def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import torch
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.cases.case import Case
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError
+from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError, stored
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import REGIMES, Site
 from mla_conformance.roles.prefill import problem as prefill
@@ -135,3 +135,15 @@ def test_codes_need_a_torch_with_float8(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(TORCH_DTYPES, "e4m3", None)
     with pytest.raises(ProblemError, match="dtype e4m3 needs a torch with float8, this is "):
         built("fp8_operands:dtype=e4m3;q=[1]")
+
+
+def test_operands_in_e4m3_saturate_whatever_a_cast_makes_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cast = torch.Tensor.to
+
+    def as_torch_2_11(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return cast(x.masked_fill(x.abs() > 464, torch.nan), dtype)
+
+    monkeypatch.setattr(torch.Tensor, "to", as_torch_2_11)
+    found = stored(torch.tensor([500.0, -1e4, 1.0]), torch.float8_e4m3fn)
+    monkeypatch.undo()
+    assert found.float().tolist() == [448.0, -448.0, 1.0]

@@ -97,6 +97,7 @@ def _require_memory(trial: Trial, started: OnStarted) -> None:
         found = f"may need {need / 2**20:.0f} MiB, this device has {whole / 2**20:.0f} MiB"
         trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
     if free_memory(device) < need:
+        trial.context.forget()
         trial.subject.executor.make_room()
     free = wait_for_memory(device, need, MEMORY_PATIENCE)
     if free < need:

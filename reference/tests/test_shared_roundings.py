@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms
-from mla_conformance.reference.shared_roundings import P_ROUNDOFFS, shared_roundings
+from mla_conformance.reference.shared_roundings import P_ROUNDOFFS, most_of_a_sum, running_sums, shared_roundings
 
 SCALE = 0.3
 BF16 = P_ROUNDOFFS.index(2.0**-8)
@@ -62,3 +62,16 @@ def test_roundings_of_close_weights_stay_within_the_row_rule_and_have_its_size(n
     error = (p.bfloat16().double() - p) @ v[:, 0] / p.sum(-1, keepdim=True)
     ratio = error.square().mean(-1).sqrt() / expected_row_rms(golden, P_ONLY)
     assert bool((ratio < 1.3).all()) and float(ratio.max()) > 0.2
+
+
+def test_a_running_sum_of_equal_weights_is_off_by_the_most_and_that_of_others_by_little(normal: Any) -> None:
+    q, k = normal(1, 3, 4, 24), normal(2, 4096, 1, 24)
+    alike = torch.cat([k[:1].expand(4096, -1, -1), k])
+    visible = [slice(0, 4096), slice(4096, 8192), torch.arange(6000)]
+    wanted = torch.tensor([[True, True, True], [True, False, True], [False, False, False], [True, True, True]])
+    found = running_sums(q, alike, visible, wanted, SCALE, deviations=6.0)
+    assert bool((found[~wanted] == 0).all())
+    assert torch.allclose(found[wanted[:, 0], 0], torch.full((3,), most_of_a_sum(4096)).double())
+    assert bool((found[[0, 3], 1] < most_of_a_sum(4096) / 5).all())
+    row_alone = running_sums(q[2:], alike, visible[2:], wanted[:, 2:], SCALE, deviations=6.0)
+    assert torch.equal(found[:, 2:], row_alone)

@@ -9,7 +9,7 @@ from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc
+from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc, stored
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
@@ -72,13 +72,13 @@ class PrefillBatch(Draw[PrefillCase]):
 
     def _cast(self, keys: ContextKeys) -> ContextKeys:
         k, v = keys
-        return k.to(self.dtype), v.to(self.dtype)
+        return stored(k, self.dtype), stored(v, self.dtype)
 
     def _random_keys(self, tokens: int) -> ContextKeys:
         dims = self.case.dimensions
         k = self._normal(tokens, self.case.heads, dims.qk_head_dim)
         v = self._normal(tokens, self.case.heads, dims.v_head_dim)
-        return self.regime.keys(k).to(self.dtype), self.regime.values(v).to(self.dtype)
+        return self._cast((self.regime.keys(k), self.regime.values(v)))
 
     def _normal(self, *shape: int) -> torch.Tensor:
         if math.prod(shape) < _COUNTED_ELEMENTS:
@@ -96,7 +96,7 @@ class PrefillBatch(Draw[PrefillCase]):
             for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
                 yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), case.is_causal)
 
-        return self.regime.new_queries(q, case.softmax_scale, sites).to(self.dtype)
+        return stored(self.regime.new_queries(q, case.softmax_scale, sites), self.dtype)
 
     def _call(
         self,
