@@ -65,7 +65,7 @@ OF_CALLS: dict[str, tuple[Check, str]] = {
     "WrongDevice": (Check.DEVICE, ""),
     "OnlyNaN": (Check.MASK, ""),
 }
-SECONDS = 3.0
+SECONDS = 2.0
 MEMORY = 4 * 2**30
 
 

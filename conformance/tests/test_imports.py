@@ -20,7 +20,7 @@ UNAVAILABLE = {
     "Segfaults": ("import ctypes; ctypes.string_at(0)", DIED + "Segmentation fault"),
     "Exits": ("import sys; sys.exit(0)", "does not import: SystemExit: 0"),
     "ExitsAtOnce": ("import os; os._exit(0)", DIED + "exit status 0"),
-    "Hangs": ("import time; time.sleep(1000)", DIED + "no answer within 4 s"),
+    "Hangs": ("import time; time.sleep(1000)", DIED + "no answer within 2 s"),
     "Raises": ("import no_such_library", "does not import: ModuleNotFoundError: No module named 'no_such_library'"),
 }
 AVAILABLE = {
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, command: Path) -> tuple[Path, 
     backends = [reference(folder, name, statement) for name, statement in statements.items()]
     (folder / "made.py").write_text(HANGS_WHEN_MADE)
     backends += [f"--backend={folder / 'made.py'}:HangsWhenMade", "--backend=EAGER"]
-    options = ["--capability=lse", "--tier=smoke", "--device=cpu", "--timeout=4s", "--give-up-after=1", "--workers=2"]
+    options = ["--capability=lse", "--tier=smoke", "--device=cpu", "--timeout=2s", "--give-up-after=1", "--workers=2"]
     call = [str(command), "certify", *backends, *options, "--json", f"--out={folder / 'out'}"]
     return folder / "out", subprocess.run(call, capture_output=True, text=True, check=False)
 
