@@ -132,7 +132,12 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
     monkeypatch.setattr(judging, "whole_memory", lambda device: 2**36)
     done: list[str] = []
     monkeypatch.setattr(Context, "forget", lambda self: done.append("forgets"))
-    monkeypatch.setattr(judging, "wait_for_memory", lambda *_: done.append("waits") or 2**20)
+
+    def wait(*_: object) -> int:
+        done.append("waits")
+        return 2**20
+
+    monkeypatch.setattr(judging, "wait_for_memory", wait)
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
     assert done == ["forgets", "waits"]
     assert record.status is Status.UNAVAILABLE and not record.too_large

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms
-from mla_conformance.reference.shared_roundings import P_ROUNDOFFS, most_of_a_sum, running_sums, shared_roundings
+from mla_conformance.reference.shared_roundings import (
+    P_ROUNDOFFS,
+    Visible,
+    most_of_a_sum,
+    running_sums,
+    shared_roundings,
+)
 
 SCALE = 0.3
 BF16 = P_ROUNDOFFS.index(2.0**-8)
@@ -67,7 +73,7 @@ def test_roundings_of_close_weights_stay_within_the_row_rule_and_have_its_size(n
 def test_a_running_sum_of_equal_weights_is_off_by_the_most_and_that_of_others_by_little(normal: Any) -> None:
     q, k = normal(1, 3, 4, 24), normal(2, 4096, 1, 24)
     alike = torch.cat([k[:1].expand(4096, -1, -1), k])
-    visible = [slice(0, 4096), slice(4096, 8192), torch.arange(6000)]
+    visible: Visible = [slice(0, 4096), slice(4096, 8192), torch.arange(6000)]
     wanted = torch.tensor([[True, True, True], [True, False, True], [False, False, False], [True, True, True]])
     found = running_sums(q, alike, visible, wanted, SCALE, deviations=6.0)
     assert bool((found[~wanted] == 0).all())
