@@ -167,9 +167,14 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         return scales, scales
 
     def _store(self, cache: Tensor, entries: Tensor, slots: Tensor) -> None:
-        """Entries [T or more, width] in bytes to slots [T]."""
-        kept = slots >= 0
-        memory_of(cache)[self._addresses(cache, slots[kept].long())] = entries[: len(slots)][kept]
+        """Entries [T or more, width] in bytes to slots [T]; asks the device for nothing, as in a graph's capture."""
+        if not len(slots):
+            return
+        kept, memory = slots >= 0, memory_of(cache)
+        # What has no slot writes what the first that has one writes, or, where none has, what stands there.
+        row = torch.arange(len(slots), device=slots.device).where(kept, kept.int().argmax())
+        addresses = self._addresses(cache, slots[row].long().clamp(min=0))
+        memory[addresses] = entries[row].where(kept.any(), memory[addresses])
 
     def _gathered(self, cache: Tensor, slots: Tensor) -> Tensor:
         """Entries [S, width] of the cache's dtype."""

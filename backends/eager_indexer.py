@@ -50,7 +50,7 @@ class EagerIndexerBackend(NamedKernel, MLAIndexerBackend):
         logits = q.new_full((len(q), metadata.max_seq_len), -torch.inf, dtype=torch.float32)
         starts = metadata.query_lens_cpu.cumsum(0) - metadata.query_lens_cpu
         for request, (start, length) in enumerate(zip(starts.tolist(), metadata.query_lens_cpu.tolist(), strict=True)):
-            for tile in self._tiles(int(metadata.seq_lens_cpu[request])):
+            for tile in self._tiles(self._tokens(k, request)):
                 keys = self._keys(k, k_scale, request, torch.arange(tile.start, tile.stop, device=k.device))
                 for first in range(start, start + length, _ROWS):
                     rows = slice(first, min(first + _ROWS, start + length))
@@ -61,6 +61,10 @@ class EagerIndexerBackend(NamedKernel, MLAIndexerBackend):
     def _bounds(self) -> Tensor:
         """[T]: tokens that each row may see, its own included."""
         return bounds_of(self._sparse_metadata)
+
+    def _tokens(self, k: Tensor, request: int) -> int:
+        """How many of a request's tokens are scored."""
+        return int(self._sparse_metadata.seq_lens_cpu[request])
 
     def _tiles(self, tokens: int) -> Iterator[slice]:
         """Tiles of a request's tokens."""

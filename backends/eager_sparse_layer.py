@@ -14,6 +14,7 @@ from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_prepare import rotated_pairs
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, check_sparse_layer_call
@@ -22,12 +23,26 @@ from mla_conformance.reference.quantization import E4M3_MAX
 _NORM_EPS_OF_ZEROS = 1e-10
 
 
+class _OfAnyLength(EagerIndexerBackend):
+    """Scores as many tokens as the block table has room for, so that a captured call serves other lengths."""
+
+    def _tokens(self, k: Tensor, request: int) -> int:
+        table = self._sparse_metadata.block_table
+        assert table is not None
+        return min(self._sparse_metadata.max_seq_len, table.shape[1] * k.shape[1])
+
+    def _slots(self, k: Tensor, request: Tensor, positions: Tensor) -> Tensor:
+        # Nothing is dereferenced that a request does not have.
+        return super()._slots(k, request, positions).where(positions < self._sparse_metadata.seq_lens[request], 0)
+
+
 class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
     """Either layout of both caches, any conventions of the indexer but the Hadamard transform."""
 
     name: ClassVar[str] = "EAGER"
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8_ds_mla"]
     supported_index_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def __init__(self, config: MLASparseLayerConfig, vllm_config: object) -> None:
@@ -38,7 +53,7 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
             **head, kv_cache_dtype=config.kv_cache_dtype, tile_scales=config.tile_scales, vllm_config=None
         )
         self._index_keys = EagerCacheBackend(width, 0, layout, config.preparation.scale_format, None)
-        self._indexer = EagerIndexerBackend(config.index_n_heads, width, layout, None)
+        self._indexer = _OfAnyLength(config.index_n_heads, width, layout, None)
         self._attention = EagerSparseBackend(
             **head,
             num_heads=config.num_heads,

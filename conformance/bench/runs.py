@@ -4,7 +4,6 @@ A run on a GPU is made twice, since kernels are compiled in the first one. Worke
 all of them.
 """
 
-import os
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -16,6 +15,7 @@ import torch
 
 from mla_conformance.engine.devices import visible_gpus, workers_on
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.limits import machine_cores
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.judging.record import Record, RecordKey
@@ -82,7 +82,7 @@ def _workers(device: torch.device) -> int:
     """As many as by default."""
     if device.type == "cuda":
         return workers_on(len(visible_gpus()), whole_memory(device))
-    return max(1, min(4, os.cpu_count() or 1))
+    return max(1, min(4, machine_cores()))
 
 
 def _beside(ratios: Sequence[float]) -> str:

@@ -1,7 +1,6 @@
 """``bench``: time and memory of the golden pass and of the suite, as ratios."""
 
 import argparse
-import os
 from collections.abc import Iterator
 from itertools import chain
 
@@ -10,6 +9,7 @@ import torch
 from mla_conformance.bench import fences, runs, suite
 from mla_conformance.commands.options import require_tests
 from mla_conformance.engine.describe import device_facts, find_device
+from mla_conformance.engine.limits import machine_cores
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
@@ -31,7 +31,7 @@ def run_bench(options: argparse.Namespace) -> int:
     search_current_folder()
     _require_available(request if backends else None, device)
     where, lines = device_facts(device), _lines(options, request, device)
-    say(f"device {where['device']} · torch {where['torch']} · {os.cpu_count()} cores · suite {SUITE_VERSION}")
+    say(f"device {where['device']} · torch {where['torch']} · {machine_cores()} cores · suite {SUITE_VERSION}")
     try:
         for line in lines:
             say(line)

@@ -7,6 +7,7 @@ import msgspec
 from mla_conformance.commands.options import require_tests
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
+from mla_conformance.engine.limits import machine_cores
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section, require_writable
 from mla_conformance.report.json_report import write_json
@@ -24,7 +25,7 @@ def run_defects(options: argparse.Namespace) -> int:
     if options.out:
         require_writable(options.out)
     digest = deciding_digest()  # of what the run begins with; files may change while it lasts
-    report = summarise(run_matrix(tier), tier.value, digest)
+    report = summarise(run_matrix(tier, machine_cores()), tier.value, digest)
     if options.out:
         write_json(options.out, msgspec.to_builtins(report))
     if page:

@@ -1,7 +1,6 @@
 """What a command is, for the table of all of them: its words, its options, what carries it out, how its help ends."""
 
 import argparse
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.cases.extent import Extent
+from mla_conformance.engine.limits import machine_cores
 from mla_conformance.files.inputs import InputError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -113,7 +113,7 @@ def extent(text: str) -> Extent:
 
 
 count = number(1)
-workers = number(1, _WORKERS_PER_CORE * (os.cpu_count() or 1))
+workers = number(1, _WORKERS_PER_CORE * machine_cores())
 
 
 def drift(text: str) -> float:

@@ -6,7 +6,6 @@ more. What its expected capability
 leaves alive runs on everything. The smoke tier asks only who dies, so that a kill is the end of it there.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -90,10 +89,11 @@ def _real() -> list[MatrixKernel]:
     ]
 
 
-def run_matrix(tier: Tier, workers: int | None = None) -> list[Record]:
-    """All kernels on what a tier asks of them, in processes of their own."""
-    count = workers or min(_MOST_WORKERS, os.cpu_count() or 1)
-    with ProcessPoolExecutor(count, get_context("spawn"), initializer=partial(torch.set_num_threads, 1)) as pool:
+def run_matrix(tier: Tier, cores: int) -> list[Record]:
+    """All kernels on what a tier asks of them, in processes of their own, one a core."""
+    with ProcessPoolExecutor(
+        min(_MOST_WORKERS, cores), get_context("spawn"), initializer=partial(torch.set_num_threads, 1)
+    ) as pool:
 
         def run(tasks: Iterator[MatrixTask]) -> list[Record]:
             return [record for records in pool.map(run_task, tasks) for record in records]

@@ -5,6 +5,8 @@ import re
 import sys
 from pathlib import Path
 
+from mla_conformance.engine.limits import machine_cores
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 4
 """Workers of a GPU: with more of them, more cases exceed a share of its memory, and contexts take turns."""
@@ -47,5 +49,4 @@ def visible_gpus() -> tuple[str, ...]:
 
 def workers_on(gpus: int, memory: int) -> int:
     """How many workers GPUs with so many bytes each are shared out among; each has a core for itself."""
-    cores = os.cpu_count() or 1
-    return gpus * max(1, min(MOST_ON_GPU, cores // gpus, memory // WORKER_BYTES))
+    return gpus * max(1, min(MOST_ON_GPU, machine_cores() // gpus, memory // WORKER_BYTES))

@@ -27,6 +27,7 @@ _PATIENCE = 2.0
 """Seconds in which a process that closed its connection ends by itself."""
 _STATM = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
@@ -125,6 +126,16 @@ def machine_memory() -> int:
         return min(installed, int(_CGROUP_LIMIT.read_text(encoding="ascii")))
     except (OSError, ValueError):  # no control group, or one without a limit, which reads "max"
         return installed
+
+
+def machine_cores() -> int:
+    """How many cores this process and its siblings may use together, at least one; a runner's share of a machine."""
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    try:
+        quota, period = map(int, _CGROUP_CPU.read_text(encoding="ascii").split())
+    except (OSError, ValueError):  # no control group, or one without a limit, which reads "max"
+        return allowed
+    return max(1, min(allowed, quota // period))
 
 
 def close_descriptors(spared: set[int]) -> None:

@@ -24,7 +24,7 @@ from mla_conformance.engine.devices import CONTEXT_BYTES, MOST_ON_GPU, VISIBLE, 
 from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
-from mla_conformance.engine.limits import hide_memory, machine_memory
+from mla_conformance.engine.limits import hide_memory, machine_cores, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest, compiles
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
@@ -53,7 +53,7 @@ _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def _most_on_cpu() -> int:
-    return min(_MOST_ON_CPU, os.cpu_count() or 1)
+    return min(_MOST_ON_CPU, machine_cores())
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ class Run:
             Stopped: by a signal or the deadline.
         """
         self._installation, self._began = Installation.now(), time.time()
-        workers = self.limits.workers or (self._useful if self._surely_cpu else min(MOST_ON_GPU, os.cpu_count() or 1))
-        for _ in range(workers if self._surely_cpu else 1):
+        workers = self.limits.workers or (self._useful if self._surely_cpu else self._worth(MOST_ON_GPU))
+        for _ in range(workers):  # beside one another: where torch lies on a slow disk, its import takes seconds
             self._add_place(self.request.device, workers)
         hello = self.supervisor.hellos()[0]
         if not hello.device:
@@ -174,7 +174,7 @@ class Run:
         What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
         write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
         """
-        threads = {_THREADS: max(1, (os.cpu_count() or 1) // workers)}
+        threads = {_THREADS: max(1, machine_cores() // workers)}
         own = threads if self._surely_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
         share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
@@ -183,14 +183,17 @@ class Run:
         setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self._began)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))
 
+    def _worth(self, workers: int) -> int:
+        """So many, but no more than there are cores and cases."""
+        return max(1, min(workers, machine_cores(), len(self.request.judged_ids)))
+
     def _share_gpus(self, hello: Hello) -> None:
-        """Further places, on each GPU as many as cores and its memory are enough for, or as were asked for."""
+        """As many places as cores and GPUs are enough for, or as were asked for, the GPUs shared out among them."""
         gpus = len(hello.gpus) or 1
-        fit = workers_on(gpus, hello.memory) if hello.gpus else 1
-        workers = self.limits.workers or min(fit, max(1, len(self.request.judged_ids)))
-        for number in range(1, workers):
-            gpu = hello.gpus[number % gpus] if hello.gpus else ""
-            self._add_place(hello.device, workers, gpu)
+        workers = self.limits.workers or (self._worth(workers_on(gpus, hello.memory)) if hello.gpus else 1)
+        self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
+        for number in range(len(self.supervisor.places), workers):
+            self._add_place(hello.device, workers, hello.gpus[number % gpus])
         if hello.gpus:
             self.supervisor.gpus = gpus
             self._share = hello.memory // -(-workers // gpus) - CONTEXT_BYTES if workers > gpus else None

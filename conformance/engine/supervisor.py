@@ -188,9 +188,13 @@ class Supervisor:
 
     def end(self) -> None:
         """End every process of the run, and whatever these have left behind."""
-        while self.places:
-            self.places.pop().end()
+        self.end_places()
         end_children(self._before)
+
+    def end_places(self, kept: int = 0) -> None:
+        """End all places but the first so many."""
+        while len(self.places) > kept:
+            self.places.pop().end()
 
     def __exit__(self, *_: object) -> None:
         self.end()

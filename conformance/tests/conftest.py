@@ -13,6 +13,7 @@ import torch
 
 from mla_conformance.cli import main
 from mla_conformance.engine import place
+from mla_conformance.engine.limits import machine_cores
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.report.json_report import report_json, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
@@ -22,7 +23,7 @@ from mla_conformance.version import SUITE_VERSION
 # Kernels' threads that wait for cores which other tests' threads hold make everything many times slower. The variable
 # is for the processes that tests start. The process that starts the workers leaves it alone: they would inherit it.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    threads = max(1, (os.cpu_count() or 1) // int(workers))
+    threads = max(1, machine_cores() // int(workers))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
 

@@ -26,7 +26,8 @@ def played(monkeypatch: pytest.MonkeyPatch, cores: int, *measured: Measurement) 
         return next(left)
 
     monkeypatch.setattr(runs, "_run", run)
-    monkeypatch.setattr(runs.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(runs, "machine_cores", lambda: cores)
+    monkeypatch.setattr("mla_conformance.engine.devices.machine_cores", lambda: cores)
     monkeypatch.setattr(runs, "visible_gpus", lambda: ("0",))
     monkeypatch.setattr(runs, "whole_memory", lambda device: 40 * 2**30)
     return made
@@ -43,7 +44,7 @@ def measured(seconds: float, judging: float, **statuses: str) -> Measurement:
 def test_the_command_judges_what_it_measures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runs.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(runs, "machine_cores", lambda: 1)
     assert main(["bench", "--runs", "EAGER", "--capability", "lse", "--device", "cpu"]) == 0
     _, _, every, last = capsys.readouterr().out.splitlines()
     assert every.startswith(f"EAGER on 1 worker: {LISTED} verdicts in ")

@@ -215,7 +215,7 @@ def test_a_page_without_a_place_for_the_section(text: str, tmp_path: Path, capsy
 def test_the_command_rewrites_the_section_and_nothing_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_conformance.commands.defects.run_matrix", lambda tier: outcomes({}))
+    monkeypatch.setattr("mla_conformance.commands.defects.run_matrix", lambda tier, cores: outcomes({}))
     path = tmp_path / "page.md"
     path.write_text("before\n<!-- defects:begin -->stale<!-- defects:end -->\nafter\n")
     assert main(["defects", "--tier", "smoke", "--page", str(path)]) == 1

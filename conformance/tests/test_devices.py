@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
+from mla_conformance.engine import limits
 from mla_conformance.engine.devices import VISIBLE, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Setup, TaskReply
@@ -41,6 +43,13 @@ class Places:
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self.environments.append(environment)
 
+    @property
+    def places(self) -> list[Mapping[str, str]]:
+        return self.environments
+
+    def end_places(self, kept: int) -> None:
+        del self.environments[kept:]
+
     def hellos(self) -> list[Hello]:
         return [Hello(1, "cuda", {}, self._gpus, self._memory)]
 
@@ -49,11 +58,29 @@ class Places:
             yield TaskOutcome(task, TaskReply(facts=BackendFacts(task.reference, task.reference)))
 
 
+def with_cores(monkeypatch: pytest.MonkeyPatch, cores: Collection[int], quota: Path = Path("/nothing")) -> None:
+    """A machine on which this process may use these cores, in a control group with this quota."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores))
+    monkeypatch.setattr(limits, "_CGROUP_CPU", quota)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is told which cores it may use")
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("6400000 100000", 16)]
+)
+def test_a_container_has_the_cores_of_its_quota(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota, encoding="ascii")
+    with_cores(monkeypatch, range(16), tmp_path / "cpu.max")
+    assert limits.machine_cores() == cores
+
+
 @pytest.fixture
 def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Places]:
     """The places of a run on a machine of 16 cores, by its GPUs."""
     monkeypatch.setattr("mla_conformance.engine.run.may_have_gpu", lambda: True)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    with_cores(monkeypatch, range(16))
     for name in ("OMP_NUM_THREADS", VISIBLE):
         monkeypatch.delenv(name, raising=False)
 
@@ -70,7 +97,7 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_a_cpu_has_as_many_workers_as_are_worth_their_start(
     cases: int, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    with_cores(monkeypatch, range(16))
     ids = [case.id for entry in CAPABILITIES.values() for case in entry.cases][:cases]
     run = Run(RunRequest.of(["EAGER"], device="cpu", cases=ids), RunFolder.claim(tmp_path))
     run.supervisor = places = Places()  # type: ignore[assignment]
@@ -80,7 +107,7 @@ def test_a_cpu_has_as_many_workers_as_are_worth_their_start(
 
 @pytest.mark.parametrize(
     ("gpus", "memory", "workers", "threads"),
-    [("0", 140, 4, 4), ("0", 40, 3, 5), ("0", 8, 1, 16), ("01", 140, 8, 2), ("0123", 24, 8, 2)],
+    [("0", 140, 4, 4), ("0", 40, 3, 4), ("0", 8, 1, 4), ("01", 140, 8, 2), ("0123", 24, 8, 2)],
 )
 def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     with_gpus: Callable[..., Places], gpus: str, memory: int, workers: int, threads: int
