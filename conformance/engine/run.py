@@ -145,8 +145,9 @@ class Run:
             Stopped: by a signal or the deadline.
         """
         self._installation, self._began = Installation.now(), time.time()
-        workers = self.limits.workers or (self._useful if self._surely_cpu else self._worth(MOST_ON_GPU))
-        for _ in range(workers):  # beside one another: where torch lies on a slow disk, its import takes seconds
+        workers = self.limits.workers or (self._useful if self._surely_cpu else min(MOST_ON_GPU, machine_cores()))
+        self._add_place(self.request.device, workers)  # imports torch while the cases are counted
+        for _ in range(1, self.limits.workers or min(workers, self._most)):
             self._add_place(self.request.device, workers)
         hello = self.supervisor.hellos()[0]
         if not hello.device:
@@ -183,14 +184,15 @@ class Run:
         setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self._began)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))
 
-    def _worth(self, workers: int) -> int:
-        """So many, but no more than there are cores and cases."""
-        return max(1, min(workers, machine_cores(), len(self.request.judged_ids)))
+    @property
+    def _most(self) -> int:
+        """How many workers have something to do."""
+        return max(1, len(self.request.judged_ids))
 
     def _share_gpus(self, hello: Hello) -> None:
         """As many places as cores and GPUs are enough for, or as were asked for, the GPUs shared out among them."""
         gpus = len(hello.gpus) or 1
-        workers = self.limits.workers or (self._worth(workers_on(gpus, hello.memory)) if hello.gpus else 1)
+        workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
         self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
         for number in range(len(self.supervisor.places), workers):
             self._add_place(hello.device, workers, hello.gpus[number % gpus])
@@ -342,8 +344,16 @@ class Run:
 
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
-        for outcome in self.outcomes(Tasks([[Trace(*each)] for each in self.found.untraced().items()])):
-            self._write(journal.WasTraced(outcome.task.reference, outcome.answer.traced or NOTHING_TRACED))
+        untraced = self.found.untraced()
+        seen = dict.fromkeys(untraced, NOTHING_TRACED)
+        parts = max(1, len(self.supervisor.places) // max(1, len(untraced)))  # of a backend, for workers of their own
+        shares = [(name, list(cases.items())[n::parts]) for name, cases in untraced.items() for n in range(parts)]
+        for outcome in self.outcomes(Tasks([[Trace(name, dict(share))] for name, share in shares if share])):
+            name = outcome.task.reference
+            seen[name] = seen[name].joined(outcome.answer.traced or NOTHING_TRACED)
+        for name, traced in seen.items():
+            in_order = msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))
+            self._write(journal.WasTraced(name, in_order))
 
     def _keep_heat(self, outcome: TaskOutcome) -> None:
         """Journal where the errors of a failure are, if that was told."""

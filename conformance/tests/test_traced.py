@@ -1,15 +1,22 @@
 """What was seen to run: kernels by name, libraries by digest, told apart from what torch runs for anybody."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.devices import driver_in
-from mla_conformance.engine.messages import Trace
+from mla_conformance.engine.findings import Findings
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.messages import TaskReply, Trace
+from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import TaskOutcome, Tasks
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.outcome import ran
@@ -87,3 +94,26 @@ def test_a_gpu_tells_the_kernels_of_a_call() -> None:
     a = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
     names = trace.kernels_of(lambda: a @ a, a.device)
     assert names and Traced({"product": names}).distinct
+
+
+@pytest.mark.parametrize(("workers", "tasks"), [(1, 2), (4, 3), (9, 4)])
+def test_workers_share_the_cases_that_are_traced(
+    workers: int, tasks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Trace] = []
+
+    def carried_out(groups: Tasks, *_: object) -> Iterator[TaskOutcome]:
+        for (task,) in groups.groups:
+            assert isinstance(task, Trace)
+            asked.append(task)
+            yield TaskOutcome(task, TaskReply(traced=Traced({name: (case,) for name, case in task.cases.items()})))
+
+    cases = {"A": {"lse": "k", "v": "k2", "w": "k3"}, "B": {"lse": "l"}}
+    run, written = Run(RunRequest.of(["EAGER"], ["lse"]), RunFolder.claim(tmp_path)), list[Any]()
+    run.supervisor = SimpleNamespace(places=[None] * workers, run=carried_out)  # type: ignore[assignment]
+    monkeypatch.setattr(Findings, "untraced", lambda self: cases)
+    monkeypatch.setattr(run, "_write", written.append)
+    run._trace()
+    assert len(asked) == tasks and all(task.cases for task in asked)
+    seen = {event.backend: event.traced.kernels for event in written}
+    assert seen == {name: {each: (case,) for each, case in part.items()} for name, part in cases.items()}
