@@ -197,7 +197,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
-        waits: nothing was done of a case: it takes more of a GPU than is left while others use it.
+        waits: nothing was done of a case: it takes more of a GPU than others leave of it, or than this process does.
         leaves: this process ends now; the next task is another's.
     """
 

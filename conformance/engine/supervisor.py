@@ -272,13 +272,16 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            undone = event.waits and self._share is not None and isinstance(task, Judge)
-            if not undone and not answers(task, event):
+            if not (event.waits and self._may_wait(task)) and not answers(task, event):
                 event = TaskReply(crash_of(task, "its process answered what it was not asked"), leaves=True)
                 place.renew()
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             yield from self._ended(place, event.status)
+
+    def _may_wait(self, task: Task) -> bool:
+        """Whether a case may come back undone: beyond its share of a GPU, or of what a process holds that is used."""
+        return isinstance(task, Judge) and (self._share is not None or bool(self.gpus) and not task.fresh)
 
     def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""

@@ -55,7 +55,7 @@ class OnGpu:
         self.on_phase(f"judging {counted(sum(map(len, groups)), 'case')} with the GPU for itself")
         tasks.groups.extend(groups)
         for outcome in self.outcomes(tasks, alone=True):
-            lacking = _lacked_memory(outcome)
+            lacking = _lacked_memory(outcome, alone=True)
             if lacking and lacking is not outcome.task:
                 tasks.groups.append([lacking])
             else:
@@ -67,13 +67,16 @@ def _is_undisturbed(task: Task) -> bool:
     return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
 
 
-def _lacked_memory(outcome: TaskOutcome) -> Judge | None:
-    """What to do instead of a case for which there was no memory, which others may have held; None if there was."""
+def _lacked_memory(outcome: TaskOutcome, alone: bool = False) -> Judge | None:
+    """What to do instead of a case for which there was no memory; None if there was.
+
+    Others may have held it, or, of a case that was alone, the process itself.
+    """
     task, record = outcome.task, outcome.answer.record
     if not isinstance(task, Judge):
         return None
-    if record is None:
+    if record is None and not alone:
         return task
-    if not record.lacked_memory:
+    if record is not None and not record.lacked_memory:
         return None
     return task if task.fresh else msgspec.structs.replace(task, fresh=True)

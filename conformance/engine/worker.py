@@ -178,10 +178,10 @@ class Worker:
         return subject
 
     def answer(self, task: Task, share: int | None = None) -> TaskReply:
-        """Carry out a task, and tell what code that has loaded; a case beyond its share of a GPU waits."""
+        """Carry out a task, and tell what code that has loaded; a case that the GPU has no room for now waits."""
         self._hold_to(share)
         need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
-        if share is not None and need > min(share, free_memory(self._device)):
+        if isinstance(task, Judge) and not self._has_room(task, need, share):
             return TaskReply(waits=True)
         done = self._done(task)
         if share is not None and need > _LARGE and not done.leaves:
@@ -189,6 +189,22 @@ class Worker:
             self._executor.make_room()
         loaded = self._executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
+
+    def _has_room(self, task: Judge, need: int, share: int | None) -> bool:
+        """Whether a case fits what is left for it; alone on the GPU, whether it does without what this process holds.
+
+        One that has judged nothing holds no more than it must, and waits for what others hold.
+        """
+        if share is not None:
+            return need <= min(share, free_memory(self._device))
+        if self._device.type != "cuda" or task.fresh or need > whole_memory(self._device):
+            return True
+        if need <= free_memory(self._device):
+            return True
+        self._context.forget()
+        self._executor.make_room()
+        torch.cuda.empty_cache()
+        return need <= free_memory(self._device)
 
     def _hold_to(self, share: int | None) -> None:
         """Have torch give back what it keeps before it goes beyond a share, which others of this GPU count on."""

@@ -1,5 +1,6 @@
 """Cases that a GPU's other users disturb are judged at the end, alone; here a CPU takes the part of one GPU."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import pytest
 
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
+from mla_conformance.engine.messages import Judge, TaskReply
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.supervisor import TaskOutcome, Tasks
+from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 
@@ -109,6 +113,21 @@ def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavaila
     assert len(processes) == 3, "each of the two in a process that has judged nothing"
     unavailable = [record.case for record in seen.records.values() if record.status is Status.UNAVAILABLE]
     assert unavailable == [CASES[2]] and len(seen.records) == len(CASES)
+
+
+def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_to_a_new_one() -> None:
+    asked: list[tuple[bool, bool]] = []
+
+    def outcomes(tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
+        while task := tasks.take(0, alone):
+            assert isinstance(task, Judge)
+            asked.append((alone, task.fresh))
+            record = Record("A", "A", "lse", task.case, Status.PASS) if task.fresh else None
+            yield TaskOutcome(task, TaskReply(record, waits=record is None))
+
+    (done,) = OnGpu(outcomes, 2**30, lambda phase: None).judged(Tasks([[Judge("A", CASES[0])]]))
+    assert asked == [(False, False), (True, False), (True, True)]
+    assert done.answer.record and done.answer.record.status is Status.PASS
 
 
 def test_one_that_compiles_follows_when_the_others_are_complete(

@@ -103,6 +103,28 @@ def test_a_case_waits_that_takes_more_than_is_left_of_a_gpu(monkeypatch: pytest.
         assert answer.waits is waits and (answer.record is None) is waits
 
 
+def test_a_process_that_holds_what_a_case_lacks_gives_it_back_or_leaves_the_case_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = Judge(reference(EagerPrefillBackend), SMALL)
+    need, given_back = memory_need(Case.parse(SMALL), "cuda"), list[str]()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("!"))
+    monkeypatch.setattr(room, "whole_memory", lambda device: need)
+    for fresh, free, fits, asked_for in (
+        (False, [need], True, 0),
+        (False, [0, need], True, 1),
+        (False, [0, 0], False, 1),
+        (True, [0], True, 0),
+    ):
+        left = iter(free)
+        monkeypatch.setattr(room, "free_memory", lambda device, left=left: next(left))
+        given_back.clear()
+        worker = Worker(torch.device("cuda"), None, lambda event: None)
+        assert worker._has_room(msgspec.structs.replace(task, fresh=fresh), need, None) is fits
+        assert len(given_back) == asked_for
+    assert worker._has_room(task, need + 1, None), "what no process has room for is told so"
+
+
 @pytest.mark.parametrize(("share", "large", "times"), [(2**40, 0, 1), (2**40, 2**40, 0), (None, 0, 0)])
 def test_what_a_large_case_took_of_a_shared_gpu_is_given_back(
     monkeypatch: pytest.MonkeyPatch, share: int | None, large: int, times: int
