@@ -281,7 +281,7 @@ class Supervisor:
 
     def _may_wait(self, task: Task) -> bool:
         """Whether a case may come back undone: beyond its share of a GPU, or of what a process holds that is used."""
-        return isinstance(task, Judge) and (self._share is not None or bool(self.gpus) and not task.fresh)
+        return isinstance(task, Judge) and (self._share is not None or (bool(self.gpus) and not task.fresh))
 
     def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""
