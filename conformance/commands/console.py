@@ -223,7 +223,8 @@ class Progress:
 
     def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
         self.total, self.done, self.failed, self.parts = total, done, failed, parts
-        self._before, self._began = done, time.monotonic()
+        self._began = time.monotonic()
+        self._before, self._since = done, self._began  # what the pace is counted from
         self._phase = self._now = ""
 
     def __call__(self, record: Record) -> None:
@@ -238,8 +239,9 @@ class Progress:
             say(f"… {self.line}")
 
     def phase(self, what: str) -> None:
-        """Tell what goes on from here."""
+        """Tell what goes on from here, at a pace of its own."""
         self._phase, self._now = what, ""
+        self._before, self._since = self.done, time.monotonic()
         if self.parts and not is_live():
             say(f"… {self.line}")
 
@@ -253,15 +255,15 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """Judged of all, failed, time since it began, what is left of it at this rate, and what goes on."""
+        """Judged of all, failed, time since it began, what is left of it at this pace, and what goes on."""
         counts = f"{self.done}/{self.total} judged", f"{self.failed} failed"
         return " · ".join(filter(None, (*counts, *self._times(), self._phase, self._now)))
 
     def _times(self) -> Iterator[str]:
-        elapsed, judged = self.elapsed, self.done - self._before
-        yield clock(elapsed)
+        yield clock(self.elapsed)
+        seconds, judged = time.monotonic() - self._since, self.done - self._before
         if judged and self.done < self.total:
-            yield f"about {clock(elapsed * (self.total - self.done) / judged)} left"
+            yield f"about {clock(seconds * (self.total - self.done) / judged)} left"
 
 
 def clock(seconds: float) -> str:

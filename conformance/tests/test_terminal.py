@@ -70,15 +70,21 @@ def record(case: str, status: Status = Status.PASS, backend: str = "B", **change
 
 
 def test_the_live_line_counts_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([100.0, 130.0, 160.0])
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     resumed = Progress(10, done=2, failed=1, parts=0)
+    now[0] += 30
     resumed(record("lse:q=[1]", Status.FAIL))
     assert resumed.line == "3/10 judged · 2 failed · 0:30 · about 3:30 left · B lse"
+    resumed.phase("judging 7 cases with the GPU for itself")
+    assert resumed.line == "3/10 judged · 2 failed · 0:30 · judging 7 cases with the GPU for itself"
+    now[0] += 60  # whose pace is another
+    resumed(record("many_rows:q=[1]"))
+    assert resumed.line.startswith("4/10 judged · 2 failed · 1:30 · about 6:00 left · judging 7 cases")
     resumed.done = 10
     resumed.phase("judging 2 failures again")
     resumed(record("lse:q=[1]", Status.FAIL).with_fields(confirmation="alone"))
-    assert resumed.line == "10/10 judged · 2 failed · 1:00 · judging 2 failures again"
+    assert resumed.line == "10/10 judged · 2 failed · 1:30 · judging 2 failures again"
 
 
 def test_times_as_they_are_read() -> None:
