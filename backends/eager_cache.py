@@ -22,6 +22,7 @@ from mla_conformance.backends.cache_checks import (
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
+from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
 from mla_conformance.reference.quantization import E2M1_MAX, E4M3_MAX
@@ -46,12 +47,14 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         """See :class:`MLACacheBackend`."""
-        check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
+        if may_look_at(slot_mapping):
+            check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
 
     def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """See :class:`MLACacheBackend`."""
-        check_index_keys(self, k, kv_cache, slot_mapping)
+        if may_look_at(slot_mapping):
+            check_index_keys(self, k, kv_cache, slot_mapping)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
 
     def run_gather_latent(

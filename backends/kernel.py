@@ -22,11 +22,6 @@ def output_dtype(operands: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if operands == torch.float8_e4m3fn else operands
 
 
-def may_look_at(x: Tensor) -> bool:
-    """Whether reading ``x`` disturbs no capture of a graph."""
-    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
 class KernelBackend(ABC):
     """Name, requirements and evidence of a kernel.
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import layout_of
-from mla_conformance.backends.kernel import may_look_at
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.reference import cache_layout
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -247,6 +246,11 @@ def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
 def _raw(x: Tensor) -> Tensor:
     """Codes as bytes: torch indexes these on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+
+
+def may_look_at(x: Tensor) -> bool:
+    """Whether reading ``x`` disturbs no capture of a graph."""
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _check_range(what: str, index: Tensor, low: int, high: int, remark: str) -> None:

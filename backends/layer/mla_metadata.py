@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.kernel import may_look_at
 from mla_conformance.backends.layer.attention_types import AttentionMetadata
+from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.backends.layer.context_chunks import ContextPlan, ContextShares
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 
