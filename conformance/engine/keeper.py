@@ -34,6 +34,7 @@ def main(descriptor: int, supervisor: int) -> None:
     connection.set_inheritable(False)
     setup = decode(read_line(connection), Setup)
     load_all(setup)
+    gc.freeze()  # or each worker would look at it after all, and get a copy of it by that
     gc.enable()
     hide_memory(setup.apart)
     while not _is_closed(connection):

@@ -7,6 +7,7 @@ it imports and of signals run the console script itself.
 """
 
 import contextlib
+import gc
 import json
 import os
 import select
@@ -146,6 +147,7 @@ def main(descriptor: int, listening: int) -> None:
     load_all(Setup("cpu", draws=True))
     for capability in CAPABILITIES.values():
         assert capability.cases  # the lists are made once for all
+    gc.freeze()
     while True:
         readable, _, _ = select.select([connection, listener], [], [])
         if listener in readable:
