@@ -2,14 +2,18 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.space import Space
+from mla_conformance.cases.space import Row, Space
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import counts
+
+_SPACE_OF = {space.role: space for space in SPACES.values()}
 
 
 @dataclass(frozen=True)
@@ -30,31 +34,37 @@ class JudgedPairs:
         return f"pairs of classes claimed {self.claimed:,}, judged {self.judged:,}"
 
     @staticmethod
-    def of(space: Space, declared: Iterable[tuple[Case, Status]], fitted: Iterable[Case]) -> "JudgedPairs":
-        """Of a role's cases that count and are declared, and of the cases that were fitted to it."""
+    def of(space: Space, declared: Sequence[tuple[Row, Status]], fitted: Iterable[Row]) -> "JudgedPairs":
+        """Of the rows of a role's cases that count and are declared, and of the cases that were fitted to it."""
         without = (Status.UNAVAILABLE, Status.HARNESS_ERROR)
-        rows = [(space.row_of(case), status) for case, status in declared]
-        judged = Pairs(space, (row for row, status in rows if status not in without))
-        every = Pairs(space, (row for row, _ in rows)) | Pairs(space, map(space.row_of, fitted))
+        judged = Pairs(space, (row for row, status in declared if status not in without))
+        every = Pairs(space, (row for row, _ in declared)) | Pairs(space, fitted)
         return JudgedPairs(len(every), len(judged), tuple(" · ".join(map("=".join, pair)) for pair in every - judged))
 
 
 def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, JudgedPairs]:
     """By role; nothing of roles whose covering array was not asked, or of which nothing is declared."""
-    by_role: dict[str, list[tuple[Case, Status]]] = {space.role: [] for space in SPACES.values()}
+    by_role: dict[str, list[tuple[Row, Status]]] = {space.role: [] for space in SPACES.values()}
     counted = [record for record in records if record.capability != EXPLORED and counts(record.capability)]
     arrays = {record.capability for record in counted}
     for record in counted:
         if record.status is not Status.UNSUPPORTED:  # most are, and to parse a case takes longer than all else here
-            case = Case.parse(record.case)
-            by_role[case.role].append((case, record.status))
-    cases = list(map(Case.parse, fitted))
+            role, row = _placed(record.case)
+            by_role[role].append((row, record.status))
+    rows = list(map(_placed, fitted))
     found = {
-        space.role: JudgedPairs.of(space, by_role[space.role], [case for case in cases if case.role is space.role])
+        space.role: JudgedPairs.of(space, by_role[space.role], [row for role, row in rows if role is space.role])
         for name, space in SPACES.items()
         if name in arrays
     }
     return {role: pairs for role, pairs in found.items() if pairs.claimed}
+
+
+@lru_cache(maxsize=2**14)
+def _placed(case_id: str) -> tuple[Role, Row]:
+    """The role and the classes of a case, which are asked for again with each backend and each report."""
+    case = Case.parse(case_id)
+    return case.role, _SPACE_OF[case.role].row_of(case)
 
 
 def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
