@@ -60,7 +60,8 @@ class Places:
 
 def with_cores(monkeypatch: pytest.MonkeyPatch, cores: Collection[int], quota: Path = Path("/nothing")) -> None:
     """A machine on which this process may use these cores, in a control group with this quota."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: len(cores))
     monkeypatch.setattr(limits, "_CGROUP_CPU", quota)
 
 
