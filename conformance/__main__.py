@@ -4,6 +4,7 @@ import os
 import sys
 from typing import NoReturn
 
+from mla_conformance.engine.early import begin
 from mla_conformance.files.places import forget_current_folder
 
 
@@ -12,6 +13,7 @@ def start() -> NoReturn:
     _open_streams()
     try:
         forget_current_folder()
+        begin(sys.argv[1:])
         from mla_conformance.cli import command
     except KeyboardInterrupt:
         sys.exit(130)

@@ -3,18 +3,53 @@
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.engine.limits import machine_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-MOST_ON_GPU = 4
-"""Workers of a GPU: with more of them, more cases exceed a share of its memory, and contexts take turns."""
+MOST_ON_GPU = 6
+"""Workers of a GPU: with more of them, more cases exceed a share of its memory, and contexts take turns for longer."""
 WORKER_BYTES = 12 * 2**30
 """What a worker takes of a GPU: 2 GiB of kept inputs and golden results, three contexts, and most cases."""
 CONTEXT_BYTES = 2**30
 """What a process takes of a GPU beside what torch allocates: its context, and code."""
+_LEAST_BESIDE = 2
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a place has of its GPU while tasks are carried out.
+
+    Attributes:
+        places: how many of each GPU take part, while the others have given back what they held; 0 for all.
+        share: bytes for each; None without a limit.
+    """
+
+    places: int = 0
+    share: int | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else has the GPU."""
+        return self.places == 1
+
+
+WHOLE, ALONE = Part(), Part(places=1)
+
+
+def parts_of(memory: int, workers: int) -> tuple[Part, ...]:
+    """What so many workers have, one after the other, of the memory of the GPU that they share, in bytes.
+
+    What exceeds a share is judged by half as many, each with more than twice as much.
+    """
+    if workers < _LEAST_BESIDE:
+        return (WHOLE,)
+    free, half = memory - workers * CONTEXT_BYTES, workers // 2
+    fewer = (Part(half, free // half),) if half >= _LEAST_BESIDE else ()
+    return (Part(share=free // workers), *fewer)
 
 
 def this_machine() -> dict[str, str]:

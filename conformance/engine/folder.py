@@ -121,12 +121,15 @@ class RunFolder:
 class BoundedLog:
     """Reads what the processes print to its end; the first part of it goes into a file as soon as there is one.
 
+    Args:
+        pipe: both of its ends.
+
     Attributes:
         descriptor: what processes write to.
     """
 
-    def __init__(self) -> None:
-        self._pipe, self.descriptor = os.pipe()
+    def __init__(self, pipe: tuple[int, int]) -> None:
+        self._pipe, self.descriptor = pipe
         self._early, self._path, self._left = b"", None, KEPT_BYTES  # type: bytes, Path | None, int
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._copy, daemon=True)

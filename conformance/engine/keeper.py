@@ -10,9 +10,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from typing import NoReturn
 
-from mla_conformance.engine.limits import adopt_orphans, end_children, end_with_parent, hide_memory
+from mla_conformance.engine.limits import THREADS, adopt_orphans, end_children, end_with_parent, hide_memory
 from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
 from mla_conformance.files.places import forget_current_folder
 
@@ -32,7 +33,10 @@ def main(descriptor: int, supervisor: int) -> None:
 
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()
     connection.set_inheritable(False)
-    setup = decode(read_line(connection), Setup)
+    if not (told := read_line(connection)):
+        return  # the command has ended without a run
+    setup = decode(told, Setup)
+    _heed(setup.variables)
     load_all(setup)
     gc.freeze()  # or each worker would look at it after all, and get a copy of it by that
     gc.enable()
@@ -50,6 +54,15 @@ def main(descriptor: int, supervisor: int) -> None:
         with contextlib.suppress(OSError):  # the supervisor has closed its end
             # A line of its own: the worker may have died in the middle of one.
             connection.sendall(b"\n" + encode(Ended(os.waitstatus_to_exitcode(status))))
+
+
+def _heed(variables: Mapping[str, str]) -> None:
+    """Do as variables of the environment say which torch may have been imported without."""
+    from torch import set_num_threads
+
+    os.environ.update(variables)
+    if THREADS in variables:
+        set_num_threads(int(variables[THREADS]))
 
 
 def _is_closed(connection: socket.socket) -> bool:

@@ -21,6 +21,8 @@ _CAPABILITIES_OF_64_BITS = 0x20080522
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
 _LANDLOCK_SCOPE_SIGNAL = 2
 _STANDARD = 2
+THREADS = "OMP_NUM_THREADS"
+"""The variable that says how many threads torch has of its own; MKL heeds it, too."""
 LACKED_MEMORY = 77
 """Exit status of a process of ours for which there was no memory to begin with, or to open what another shares."""
 _PATIENCE = 2.0

@@ -22,6 +22,7 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
         apart: whether inputs, kernel and judge are in processes of their own.
         draws: whether cases are to be drawn.
         began: when the run began, in seconds of the system's clock.
+        variables: of the environment, for a process that was started before they were known.
     """
 
     device: str
@@ -30,6 +31,7 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
     apart: bool = False
     draws: bool = False
     began: float = 0.0
+    variables: dict[str, str] = {}
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
@@ -39,11 +41,13 @@ class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
         reference: the backend.
         arrays: the capabilities to whose covering arrays further cases are fitted.
         triples: whether cases are fitted for triples as well.
+        cases: the id of a case of each role that is to be judged.
     """
 
     reference: str
     arrays: tuple[str, ...] = ()
     triples: bool = False
+    cases: tuple[str, ...] = ()
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):

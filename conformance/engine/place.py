@@ -5,11 +5,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from mla_conformance.engine.early import EarlyKeeper, start_keeper
 from mla_conformance.engine.limits import LACKED_MEMORY, end_of, how
 from mla_conformance.engine.messages import (
     Ended,
@@ -49,19 +49,6 @@ class RunError(RuntimeError):
     """A run that could not go on; what it had judged is in the journal."""
 
 
-def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A new process that speaks over a socket and prints to ``log``."""
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "mla_conformance.engine.keeper", str(descriptor), str(os.getpid())],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=environment,
-        pass_fds=[descriptor],
-        start_new_session=True,
-    )
-
-
 @dataclass(eq=False)
 class WorkerSlot:
     """A keeper with the worker that it keeps.
@@ -72,6 +59,7 @@ class WorkerSlot:
         environment: variables of its processes beside those of this one.
         log: descriptor that its processes print to.
         timeout: seconds that a case may take.
+        early: a keeper that was started before there was a place for it.
         hello: what the worker of the moment said of itself; None while there is none.
         task: what it is doing.
         history: (backend reference, case id) of everything that the worker of the moment was given to judge; without a
@@ -83,6 +71,7 @@ class WorkerSlot:
     environment: Mapping[str, str]
     log: int
     timeout: float
+    early: EarlyKeeper | None = None
     hello: Hello | None = None
     task: Task | None = None
     history: list[tuple[str, str]] = field(default_factory=list)
@@ -102,10 +91,13 @@ class WorkerSlot:
         self.spawn()
 
     def spawn(self) -> None:
-        """Start the keeper."""
-        self.connection, remote = socket.socketpair()
-        self.keeper = start_keeper(remote.fileno(), self.log, {**os.environ, **self.environment})
-        remote.close()
+        """Start the keeper, or go on with the one that was started early."""
+        if self.early:
+            self.keeper, self.connection, self.early = self.early.process, self.early.connection, None
+        else:
+            self.connection, remote = socket.socketpair()
+            self.keeper = start_keeper(remote.fileno(), self.log, {**os.environ, **self.environment})
+            remote.close()
         self._ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self._wait(START_SECONDS)
@@ -249,11 +241,14 @@ class WorkerSlot:
         self._signal(signal.SIGKILL)
         self.keeper.send_signal(signal.SIGCONT)  # which its worker may have stopped
 
-    def end(self) -> None:
-        """End everything, at once."""
+    def begin_end(self) -> None:
+        """Have everything end at once."""
         self._close()
         self.keeper.send_signal(signal.SIGCONT)
         self.keeper.terminate()
+
+    def end(self) -> None:
+        """Wait until everything has ended."""
         try:
             self.keeper.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

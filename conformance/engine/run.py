@@ -20,11 +20,11 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import CONTEXT_BYTES, MOST_ON_GPU, VISIBLE, may_have_gpu, workers_on
+from mla_conformance.engine.devices import MOST_ON_GPU, VISIBLE, WHOLE, Part, may_have_gpu, parts_of, workers_on
 from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
-from mla_conformance.engine.limits import hide_memory, machine_cores, machine_memory
+from mla_conformance.engine.limits import THREADS, hide_memory, machine_cores, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest, compiles
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
@@ -48,7 +48,6 @@ APART = "inputs, kernel and judge apart"
 _MOST_ON_CPU = 4
 _WORTH = 20
 """Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
-_THREADS = "OMP_NUM_THREADS"  # MKL heeds it, too
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
@@ -102,7 +101,7 @@ class Run:
     _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
-    _share: int | None = None
+    _parts: tuple[Part, ...] = (WHOLE,)
     _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,7 +148,8 @@ class Run:
         self._add_place(self.request.device, workers)  # imports torch while the cases are counted
         for _ in range(1, self.limits.workers or min(workers, self._most)):
             self._add_place(self.request.device, workers)
-        hello = self.supervisor.hellos()[0]
+        _ = self._examples  # meanwhile
+        hello = self.supervisor.hello()
         if not hello.device:
             raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
         if not self._surely_cpu:
@@ -175,13 +175,13 @@ class Run:
         What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
         write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
         """
-        threads = {_THREADS: max(1, machine_cores() // workers)}
+        threads = {THREADS: max(1, machine_cores() // workers)}
         own = threads if self._surely_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
         share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
         memory = self.limits.memory or share if self._surely_cpu else None
         request = self.request
-        setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self._began)
+        setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self._began, variables)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))
 
     @property
@@ -198,11 +198,11 @@ class Run:
             self._add_place(hello.device, workers, hello.gpus[number % gpus])
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self._share = hello.memory // -(-workers // gpus) - CONTEXT_BYTES if workers > gpus else None
+            self._parts = parts_of(hello.memory, -(-workers // gpus))
 
-    def outcomes(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
+    def outcomes(self, tasks: Tasks, part: Part = WHOLE) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
-        for outcome in self.supervisor.run(tasks, share, alone):
+        for outcome in self.supervisor.run(tasks, part):
             self._add_code(outcome.answer.loaded)
             yield self._held_to_its_word(outcome)
 
@@ -233,7 +233,7 @@ class Run:
         """
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        asked = self.request.arrays, self.request.triples
+        asked = self.request.arrays, self.request.triples, self._examples
         for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names])):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
@@ -241,6 +241,11 @@ class Run:
             found[reference] = outcome.answer.facts or gone
             self._missing[reference] = outcome.answer.missing
         return [found[reference] for reference in names]
+
+    @cached_property
+    def _examples(self) -> tuple[str, ...]:
+        """The id of a case of each role that is to be judged."""
+        return tuple({case.role: case.id for case in map(Case.parse, reversed(self.request.judged_ids))}.values())
 
     @property
     def plan(self) -> journal.Plan:
@@ -415,7 +420,7 @@ class Run:
         """What comes of cases."""
         if self.device != "cuda":
             return self.outcomes(tasks)
-        return OnGpu(self.outcomes, self._share, self._on_phase).judged(tasks)
+        return OnGpu(self.outcomes, self._parts, self._on_phase).judged(tasks)
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU first the backends that share a case's inputs, then those that compile."""

@@ -13,6 +13,8 @@ import msgspec
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
+from mla_conformance.engine.devices import WHOLE, Part
+from mla_conformance.engine.early import take
 from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.limits import LACKED_MEMORY, adopt_orphans, children, end_children, how
 from mla_conformance.engine.messages import (
@@ -164,12 +166,12 @@ class Supervisor:
         self.places: list[WorkerSlot] = []
         self.timeout, self.ends_at = timeout, ends_at
         self.gpus = 0
-        self.log = BoundedLog()
+        self._early = take()
+        self.log = BoundedLog(self._early.log if self._early else os.pipe())
         self.started: Callable[[Record], None] = lambda record: None
         self._starts = 0
         self._signal = 0
-        self._tasks, self._alone = Tasks(()), False
-        self._share: int | None = None
+        self._tasks, self._part = Tasks(()), WHOLE
         self._told: tuple[int, int] = (-1, -1)
         self._heeding = heeded(self._note)
         self._before: set[int] = set()
@@ -193,8 +195,11 @@ class Supervisor:
 
     def end_places(self, kept: int = 0) -> None:
         """End all places but the first so many."""
-        while len(self.places) > kept:
-            self.places.pop().end()
+        ended, self.places = self.places[kept:], self.places[:kept]
+        for place in ended:
+            place.begin_end()
+        for place in ended:
+            place.end()
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -206,31 +211,39 @@ class Supervisor:
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         """Start one more."""
-        self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout))
+        early, self._early = self._early, None
+        self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early))
 
-    def hellos(self) -> list[Hello]:
-        """What the workers say of themselves, once each is there, with all that it judges with."""
+    def hello(self) -> Hello:
+        """What a worker says of itself, once one is there."""
+        while not (said := [place.hello for place in self.places if place.hello]):
+            self._wait()
+        return said[0]
+
+    def hellos(self) -> None:
+        """Wait until each worker is there, with all that it judges with."""
         while not all(place.hello for place in self.places):
-            for _ in self._events():
-                pass
-        return [place.hello for place in self.places if place.hello]
+            self._wait()
 
-    def run(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
+    def _wait(self) -> None:
+        for _ in self._events():
+            pass
+
+    def run(self, tasks: Tasks, part: Part = WHOLE) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
         Args:
             tasks: what is to be done.
-            share: bytes of its GPU that a place may take; a case beyond it comes back undone. None without a limit.
-            alone: with one place for each GPU, while the others have given back what they held of it.
+            part: what a place has of its GPU; a case beyond its share comes back undone.
 
         Raises:
             Stopped: by a signal or the deadline.
             RunError: no process can be started.
         """
-        self._tasks, self._share, self._alone = tasks, share, alone
+        self._tasks, self._part = tasks, part
         self._unbegun.clear()
-        if alone:
-            for place in self.places[self.gpus :]:
+        if part.places:
+            for place in self.places[self.gpus * part.places :]:
                 if place.is_idle:  # others begin anew already
                     place.renew()
             self.hellos()
@@ -240,13 +253,13 @@ class Supervisor:
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
         tasks = self._tasks
-        for place in self.places[: self.gpus] if self._alone else self.places:
-            while place.is_idle and (task := tasks.take(place.number, self._alone)):
+        for place in self.places[: self.gpus * self._part.places or None]:
+            while place.is_idle and (task := tasks.take(place.number, self._part.is_alone)):
                 if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
                     place.renew()
                     tasks.put_back(place.number, task)
                 else:
-                    place.give(task, self._share)
+                    place.give(task, self._part.share)
         return any(place.task for place in self.places) or tasks.is_left()
 
     def _events(self) -> Iterator[TaskOutcome]:
@@ -281,7 +294,7 @@ class Supervisor:
 
     def _may_wait(self, task: Task) -> bool:
         """Whether a case may come back undone: beyond its share of a GPU, or of what a process holds that is used."""
-        return isinstance(task, Judge) and (self._share is not None or (bool(self.gpus) and not task.fresh))
+        return isinstance(task, Judge) and (self._part.share is not None or (bool(self.gpus) and not task.fresh))
 
     def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""

@@ -1,11 +1,12 @@
 """Cases that have a GPU for themselves: they watch for races, take much of its memory, or lacked it beside others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from mla_conformance.engine.devices import ALONE, Part
 from mla_conformance.engine.messages import Judge, Task
 from mla_conformance.engine.supervisor import TaskOutcome, Tasks
 from mla_conformance.report.terminal import counted
@@ -17,8 +18,8 @@ _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"
 class Outcomes(Protocol):
     """Has tasks carried out."""
 
-    def __call__(self, tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
-        """Within a share of a GPU's memory, or alone on it."""
+    def __call__(self, tasks: Tasks, part: Part) -> Iterator[TaskOutcome]:
+        """By places that have such a part of their GPUs."""
 
 
 @dataclass(frozen=True)
@@ -27,39 +28,54 @@ class OnGpu:
 
     Attributes:
         outcomes: has tasks carried out.
-        share: bytes of a GPU for each worker; None without a limit.
+        parts: what each worker has of a GPU, one after the other; what exceeds the last has a GPU for itself.
         on_phase: is told what goes on.
     """
 
     outcomes: Outcomes
-    share: int | None
+    parts: Sequence[Part]
     on_phase: Callable[[str], None]
 
     def judged(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         """What comes of cases; of those that need their GPU for themselves once the others are judged."""
         while True:
             alone = tasks.set_apart(_is_undisturbed)
-            for outcome in self.outcomes(tasks, self.share):
-                if lacking := _lacked_memory(outcome):
-                    alone.append([lacking])
-                else:
-                    yield outcome
-            if alone:
-                yield from self._judged_alone(tasks, alone)
+            yield from self._judged_beside(tasks)
+            tasks.groups.extend(alone)
+            if tasks.groups:
+                yield from self._judged_alone(tasks)
             if not tasks.go_on():
                 return
             self.on_phase("judging the backends that compile")
 
-    def _judged_alone(self, tasks: Tasks, groups: list[list[Task]]) -> Iterator[TaskOutcome]:
+    def _judged_beside(self, tasks: Tasks) -> Iterator[TaskOutcome]:
+        """What comes of cases that share a GPU; those that lack memory even with the last part are left."""
+        for number, part in enumerate(self.parts):
+            if number and tasks.groups:
+                self.on_phase(f"judging {_counted(tasks)} with more memory for each")
+            lacking = list[list[Task]]()
+            for outcome in self.outcomes(tasks, part):
+                if task := _lacked_memory(outcome):
+                    lacking.append([task])
+                else:
+                    yield outcome
+            tasks.groups.extend(lacking)
+            if not lacking:
+                return
+
+    def _judged_alone(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         """What comes of cases while nothing else runs on their GPU; one that lacks memory has a process of its own."""
-        self.on_phase(f"judging {counted(sum(map(len, groups)), 'case')} with the GPU for itself")
-        tasks.groups.extend(groups)
-        for outcome in self.outcomes(tasks, alone=True):
+        self.on_phase(f"judging {_counted(tasks)} with the GPU for itself")
+        for outcome in self.outcomes(tasks, ALONE):
             lacking = _lacked_memory(outcome, alone=True)
             if lacking and lacking is not outcome.task:
                 tasks.groups.append([lacking])
             else:
                 yield outcome
+
+
+def _counted(tasks: Tasks) -> str:
+    return counted(sum(map(len, tasks.groups)), "case")
 
 
 def _is_undisturbed(task: Task) -> bool:

@@ -11,19 +11,15 @@ import signal
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import FrameType
 from typing import NoReturn
 
 import msgspec
 import torch
 
-from mla_conformance.apart import kernel_side, maker
-from mla_conformance.apart.judge_side import RemoteExecutor
-from mla_conformance.apart.shared import Shared
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
@@ -31,23 +27,10 @@ from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.executor import IN_PROCESS
-from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
+from mla_conformance.driving.loaded import Loaded, newly_loaded
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import may_have_gpu, visible_gpus
-from mla_conformance.engine.limits import (
-    LACKED_MEMORY,
-    allocated_memory,
-    close_descriptors,
-    end_as,
-    end_of,
-    end_with_parent,
-    hide_memory,
-    leave,
-    limit_memory,
-    machine_memory,
-    renounce_signals,
-    renounce_tracing,
-)
+from mla_conformance.engine.limits import LACKED_MEMORY, allocated_memory, leave, limit_memory
 from mla_conformance.engine.messages import (
     Describe,
     Examine,
@@ -67,7 +50,8 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
-from mla_conformance.files.places import search_current_folder
+from mla_conformance.engine.others import Others, open_to_backends
+from mla_conformance.engine.warming import warm_up
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
@@ -84,12 +68,12 @@ from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.trials.trial import Trial
-from mla_conformance.vocabulary.arrays import SPACES, array_of, digest_of
+from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
 
 Send = Callable[[WorkerEvent], None]
-_STACK_SECONDS = 0.5
-_MOST_STACKS = 2**16
+_AT_ONCE = 0.05
+"""Seconds within which a process is given something that others wait for."""
 _LARGE = 2**31
 """Bytes of the largest case of which a worker that shares its GPU goes on to hold what it took."""
 
@@ -123,7 +107,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
 def _answer_tasks(connection: socket.socket, setup: Setup) -> NoReturn:
     process = os.getpid()
     if not setup.apart:
-        _open_to_backends(setup.began)
+        open_to_backends(setup.began)
     others = Others.fork(setup, connection) if setup.apart else None
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=bool(others))
     if setup.memory:
@@ -134,6 +118,13 @@ def _answer_tasks(connection: socket.socket, setup: Setup) -> NoReturn:
     worker = Worker(
         device or torch.device("cpu"), setup.memory, lambda event: connection.sendall(encode(event)), setup.salt, others
     )
+    if not select.select([connection], [], [], _AT_ONCE)[0]:
+        worker.warm_up()  # while others tell what the backends are
+    _answer_all(connection, worker, process)
+
+
+def _answer_all(connection: socket.socket, worker: "Worker", process: int) -> NoReturn:
+    """Answer what is given to this process, until it is to judge nothing more."""
     while line := read_line(connection):
         try:
             given = decode(line, Given)
@@ -161,7 +152,7 @@ class Worker:
     """What one process judges with."""
 
     def __init__(
-        self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: "Others | None" = None
+        self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: Others | None = None
     ) -> None:
         self._device, self._memory, self._send = device, memory, send
         self._others, self._executor, self._context = others, IN_PROCESS, Context(salt)
@@ -170,6 +161,11 @@ class Worker:
             others.use(device)
             self._executor, self._context = others.executor, Context(salt, others.maker.build)
         self._subject = cache(self._loaded)
+
+    def warm_up(self) -> None:
+        """Use the GPU once, if it is one."""
+        if self._device.type == "cuda":
+            warm_up(self._context, self._device)
 
     def _loaded(self, reference: str) -> Subject:
         """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
@@ -196,15 +192,21 @@ class Worker:
         One that has judged nothing holds no more than it must, and waits for what others hold.
         """
         if share is not None:
+            if need + torch.cuda.memory_allocated(self._device) > share:
+                self._make_room()
             return need <= min(share, free_memory(self._device))
         if self._device.type != "cuda" or task.fresh or need > whole_memory(self._device):
             return True
         if need <= free_memory(self._device):
             return True
+        self._make_room()
+        return need <= free_memory(self._device)
+
+    def _make_room(self) -> None:
+        """Give back what this process holds of its GPU for cases to come."""
         self._context.forget()
         self._executor.make_room()
         torch.cuda.empty_cache()
-        return need <= free_memory(self._device)
 
     def _hold_to(self, share: int | None) -> None:
         """Have torch give back what it keeps before it goes beyond a share, which others of this GPU count on."""
@@ -237,7 +239,7 @@ class Worker:
     def _told(self, task: Unrecorded) -> TaskReply:
         if isinstance(task, Describe):
             facts = self._described(task)
-            return TaskReply(facts=facts, missing={} if facts.reasons else self._missing_roles(task.reference))
+            return TaskReply(facts=facts, missing={} if facts.reasons else self._missing_roles(task))
         if isinstance(task, Trace):
             return self._traced(task)
         if isinstance(task, Examine):
@@ -259,11 +261,10 @@ class Worker:
         words = {role.value: repr(each) for role, each in declared.value.items()}
         return replace(facts, declared=words, fitted=fitted, region=digest_of(fitted))
 
-    def _missing_roles(self, reference: str) -> dict[Role, str]:
+    def _missing_roles(self, task: Describe) -> dict[Role, str]:
         """Why no case of a role can be called; of a role whose question fails its cases ask again."""
-        subject, found = self._subject(reference), dict[Role, str]()
-        for name in SPACES:
-            case = array_of(name)[0]
+        subject, found = self._subject(task.reference), dict[Role, str]()
+        for case in map(Case.parse, task.cases):
             asked = self._executor.query(partial(subject.missing_role, case), list[str])
             if asked.value and not (asked.error or asked.disturbed):
                 found[case.role] = "; ".join(asked.value)
@@ -326,96 +327,3 @@ def _looks_like(task: Judge, trial: Trial, record: Record) -> str:
     if task.reported:
         return ReportedCauses(list(task.reported)).explain(trial, record)
     return explain(trial, record, WHOLE if task.unhurried else PATIENCE)
-
-
-@dataclass(frozen=True)
-class Others:
-    """What a judge has of them.
-
-    Attributes:
-        executor: has steps carried out by the one that has the backends.
-        maker: has problems built by the other.
-    """
-
-    executor: RemoteExecutor
-    maker: maker.Maker
-
-    def use(self, device: torch.device) -> None:
-        """Where backends are judged."""
-        self.executor.use(device)
-        self.maker.use(device)
-
-    @staticmethod
-    def fork(setup: Setup, supervisor: socket.socket) -> "Others":
-        """Start both.
-
-        Args:
-            setup: of this process.
-            supervisor: is told the stacks of the kernel's process when this one is asked for its own.
-        """
-        # The memory between two processes must be there before they part, and no third one may have it.
-        shared, (stacks, reported) = Shared(machine_memory()), os.pipe()
-        kernel, to_kernel = _fork(partial(_serve_kernel, setup.began, shared, reported), setup.memory, reported)
-        os.close(reported)
-        signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
-        inputs = Shared(machine_memory())
-        drawing, to_maker = _fork(partial(_serve_maker, inputs), setup.memory)
-        hide_memory()
-        executor = RemoteExecutor(to_kernel, shared, partial(end_as, kernel), end_of(kernel))
-        return Others(executor, maker.Maker(to_maker, inputs, partial(end_as, drawing)))
-
-
-def _fork(serve: Callable[[socket.socket], None], memory: int | None, *spared: int) -> tuple[int, socket.socket]:
-    """A new process that serves one end of a connection; its id, and the other end."""
-    mine, theirs = socket.socketpair()
-    judge = os.getpid()
-    process = os.fork()
-    if not process:
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        end_with_parent(judge, signal.SIGKILL)
-        close_descriptors({theirs.fileno(), *spared})
-        if memory:
-            limit_memory(memory)
-        _serve(serve, theirs)
-    theirs.close()
-    return process, mine
-
-
-def _serve(serve: Callable[[socket.socket], None], connection: socket.socket) -> NoReturn:
-    """Nothing that is raised may lead back into what the process that forked was doing."""
-    try:
-        serve(connection)
-    except BaseException as error:
-        traceback.print_exc()
-        leave(LACKED_MEMORY if out_of_memory(error) else 1)
-    leave(0)
-
-
-def _open_to_backends(began: float) -> None:
-    """Have this process import backends: from the current folder, too, and noting what it loads."""
-    LOADED.watch(began)  # which trusts the folders of wheels that are searched so far
-    search_current_folder()
-
-
-def _serve_kernel(began: float, shared: Shared, stacks: int, connection: socket.socket) -> None:
-    _open_to_backends(began)
-    hide_memory(False)
-    renounce_tracing()
-    renounce_signals()
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    kernel_side.serve(connection, shared)
-
-
-def _serve_maker(shared: Shared, connection: socket.socket) -> None:
-    hide_memory()
-    maker.serve(connection, shared)
-
-
-def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
-    """Where the kernel's process is, in lines that are no message."""
-    os.kill(kernel, number)
-    os.kill(kernel, signal.SIGCONT)
-    if select.select([stacks], [], [], _STACK_SECONDS)[0]:
-        lines = os.read(stacks, _MOST_STACKS).splitlines()
-        supervisor.sendall(b"".join(b"kernel | " + line + b"\n" for line in lines))

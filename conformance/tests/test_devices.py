@@ -14,7 +14,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import limits
-from mla_conformance.engine.devices import VISIBLE, visible_gpus
+from mla_conformance.engine.devices import VISIBLE, Part, parts_of, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Setup, TaskReply
 from mla_conformance.engine.request import RunRequest
@@ -50,10 +50,10 @@ class Places:
     def end_places(self, kept: int) -> None:
         del self.environments[kept:]
 
-    def hellos(self) -> list[Hello]:
-        return [Hello(1, "cuda", {}, self._gpus, self._memory)]
+    def hello(self) -> Hello:
+        return Hello(1, "cuda", {}, self._gpus, self._memory)
 
-    def run(self, tasks: Tasks, share: int | None, alone: bool) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, part: Part) -> Iterator[TaskOutcome]:
         for (task,) in tasks.groups:
             yield TaskOutcome(task, TaskReply(facts=BackendFacts(task.reference, task.reference)))
 
@@ -108,7 +108,7 @@ def test_a_cpu_has_as_many_workers_as_are_worth_their_start(
 
 @pytest.mark.parametrize(
     ("gpus", "memory", "workers", "threads"),
-    [("0", 140, 4, 4), ("0", 40, 3, 4), ("0", 8, 1, 4), ("01", 140, 8, 2), ("0123", 24, 8, 2)],
+    [("0", 140, 6, 2), ("0", 40, 3, 2), ("0", 8, 1, 2), ("01", 140, 12, 1), ("0123", 24, 8, 2)],
 )
 def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     with_gpus: Callable[..., Places], gpus: str, memory: int, workers: int, threads: int
@@ -116,6 +116,17 @@ def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     places = with_gpus(Places(*gpus, memory=memory * GIB))
     assert len(places.environments) == workers
     assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= {str(threads)}
+
+
+@pytest.mark.parametrize(
+    ("workers", "parts"),
+    [(1, [(0, None)]), (3, [(0, 25)]), (4, [(0, 18), (2, 37)]), (8, [(0, 8), (4, 17)])],
+)
+def test_what_exceeds_a_share_of_a_gpu_is_judged_by_half_as_many_workers(
+    workers: int, parts: list[tuple[int, int | None]]
+) -> None:
+    found = parts_of(79 * GIB, workers)
+    assert [(part.places, part.share and part.share // GIB) for part in found] == parts
 
 
 @pytest.mark.parametrize(("workers", "gpus", "seen"), [(3, ("4", "GPU-7"), ["GPU-7", "4"]), (1, ("0", "1"), [])])

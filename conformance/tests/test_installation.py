@@ -104,7 +104,8 @@ def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
     code = f"""
 import socket, sys, torch
 from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
-from mla_conformance.engine.worker import Others, Worker, load_all
+from mla_conformance.engine.others import Others
+from mla_conformance.engine.worker import Worker, load_all
 load_all(setup := Setup("cpu", apart=True, draws=True))
 before, (connection, _) = set(sys.modules), socket.socketpair()
 worker = Worker(torch.device("cpu"), None, lambda event: None, "", Others.fork(setup, connection))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mla_conformance.engine.devices import ALONE, Part, parts_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
 from mla_conformance.engine.messages import Judge, TaskReply
@@ -116,17 +117,20 @@ def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavaila
 
 
 def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_to_a_new_one() -> None:
-    asked: list[tuple[bool, bool]] = []
+    asked: list[tuple[Part, bool]] = []
+    phases: list[str] = []
 
-    def outcomes(tasks: Tasks, share: int | None = None, alone: bool = False) -> Iterator[TaskOutcome]:
-        while task := tasks.take(0, alone):
+    def outcomes(tasks: Tasks, part: Part) -> Iterator[TaskOutcome]:
+        while task := tasks.take(0, part.is_alone):
             assert isinstance(task, Judge)
-            asked.append((alone, task.fresh))
+            asked.append((part, task.fresh))
             record = Record("A", "A", "lse", task.case, Status.PASS) if task.fresh else None
             yield TaskOutcome(task, TaskReply(record, waits=record is None))
 
-    (done,) = OnGpu(outcomes, 2**30, lambda phase: None).judged(Tasks([[Judge("A", CASES[0])]]))
-    assert asked == [(False, False), (True, False), (True, True)]
+    eighth, fourth = parts_of(80 * 2**30, 8)
+    (done,) = OnGpu(outcomes, (eighth, fourth), phases.append).judged(Tasks([[Judge("A", CASES[0])]]))
+    assert asked == [(eighth, False), (fourth, False), (ALONE, False), (ALONE, True)]
+    assert phases == ["judging 1 case with more memory for each", "judging 1 case with the GPU for itself"]
     assert done.answer.record and done.answer.record.status is Status.PASS
 
 

@@ -139,6 +139,20 @@ def test_what_a_large_case_took_of_a_shared_gpu_is_given_back(
     assert given_back == ["here", "where the kernel is"] * times
 
 
+@pytest.mark.parametrize(("held", "times"), [(0, 0), (2**40, 1)])
+def test_what_is_kept_for_cases_to_come_makes_room_for_one_that_fits_a_share_without_it(
+    monkeypatch: pytest.MonkeyPatch, held: int, times: int
+) -> None:
+    forgotten: list[str] = []
+    monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
+    monkeypatch.setattr(Context, "forget", lambda self: forgotten.append("inputs and golden results"))
+    answer = Worker(CPU, None, lambda event: None).answer(Judge(reference(EagerPrefillBackend), SMALL), 2**40)
+    assert answer.record and answer.record.status is Status.PASS and len(forgotten) == times
+
+
 def test_a_worker_keeps_no_more_of_a_gpu_than_its_share_until_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     parts: list[float] = []
     monkeypatch.setattr(room, "whole_memory", lambda device: 2**42)
