@@ -35,7 +35,7 @@ def weigh_on_gpu(tile: Tile, shift: Tensor | None, totals: Tensor, largest: Tens
 
 
 _ANY_NUMBER = ("totals_head", "totals_row", "largest_head", "largest_row", "shift_head", "shift_row", "rows")
-"""Arguments of which one more kernel would be compiled where they are 1, where 16 divides them, and where it does not."""
+"""Arguments of which one more kernel would be compiled where they are 1, where 16 divides them, and elsewhere."""
 
 
 @triton.jit(do_not_specialize=_ANY_NUMBER)
