@@ -15,8 +15,6 @@ from mla_conformance.defects.known import Emulation, KnownDefect, judged_roles, 
 from mla_conformance.diagnosis.suspects import Suspect
 from mla_conformance.diagnosis.suspects_of_decodes import SUSPECTS
 
-_WHOLE = frozenset((EagerPrefillBackend, EagerDecodeBackend, EagerSparseBackend))
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -81,7 +79,7 @@ def _suspected(suspect: Suspect, known: Mapping[str, KnownDefect]) -> Iterator[C
 
 def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tuple[Role, ...]]]:
     """A kernel of each role with this step, and a layer of both."""
-    if not _WHOLE.isdisjoint(wrong.__mro__):  # an abstract class would be asked for each of them
+    if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
         yield wrong, judged_roles(wrong)
         return
     prefill = combined(wrong, EagerPrefillBackend)

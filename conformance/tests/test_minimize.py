@@ -103,13 +103,13 @@ def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsy
 def test_minimising_can_be_ended(
     wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hellos = Supervisor.hellos
+    hello = Supervisor.hello
 
-    def hellos_to_the_end(supervisor: Supervisor) -> list[Hello]:
+    def hello_to_the_end(supervisor: Supervisor) -> Hello:
         os.kill(os.getpid(), signal.SIGTERM)
-        return hellos(supervisor)
+        return hello(supervisor)
 
-    monkeypatch.setattr(Supervisor, "hellos", hellos_to_the_end)
+    monkeypatch.setattr(Supervisor, "hello", hello_to_the_end)
     assert main(["minimize", "lse:q=[7]", "--backend", wrong, "--device", "cpu"]) == 143
     assert "ended by SIGTERM" in capsys.readouterr().err
 
