@@ -8,6 +8,7 @@ import base64
 import csv
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -97,11 +98,12 @@ def harness_files() -> dict[str, Path]:
     """The files that the harness ships, by the name that they have in a wheel."""
     found: dict[str, Path] = {}
     for package in _PACKAGES:
-        folder = Path(str(files(package)))
-        for path in folder.rglob("*"):
-            name = Path(*package.split("."), path.relative_to(folder))
-            if path.is_file() and not _NOT_SHIPPED & set(name.parts):
-                found[name.as_posix()] = path
+        top = str(files(package))
+        for folder, inner, names in os.walk(top):
+            inner[:] = set(inner) - _NOT_SHIPPED  # which hold most files of a checkout
+            room = package.replace(".", "/") + folder.removeprefix(top).replace(os.sep, "/")
+            paths = {f"{room}/{name}": Path(folder, name) for name in names if name not in _NOT_SHIPPED}
+            found |= {name: path for name, path in paths.items() if path.is_file()}
     return found
 
 
