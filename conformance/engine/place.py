@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -243,17 +244,20 @@ class WorkerSlot:
 
     def begin_end(self) -> None:
         """Have everything end at once."""
-        self._close()
+        self.connection.close()
         self.keeper.send_signal(signal.SIGCONT)
         self.keeper.terminate()
 
     def end(self) -> None:
         """Wait until everything has ended."""
+        if self._ends:
+            select.select(self._ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
         try:
-            self.keeper.wait(_END_SECONDS)
+            self.keeper.wait(0 if self._ends else _END_SECONDS)
         except subprocess.TimeoutExpired:
             self.keeper.kill()
             self.keeper.wait()
+        self._close()
 
     def _lost_keeper(self) -> int:
         self._close()
