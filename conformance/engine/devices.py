@@ -20,7 +20,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Part:
+class GpuPart:
     """What a place has of its GPU while tasks are carried out.
 
     Attributes:
@@ -37,10 +37,10 @@ class Part:
         return self.places == 1
 
 
-WHOLE, ALONE = Part(), Part(places=1)
+WHOLE, ALONE = GpuPart(), GpuPart(places=1)
 
 
-def parts_of(memory: int, workers: int) -> tuple[Part, ...]:
+def parts_of(memory: int, workers: int) -> tuple[GpuPart, ...]:
     """What so many workers have, one after the other, of the memory of the GPU that they share, in bytes.
 
     What exceeds a share is judged by half as many, each with more than twice as much.
@@ -48,8 +48,8 @@ def parts_of(memory: int, workers: int) -> tuple[Part, ...]:
     if workers < _LEAST_BESIDE:
         return (WHOLE,)
     free, half = memory - workers * CONTEXT_BYTES, workers // 2
-    fewer = (Part(half, free // half),) if half >= _LEAST_BESIDE else ()
-    return (Part(share=free // workers), *fewer)
+    fewer = (GpuPart(half, free // half),) if half >= _LEAST_BESIDE else ()
+    return (GpuPart(share=free // workers), *fewer)
 
 
 def this_machine() -> dict[str, str]:

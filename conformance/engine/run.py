@@ -20,7 +20,7 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import MOST_ON_GPU, VISIBLE, WHOLE, Part, may_have_gpu, parts_of, workers_on
+from mla_conformance.engine.devices import MOST_ON_GPU, VISIBLE, WHOLE, GpuPart, may_have_gpu, parts_of, workers_on
 from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
@@ -101,7 +101,7 @@ class Run:
     _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
-    _parts: tuple[Part, ...] = (WHOLE,)
+    _parts: tuple[GpuPart, ...] = (WHOLE,)
     _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class Run:
             self.supervisor.gpus = gpus
             self._parts = parts_of(hello.memory, -(-workers // gpus))
 
-    def outcomes(self, tasks: Tasks, part: Part = WHOLE) -> Iterator[TaskOutcome]:
+    def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
         for outcome in self.supervisor.run(tasks, part):
             self._add_code(outcome.answer.loaded)

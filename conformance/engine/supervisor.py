@@ -13,7 +13,7 @@ import msgspec
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.devices import WHOLE, Part
+from mla_conformance.engine.devices import WHOLE, GpuPart
 from mla_conformance.engine.early import take
 from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.limits import LACKED_MEMORY, adopt_orphans, children, end_children, how
@@ -229,7 +229,7 @@ class Supervisor:
         for _ in self._events():
             pass
 
-    def run(self, tasks: Tasks, part: Part = WHOLE) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
         Args:

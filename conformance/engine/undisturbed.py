@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from mla_conformance.engine.devices import ALONE, Part
+from mla_conformance.engine.devices import ALONE, GpuPart
 from mla_conformance.engine.messages import Judge, Task
 from mla_conformance.engine.supervisor import TaskOutcome, Tasks
 from mla_conformance.report.terminal import counted
@@ -18,7 +18,7 @@ _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"
 class Outcomes(Protocol):
     """Has tasks carried out."""
 
-    def __call__(self, tasks: Tasks, part: Part) -> Iterator[TaskOutcome]:
+    def __call__(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
         """By places that have such a part of their GPUs."""
 
 
@@ -33,7 +33,7 @@ class OnGpu:
     """
 
     outcomes: Outcomes
-    parts: Sequence[Part]
+    parts: Sequence[GpuPart]
     on_phase: Callable[[str], None]
 
     def judged(self, tasks: Tasks) -> Iterator[TaskOutcome]:

@@ -104,7 +104,7 @@ def test_no_module_leads_back_to_itself() -> None:
 
 def test_an_import_by_text_is_seen() -> None:
     assert "mla_conformance.backends.eager" in imported(ROOT / "backends" / "registry.py")
-    assert "mla_conformance.engine.keeper" in imported(ROOT / "conformance" / "engine" / "place.py")
+    assert "mla_conformance.engine.keeper" in imported(ROOT / "conformance" / "engine" / "early.py")
     assert "mla_conformance.defects" in imported(ROOT / "conformance" / "defects" / "known.py")
 
 

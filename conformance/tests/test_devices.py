@@ -14,7 +14,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import limits
-from mla_conformance.engine.devices import VISIBLE, Part, parts_of, visible_gpus
+from mla_conformance.engine.devices import VISIBLE, GpuPart, parts_of, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Setup, TaskReply
 from mla_conformance.engine.request import RunRequest
@@ -53,7 +53,7 @@ class Places:
     def hello(self) -> Hello:
         return Hello(1, "cuda", {}, self._gpus, self._memory)
 
-    def run(self, tasks: Tasks, part: Part) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
         for (task,) in tasks.groups:
             yield TaskOutcome(task, TaskReply(facts=BackendFacts(task.reference, task.reference)))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.engine.devices import ALONE, Part, parts_of
+from mla_conformance.engine.devices import ALONE, GpuPart, parts_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
 from mla_conformance.engine.messages import Judge, TaskReply
@@ -117,10 +117,10 @@ def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavaila
 
 
 def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_to_a_new_one() -> None:
-    asked: list[tuple[Part, bool]] = []
+    asked: list[tuple[GpuPart, bool]] = []
     phases: list[str] = []
 
-    def outcomes(tasks: Tasks, part: Part) -> Iterator[TaskOutcome]:
+    def outcomes(tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
         while task := tasks.take(0, part.is_alone):
             assert isinstance(task, Judge)
             asked.append((part, task.fresh))
