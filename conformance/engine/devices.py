@@ -15,7 +15,6 @@ WORKER_BYTES = 12 * 2**30
 """What a worker takes of a GPU: 2 GiB of kept inputs and golden results, three contexts, and most cases."""
 CONTEXT_BYTES = 2**30
 """What a process takes of a GPU beside what torch allocates: its context, and code."""
-_LEAST_BESIDE = 2
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -45,10 +44,10 @@ def parts_of(memory: int, workers: int) -> tuple[GpuPart, ...]:
 
     What exceeds a share is judged by half as many, each with more than twice as much.
     """
-    if workers < _LEAST_BESIDE:
+    if workers == 1:
         return (WHOLE,)
     free, half = memory - workers * CONTEXT_BYTES, workers // 2
-    fewer = (GpuPart(half, free // half),) if half >= _LEAST_BESIDE else ()
+    fewer = (GpuPart(half, free // half),) if half > 1 else ()
     return (GpuPart(share=free // workers), *fewer)
 
 
