@@ -80,8 +80,9 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
         """[T, tile] mask, bottom-right in the whole sequence: the queries stand at its last positions."""
         metadata = self._decode_metadata
-        total = seq_len if metadata.dcp_tot_seq_lens is None else int(metadata.dcp_tot_seq_lens[request])
-        last = torch.arange(total - queries, total, device=metadata.seq_lens.device).unsqueeze(1)
+        # A tensor stays one: a GPU would be waited for in every tile.
+        total = seq_len if metadata.dcp_tot_seq_lens is None else metadata.dcp_tot_seq_lens[request]
+        last = torch.arange(-queries, 0, device=metadata.seq_lens.device).unsqueeze(1) + total
         return self._positions(metadata, tile) <= last
 
     def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:

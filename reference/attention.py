@@ -107,7 +107,7 @@ def _query_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Iterator[
     (q_len, num_heads, _), kv_len = q.shape, k.shape[0]
     block = max(1, workspace_elements(q.device) // max(1, num_heads * kv_len))
     # 0 · NaN is NaN: a weight of 0 cannot hide a key that only later rows see, but a row by itself never meets it.
-    if causal and not (k.isfinite().all() and v.isfinite().all()):
+    if causal and q_len > 1 and not (k.isfinite().all() & v.isfinite().all()):
         block = 1
     # Query i sees the keys up to i + diagonal.
     diagonal = kv_len - q_len if causal else kv_len

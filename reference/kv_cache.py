@@ -55,15 +55,19 @@ def write_rows(cache: Tensor, rows: Tensor, slot_mapping: Tensor) -> None:
             f"expected one slot a token and rows of {cache.shape[2]} elements of {cache.dtype}, got "
             f"{tuple(slot_mapping.shape)} slots for rows {tuple(rows.shape)} of {rows.dtype}"
         )
-    if bool(((slot_mapping < -1) | (slot_mapping >= num_slots)).any()):
+    if not len(rows):
+        return
+    least, largest = torch.stack(slot_mapping.aminmax()).tolist()
+    if least < -1 or largest >= num_slots:
         raise ValueError(
-            f"expected slots in 0..{num_slots - 1}, or -1 for a token that is not stored, got "
-            f"{slot_mapping.min().item()}..{slot_mapping.max().item()}"
+            f"expected slots in 0..{num_slots - 1}, or -1 for a token that is not stored, got {least}..{largest}"
         )
-    stored = slot_mapping >= 0
-    slots = slot_mapping[stored].long()
     # As bytes: float8 tensors cannot be indexed on every device.
-    cache.view(torch.uint8)[slots // page_size, slots % page_size] = rows.contiguous().view(torch.uint8)[stored]
+    slots, data = slot_mapping.long(), rows.contiguous().view(torch.uint8)
+    if least < 0:
+        stored = (slots >= 0).nonzero()[:, 0]
+        slots, data = slots[stored], data[stored]
+    cache.view(torch.uint8)[slots // page_size, slots % page_size] = data
 
 
 def write_entries(cache: Tensor, rows: Tensor, slots: Tensor, layout: str) -> None:

@@ -17,7 +17,7 @@ E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 """The largest value of e2m1."""
 
-BLOCK_ELEMENTS = {"cpu": 2**15, "cuda": 2**25}
+BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 """Elements that are converted at a time: a core's cache holds the steps between, and a GPU has enough to do."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

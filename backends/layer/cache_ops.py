@@ -257,6 +257,6 @@ def _check_range(what: str, index: Tensor, low: int, high: int, remark: str) -> 
     """ValueError unless low <= index < high."""
     if not index.numel() or not may_look_at(index):
         return
-    smallest, largest = (int(x) for x in index.aminmax())
+    smallest, largest = torch.stack(index.aminmax()).tolist()
     if smallest < low or largest >= high:
         raise ValueError(f"expected {what}s in 0..{high - 1}, {remark}, got {smallest}..{largest}")

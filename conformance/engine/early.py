@@ -28,6 +28,9 @@ class EarlyKeeper(NamedTuple):
     log: tuple[int, int]
 
 
+_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""Has torch ask the kernel for large pages, where it grants them: inputs and golden results are made of new memory."""
+
 _begun: list[EarlyKeeper] = []
 
 
@@ -52,7 +55,7 @@ def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> "
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env=environment,
+        env={_LARGE_PAGES: "1", **environment},
         pass_fds=[descriptor],
         start_new_session=True,
     )

@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
-from mla_conformance.problems.memory import checksum
+from mla_conformance.problems.memory import checksum, same_sums
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
@@ -53,7 +53,7 @@ class Budgets:
     """The budgets of an expectation's golden results."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, Roundoffs, float], tuple[Budget, list[int]]] = {}
+        self._found: dict[tuple[int, Roundoffs, float], tuple[Budget, list[torch.Tensor]]] = {}
 
     def of(self, golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:
         """The budget of a golden result for a kernel that rounds as ``allowed`` says.
@@ -74,7 +74,7 @@ class Budgets:
 
     def intact(self) -> bool:
         """Whether every byte of them is as it was computed."""
-        return all(checksum(vars(budget).values()) == sums for budget, sums in self._found.values())
+        return all(same_sums(checksum(vars(budget).values()), sums) for budget, sums in self._found.values())
 
 
 def _budget(golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:
@@ -143,6 +143,8 @@ def golden_attention(problem: Problem) -> GoldenAttention:
     rows = choose_rows(problem)
     states = tuple(_golden(problem, rows, call.operands()) for call in problem.attention)
     merged = _golden(problem, rows, _whole(problem)) if problem.case.is_merged else None
+    if not torch.stack([x.output.isfinite().all() for x in (*states, *([merged] if merged else []))]).all():
+        raise ProblemError("the golden result is not finite: the inputs are at fault, not the kernel")
     return GoldenAttention(rows, states, merged)
 
 
@@ -160,10 +162,7 @@ def _whole(problem: Problem) -> AttentionOperands:
 
 
 def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
-    state = _attention(problem, rows, operands)
-    if not state.output.isfinite().all():
-        raise ProblemError("the golden result is not finite: the inputs are at fault, not the kernel")
-    return replace(state, value_weights=operands.value_weights)
+    return replace(_attention(problem, rows, operands), value_weights=operands.value_weights)
 
 
 def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:

@@ -12,6 +12,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned, parts_of
+from mla_conformance.judging.compared import Compared
 from mla_conformance.judging.diagnosis import (
     Position,
     common_factor,
@@ -130,17 +131,36 @@ class AttentionJudge(Steps):
 
     def _values(self, part: _Part) -> Iterator[Verdict | None]:
         """Masks, LSE and output of one part."""
-        budget = self._budget(part)
-        yield self._mask(part, ~budget.visible)
+        found = self._compared(part)
+        yield self._mask(part, found)
         if part.lse is not None:
-            yield self._lse(part, budget)
-        if wrong := self._stored(part, budget):
+            yield self._lse(part, found)
+        if wrong := self._stored(part, found):
             yield wrong if part.lse is None else _beside(wrong, "the LSE is right")
 
-    def _stored(self, part: _Part, budget: Budget) -> Verdict | None:
+    def _compared(self, part: _Part) -> Compared:
+        budget, output, whole = self._budget(part), part.output.double(), part.whole
+        infinite = ~(whole.double() if whole.dtype.itemsize == 1 else whole).isfinite().all()
+        written = ~budget.visible.mT & (output != 0).any(dim=-1)
+        unmasked = beyond = lse = rms = element = row = output.new_zeros(0)
+        if part.lse is not None:
+            unmasked = (part.lse == -torch.inf) == budget.visible
+            unmasked |= part.lse.isnan() | (part.lse == torch.inf)
+            error, limit = self._lse_error(part, budget)
+            beyond, lse = error > limit, error / limit
+        if self.problem.output_scale is None:
+            error = (output - part.golden.output).abs()
+            rms, element = (
+                error.square().mean(dim=-1).sqrt(),
+                share_of(error, budget.element * self.numbers.element_limit),
+            )
+            row = self._worst_rms(share_of(rms, budget.row_rms), budget, self._allowed(part))
+        return Compared(budget, infinite, written, unmasked, beyond, lse, rms, element, row)
+
+    def _stored(self, part: _Part, found: Compared) -> Verdict | None:
         """The output, or its codes."""
         coded = self.problem.output_scale is not None
-        return self._codes(part, budget) if coded else self._output(part, budget, self._allowed(part))
+        return self._codes(part, found.budget) if coded else self._output(part, found)
 
     def _budget(self, part: _Part) -> Budget:
         allowed = self._allowed(part)
@@ -155,24 +175,19 @@ class AttentionJudge(Steps):
             self.problem.output_dtype, declared, self.numbers, part.merged, part.keys, dequantised, projected
         )
 
-    def _mask(self, part: _Part, empty: torch.Tensor) -> Verdict | None:
-        """Not a number nowhere, -inf and 0 exactly where no key is visible, in the rows ``empty`` [N, T]."""
-        if not bool(part.whole.double().isfinite().all()):  # also in rows that are not compared
+    def _mask(self, part: _Part, found: Compared) -> Verdict | None:
+        """Not a number nowhere, -inf and 0 exactly where no key is visible."""
+        if found.largest.infinite:
             return self._not_finite(part)
-        written = empty.mT & (part.output.double() != 0).any(dim=-1)
-        if bool(written.any()):
-            place = Position.of(self.rows, written.nonzero()[0].tolist())
+        if found.largest.written:
+            place = Position.of(self.rows, found.written.nonzero()[0].tolist())
             return failed(
                 Check.MASK, f"{part.name}: output is not 0 where no key is visible, at {place}", place.to_json()
             )
-        if part.lse is None:
-            return None
-        wrong = (part.lse.double() == -torch.inf) != empty
-        wrong |= part.lse.isnan() | (part.lse == torch.inf)
-        if bool(wrong.any()):
-            head, token = wrong.nonzero()[0].tolist()
+        if part.lse is not None and found.largest.unmasked:
+            head, token = found.unmasked.nonzero()[0].tolist()
             place = Position.of(self.rows, [token, head])
-            want = "-inf, no key is visible" if empty[head, token] else "finite"
+            want = "finite" if found.budget.visible[head, token] else "-inf, no key is visible"
             got = part.lse[head, token].item()
             return failed(Check.MASK, f"{part.name}: LSE is {got} at {place}, expected {want}", place.to_json())
         return None
@@ -187,10 +202,12 @@ class AttentionJudge(Steps):
             hint += _ONLY_NAN
         return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
 
-    def _lse(self, part: _Part, budget: Budget) -> Verdict | None:
+    def _lse(self, part: _Part, found: Compared) -> Verdict | None:
         assert part.lse is not None
-        share = self._lse_share(part, budget)
-        largest = worst_of(share)
+        share, largest = found.lse, found.largest.lse
+        if found.largest.beyond:
+            share = self._beside_running_sums(part, found)
+            largest = worst_of(share)
         self._use(BudgetUse(lse=largest))
         if largest <= 1:
             return None
@@ -202,35 +219,36 @@ class AttentionJudge(Steps):
         finding = explain_lse(lse, part.golden.lse) if part.keys > 1 else ""
         detail += "" if finding else common_factor(lse, part.golden.lse, share > 1)
         verdict = failed(Check.LSE, f"{part.name}: {detail}", place.to_json(), self.used)
-        output = "wrong as well" if self._stored(part, budget) else "right"
+        output = "wrong as well" if self._stored(part, found) else "right"
         return _beside(replace(verdict, finding=finding), f"the output is {output}")
 
-    def _lse_share(self, part: _Part, budget: Budget) -> torch.Tensor:
-        """[N, T] errors of the LSE in units of what is allowed."""
+    def _lse_error(self, part: _Part, budget: Budget) -> tuple[torch.Tensor, torch.Tensor]:
+        """[N, T] errors of the LSE, and what is allowed."""
         assert part.lse is not None
         error = (part.lse.double() - part.golden.lse).masked_fill(~budget.visible, 0.0).abs()
-        limit = (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
-        beyond = error > limit
+        return error, (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
+
+    def _beside_running_sums(self, part: _Part, found: Compared) -> torch.Tensor:
+        """[N, T] errors of the LSE in units of what a kernel that adds weights one by one may be off by as well."""
+        error, limit = self._lse_error(part, found.budget)
         # Where that is all that could be wrong: it takes long to tell.
-        if bool(beyond.any()) and bool((error <= limit + most_of_a_sum(part.keys)).all()):
-            rows, deviations = self.rows, self.numbers.row_deviations
-            limit = limit + of_running_sums(self.problem, rows, part.call, beyond, deviations)
+        if bool((error <= limit + most_of_a_sum(part.keys)).all()):
+            deviations = self.numbers.row_deviations
+            limit = limit + of_running_sums(self.problem, self.rows, part.call, found.beyond, deviations)
         return error / limit
 
-    def _output(self, part: _Part, budget: Budget, allowed: Roundoffs) -> Verdict | None:
+    def _output(self, part: _Part, found: Compared) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
-        output = part.output.double()
-        error = (output - part.golden.output).abs()
-        element = share_of(error, budget.element * self.numbers.element_limit)
-        rms, largest = error.square().mean(dim=-1).sqrt(), worst_of(element)
-        row = self._worst_rms(share_of(rms, budget.row_rms), budget, allowed)
-        if largest <= 1 < worst_of(row):
-            state = with_shared(self.problem, self.rows, part.golden, part.call)
-            row = self._worst_rms(share_of(rms, expected_row_rms(state, allowed)), budget, allowed)
-        largest_rms = worst_of(row)
+        element, row, budget = found.element, found.row, found.budget
+        largest, largest_rms = found.largest.element, found.largest.row
+        if largest <= 1 < largest_rms:
+            state, allowed = with_shared(self.problem, self.rows, part.golden, part.call), self._allowed(part)
+            row = self._worst_rms(share_of(found.rms, expected_row_rms(state, allowed)), budget, allowed)
+            largest_rms = worst_of(row)
         self._use(BudgetUse(element=largest, row=largest_rms))
         if max(largest, largest_rms) <= 1:
             return None
+        output = part.output.double()
         if largest > 1:
             place = worst_position(self.rows, element)
             index = (place.row, place.head, place.column or 0)
@@ -256,8 +274,10 @@ class AttentionJudge(Steps):
         if allowed.projections:
             limit = rms_limit(ratio.shape[1], self.numbers.row_deviations)
             return torch.maximum(share, ratio.square().mean(dim=1, keepdim=True).sqrt() / limit)
-        together = torch.segment_reduce(ratio.square(), "mean", lengths=budget.samples, axis=0, initial=0.0).sqrt()
-        # Without the number of rows a GPU is asked for it.
+        # Not checked, and told the number of rows: a GPU would be waited for.
+        together = torch.segment_reduce(
+            ratio.square(), "mean", lengths=budget.samples, axis=0, initial=0.0, unsafe=True
+        ).sqrt()
         spread = (together / budget.limits[:, None]).repeat_interleave(budget.samples, dim=0, output_size=len(ratio))
         return torch.maximum(share, spread)
 

@@ -28,8 +28,11 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def checksum(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Numbers for the bytes behind tensors: one for each large storage, and for all small ones of a device together."""
+def checksum(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Numbers for the bytes behind tensors: one for each large storage, and for all small ones of a device together.
+
+    They stay on the device, which is asked when they are compared. Returns int64 [n] for each device.
+    """
     storages = {tensor.untyped_storage().data_ptr(): storage_bytes(tensor) for tensor in tensors}.values()
     small = defaultdict[torch.device, list[torch.Tensor]](list)
     for data in storages:
@@ -39,7 +42,12 @@ def checksum(tensors: Iterable[torch.Tensor]) -> list[int]:
     sums = defaultdict[torch.device, list[torch.Tensor]](list)
     for data in (*large, *map(torch.cat, small.values())):
         sums[data.device].append(_sum(data))
-    return [number for found in sums.values() for number in torch.stack(found).tolist()]
+    return [torch.stack(found) for found in sums.values()]
+
+
+def same_sums(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Whether two checksums of the same tensors are equal."""
+    return all(map(torch.equal, first, second))
 
 
 def _sum(data: torch.Tensor) -> torch.Tensor:

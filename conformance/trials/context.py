@@ -17,7 +17,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import Golden
-from mla_conformance.problems.memory import checksum
+from mla_conformance.problems.memory import checksum, same_sums
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem, golden_of
 
@@ -33,7 +33,7 @@ GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**30}
 class _Entry(Generic[Value]):
     value: Value
     tensors: tuple[torch.Tensor, ...]
-    sums: list[int]
+    sums: list[torch.Tensor]
 
     @property
     def size(self) -> int:
@@ -70,7 +70,7 @@ class CheckedCache(Generic[Value]):
 
     def intact(self) -> bool:
         """Whether every byte is as it was kept."""
-        return all(checksum(entry.tensors) == entry.sums for entry in self._entries.values())
+        return all(same_sums(checksum(entry.tensors), entry.sums) for entry in self._entries.values())
 
     def forget(self) -> None:
         """Keep nothing."""

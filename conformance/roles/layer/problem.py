@@ -23,6 +23,8 @@ from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.weights import draw_weights
 
 _TILE, _TILES = 128, slice(512, 528)
+_TOKENS = 128
+"""Tokens that are moved away from ties at a time: a core's cache holds the steps between."""
 _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
 _ASIDE = 1 - 2.0**-6
 _TINY, _LARGE = 2.0**-20, 64.0
@@ -52,6 +54,12 @@ def away_from_ties(case: LayerCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> L
     There a layer that rounds its scales or quotients otherwise writes the other code, rightly (SPEC 6.7), and decodes
     another value. Quotients of 8-bit numbers are ties far more often than chance would have it.
     """
+    tokens = zip(kv_c.split(_TOKENS), k_pe.split(_TOKENS), strict=True)
+    kv_c, k_pe = map(torch.cat, zip(*(_each_aside(case, *some) for some in tokens), strict=True))
+    return kv_c, k_pe
+
+
+def _each_aside(case: LayerCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
     if case.cache == "fp8":
         scale = torch.tensor(case.cache_scale, dtype=torch.float32).double()
         return _aside(kv_c, scale), _aside(k_pe, scale)
