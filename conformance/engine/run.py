@@ -27,6 +27,7 @@ from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import THREADS, hide_memory, machine_cores, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest, compiles
+from mla_conformance.engine.rounds import rounds_of
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
@@ -423,10 +424,13 @@ class Run:
         return OnGpu(self.outcomes, self._parts, self._on_phase).judged(tasks)
 
     def _left(self) -> Tasks:
-        """What has no verdict: on a GPU first the backends that share a case's inputs, then those that compile."""
+        """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
         ahead = [facts for facts in self.available if self.device != "cuda" or not compiles(facts)]
         compiling = [self._untold([facts]) for facts in self.available if facts not in ahead]
-        tasks = Tasks(self._untold(ahead), chain.from_iterable(compiling))
+        rounds = rounds_of(self._untold(ahead)) or [[]]
+        if self.device != "cuda":
+            return Tasks(chain.from_iterable(rounds))
+        tasks = Tasks(rounds[0], chain.from_iterable(compiling), rounds[1:])
         if tasks.later and tasks.groups:
             self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         return tasks

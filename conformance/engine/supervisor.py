@@ -91,12 +91,19 @@ class Tasks:
     Attributes:
         groups: what is left.
         later: groups that are to follow; while there are others, every fourth place takes of these.
+        rounds: groups that are to follow before those, round by round.
         dropped: calls of backends that are given up, by the backend's reference and the call.
     """
 
-    def __init__(self, groups: Iterable[Sequence[Task]], later: Iterable[Sequence[Task]] = ()) -> None:
+    def __init__(
+        self,
+        groups: Iterable[Sequence[Task]],
+        later: Iterable[Sequence[Task]] = (),
+        rounds: Iterable[Iterable[Sequence[Task]]] = (),
+    ) -> None:
         self.dropped: set[tuple[str, str]] = set()
         self.groups, self.later = deque(map(list, groups)), deque(map(list, later))
+        self.rounds = deque(rounds)
         self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
 
@@ -126,6 +133,9 @@ class Tasks:
 
     def go_on(self) -> bool:
         """Have what was to follow be next; whether that is anything."""
+        if self.rounds:
+            self.groups.extend(map(list, self.rounds.popleft()))
+            return True
         self.groups.extend((*self.later, *self._last))
         self.later.clear()
         self._last.clear()

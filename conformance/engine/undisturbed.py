@@ -44,9 +44,10 @@ class OnGpu:
             tasks.groups.extend(alone)
             if tasks.groups:
                 yield from self._judged_alone(tasks)
+            next_is = "the backends that compile" if not tasks.rounds else "the next backends"
             if not tasks.go_on():
                 return
-            self.on_phase("judging the backends that compile")
+            self.on_phase(f"judging {next_is}")
 
     def _judged_beside(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         """What comes of cases that share a GPU; those that lack memory even with the last part are left."""
