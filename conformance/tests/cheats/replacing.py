@@ -34,7 +34,7 @@ class RewritesTheJudge(ThreeTimes):
     """Leaves the judge's functions in their places and gives one of them other code."""
 
     def answer(self, output, lse, q, k, v):
-        judge.AttentionJudge._output.__code__ = (lambda self, part, budget, allowed: None).__code__
+        judge.AttentionJudge._output.__code__ = (lambda self, part, found: None).__code__
         return output, lse
 
 
