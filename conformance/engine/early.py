@@ -28,9 +28,6 @@ class EarlyKeeper(NamedTuple):
     log: tuple[int, int]
 
 
-_LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""Has torch ask the kernel for large pages, where it grants them: inputs and golden results are made of new memory."""
-
 _begun: list[EarlyKeeper] = []
 
 
@@ -55,7 +52,7 @@ def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> "
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env={_LARGE_PAGES: "1", **environment},
+        env=environment,
         pass_fds=[descriptor],
         start_new_session=True,
     )
