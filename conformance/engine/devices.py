@@ -42,13 +42,15 @@ WHOLE, ALONE = GpuPart(), GpuPart(places=1)
 def parts_of(memory: int, workers: int) -> tuple[GpuPart, ...]:
     """What so many workers have, one after the other, of the memory of the GPU that they share, in bytes.
 
-    What exceeds a share is judged by half as many, each with more than twice as much.
+    What exceeds a share is judged by half as many, each with more than twice as much, down to two.
     """
     if workers == 1:
         return (WHOLE,)
-    free, half = memory - workers * CONTEXT_BYTES, workers // 2
-    fewer = (GpuPart(half, free // half),) if half > 1 else ()
-    return (GpuPart(share=free // workers), *fewer)
+    free = memory - workers * CONTEXT_BYTES
+    found = [GpuPart(share=free // workers)]
+    while (workers := -(-workers // 2)) > 1:
+        found.append(GpuPart(workers, free // workers))
+    return tuple(found)
 
 
 def this_machine() -> dict[str, str]:

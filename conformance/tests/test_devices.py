@@ -120,7 +120,13 @@ def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
 
 @pytest.mark.parametrize(
     ("workers", "parts"),
-    [(1, [(0, None)]), (3, [(0, 25)]), (4, [(0, 18), (2, 37)]), (8, [(0, 8), (4, 17)])],
+    [
+        (1, [(0, None)]),
+        (2, [(0, 38)]),
+        (4, [(0, 18), (2, 37)]),
+        (6, [(0, 12), (3, 24), (2, 36)]),
+        (8, [(0, 8), (4, 17), (2, 35)]),
+    ],
 )
 def test_what_exceeds_a_share_of_a_gpu_is_judged_by_half_as_many_workers(
     workers: int, parts: list[tuple[int, int | None]]

@@ -128,9 +128,9 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
             record = Record("A", "A", "lse", task.case, Status.PASS) if task.fresh else None
             yield TaskOutcome(task, TaskReply(record, waits=record is None))
 
-    eighth, fourth = parts_of(80 * 2**30, 8)
-    (done,) = OnGpu(outcomes, (eighth, fourth), phases.append).judged(Tasks([[Judge("A", CASES[0])]]))
-    assert asked == [(eighth, False), (fourth, False), (ALONE, False), (ALONE, True)]
+    quarter, half = parts_of(80 * 2**30, 4)
+    (done,) = OnGpu(outcomes, (quarter, half), phases.append).judged(Tasks([[Judge("A", CASES[0])]]))
+    assert asked == [(quarter, False), (half, False), (ALONE, False), (ALONE, True)]
     assert phases == ["judging 1 case with more memory for each", "judging 1 case with the GPU for itself"]
     assert done.answer.record and done.answer.record.status is Status.PASS
 
