@@ -42,7 +42,7 @@ WHOLE, ALONE = GpuPart(), GpuPart(places=1)
 def parts_of(memory: int, workers: int) -> tuple[GpuPart, ...]:
     """What so many workers have, one after the other, of the memory of the GPU that they share, in bytes.
 
-    What exceeds a share is judged by half as many, each with more than twice as much, down to two.
+    What exceeds a share is judged by half as many, rounded up, among whom all of it is shared out, down to two.
     """
     if workers == 1:
         return (WHOLE,)
