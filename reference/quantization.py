@@ -18,7 +18,7 @@ E2M1_MAX = 6.0
 """The largest value of e2m1."""
 
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
-"""Elements that are converted at a time: a core's cache holds the steps between, and a GPU has enough to do."""
+"""Elements that are converted at a time: a CPU's cache holds the steps between, and a GPU has enough to do."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_SIGN = 8

@@ -150,10 +150,8 @@ class AttentionJudge(Steps):
             beyond, lse = error > limit, error / limit
         if self.problem.output_scale is None:
             error = (output - part.golden.output).abs()
-            rms, element = (
-                error.square().mean(dim=-1).sqrt(),
-                share_of(error, budget.element * self.numbers.element_limit),
-            )
+            rms = error.square().mean(dim=-1).sqrt()
+            element = share_of(error, budget.element * self.numbers.element_limit)
             row = self._worst_rms(share_of(rms, budget.row_rms), budget, self._allowed(part))
         return Compared(budget, infinite, written, unmasked, beyond, lse, rms, element, row)
 

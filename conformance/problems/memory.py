@@ -46,8 +46,8 @@ def checksum(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def same_sums(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Whether two checksums of the same tensors are equal."""
-    return all(map(torch.equal, first, second))
+    """Whether two checksums are equal; of tensors that are on other devices since, they are not."""
+    return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
 def _sum(data: torch.Tensor) -> torch.Tensor:

@@ -147,17 +147,27 @@ class LayerBatch(Draw[LayerCase]):
 
     @cached_property
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """kv_c [S, L] and k_pe [S, R] float64: what was stored, but the new tokens of a prefill as they came."""
-        stored = decode_rows(self.entries, self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.dtype)
-        as_new = self._rows_of_prefills().unsqueeze(1)
-        kv_c, k_pe = (torch.where(as_new, new.double(), old) for new, old in zip(self.latents, stored, strict=True))
+        """kv_c [S, L] and k_pe [S, R] float64 on the device: as stored, but new tokens of a prefill as they came."""
+        case, entries = self.case, self.entries.to(self.device)
+        stored = decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
+        as_new = self._rows_of_prefills().unsqueeze(1).to(self.device)
+        latents = (x.to(self.device) for x in self.latents)
+        kv_c, k_pe = (torch.where(as_new, new.double(), old) for new, old in zip(latents, stored, strict=True))
         return kv_c, k_pe
 
     @cached_property
     def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k [S, N, P + R] and v [S, N, V] float64, on the CPU."""
-        kv_c, k_pe = self.seen
-        k_nope, v = up_project(kv_c, self.weight).tensor_split([self.case.dimensions.qk_nope_head_dim], dim=-1)
+        """k [S, N, P + R] and v [S, N, V] float64, on the device."""
+        return self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
+
+    @cached_property
+    def keys_on_cpu(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same where no device makes their last bits others, for queries that follow from them."""
+        return self._projected(*(x.cpu() for x in self.seen))
+
+    def _projected(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nope = self.case.dimensions.qk_nope_head_dim
+        k_nope, v = up_project(kv_c, self.weight.to(kv_c.device)).tensor_split([nope], dim=-1)
         return expand_key(k_nope, k_pe), v
 
     @cached_property
@@ -169,7 +179,7 @@ class LayerBatch(Draw[LayerCase]):
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
         """Each request's rows of the queries, and its keys."""
-        case, k = self.case, self.keys[0]
+        case, k = self.case, self.keys_on_cpu[0]
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
             bounds = edges(seen.stop - seen.start, case)
             yield rows, Site(q[rows], k[seen].float(), case.softmax_scale, bounds, causal=True)
@@ -191,7 +201,7 @@ class LayerBatch(Draw[LayerCase]):
         case, held = self.case, self._held(rank)
         stored = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
         expected, heads = self._expected(held, stored), case.heads_of(rank)
-        k, v = (x[:, heads].to(self.device) for x in self.keys)
+        k, v = (x[:, heads] for x in self.keys)
         queries = self.queries[:, heads]
         chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace_tokens, page_size=case.page)
         return LayerCall(
@@ -204,7 +214,7 @@ class LayerBatch(Draw[LayerCase]):
             kv_c=kv_c,
             k_pe=k_pe.unsqueeze(1),
             weight=self.weight[:, heads],
-            latents=self.seen[0].to(self.device),
+            latents=self.seen[0],
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
             padding_counts=self.case.padding_counts,
