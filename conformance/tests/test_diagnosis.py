@@ -12,7 +12,6 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
-from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.selected import Selected
 from mla_conformance.cases.case import Case
@@ -33,8 +32,6 @@ from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Check
 from mla_conformance.report.causes import causes, symptom
 from mla_conformance.trials.context import Context
-from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -86,9 +83,8 @@ def located(kernel: type) -> str:
 
 @cache
 def tried(reference: str, case: str) -> tuple[Trial, Record]:
-    """A kernel's trial of a case and its record."""
-    backend = BackendReference(reference.rpartition(":")[2], reference)
-    return judged_trial(Subject(backend, torch.device("cpu")), Case.parse(case), CONTEXT)
+    """A kernel's trial of a case and its record, as candidates are tried."""
+    return attempted(reference, Case.parse(case), CONTEXT, torch.device("cpu"))
 
 
 @cache
