@@ -46,7 +46,7 @@ def checksum(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def same_sums(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Whether two checksums are equal; of tensors that are on other devices since, they are not."""
+    """Whether two checksums are equal, those of as many devices."""
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 

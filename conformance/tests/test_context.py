@@ -10,7 +10,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import checksum, storage_bytes
+from mla_conformance.problems.memory import checksum, same_sums, storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.trials import context as kept
 from mla_conformance.trials.context import CheckedCache, Context
@@ -160,6 +160,12 @@ def test_memory_that_tensors_share_counts_once() -> None:
     values.keep(("a", "cpu"), "a", [shared[:30], shared[30:]], 100)
     keep(values, "b", 40)
     assert values.values() == ["a", "b"]
+
+
+def test_checksums_of_fewer_devices_are_not_equal() -> None:
+    sums = checksum([torch.zeros(3)])
+    assert same_sums(sums, checksum([torch.zeros(3)]))
+    assert not same_sums(sums, []) and not same_sums([], sums)
 
 
 @pytest.mark.parametrize("elements", [1, 7, 8, 13])

@@ -162,7 +162,7 @@ class LayerBatch(Draw[LayerCase]):
 
     @cached_property
     def keys_on_cpu(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same where no device makes their last bits others, for queries that follow from them."""
+        """The same on the CPU: queries made from keys have the same bits whatever the device."""
         return self._projected(*(x.cpu() for x in self.seen))
 
     def _projected(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
