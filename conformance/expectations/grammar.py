@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 from packaging.version import Version
@@ -28,9 +28,6 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
 }
 _COMPARISON = re.compile(r"""(not\s+)?([A-Za-z][\w.-]*)\s*(<=|>=|==|!=|<|>)\s*("[^"]*"|'[^']*'|[^\s"'<>=!]+)""")
-
-_MOST_KEPT = 4096
-"""Queries that stay parsed: four times those that the suite ships, which each command reads."""
 
 
 class ConditionError(ValueError):
@@ -117,7 +114,6 @@ class CaseQuery:
     fields: tuple[tuple[str, Any], ...]
 
     @staticmethod
-    @lru_cache(_MOST_KEPT)
     def parse(text: str) -> "CaseQuery":
         """The query that ``text`` writes.
 
