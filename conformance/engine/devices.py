@@ -10,47 +10,50 @@ from mla_conformance.engine.limits import machine_cores
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 6
-"""Workers of a GPU: with more of them, more cases exceed a share of its memory, and contexts take turns for longer."""
+"""Workers of a GPU: more of them are no faster, since contexts take turns, and each has less of its memory."""
+MOST_AHEAD = 8
+"""Workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU."""
 WORKER_BYTES = 12 * 2**30
-"""What a worker takes of a GPU: 2 GiB of kept inputs and golden results, three contexts, and most cases."""
-CONTEXT_BYTES = 2**30
-"""What a process takes of a GPU beside what torch allocates: its context, and code."""
+"""What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, three contexts, and most cases."""
+AHEAD_BYTES = 8 * 2**30
+"""What it has for each worker where some compile."""
+CONTEXT_BYTES = 2 * 2**30
+"""What a process takes of a GPU beside what torch allocates: its context, code, and local memory of kernels."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
 class GpuPart:
-    """What a place has of its GPU while tasks are carried out.
+    """What the places of a GPU have of it while tasks are carried out.
 
     Attributes:
-        places: how many of each GPU take part, while the others have given back what they held; 0 for all.
-        share: bytes for each; None without a limit.
+        share: bytes that each has for itself; None without a limit.
+        common: bytes beside the shares, for cases that exceed one.
+        is_alone: whether one place has the GPU, while the others have given back what they need not hold of it.
+        is_cleared: whether these have begun anew as well, and hold nothing of it.
     """
 
-    places: int = 0
     share: int | None = None
+    common: int = 0
+    is_alone: bool = False
+    is_cleared: bool = False
 
     @property
-    def is_alone(self) -> bool:
-        """Whether nobody else has the GPU."""
-        return self.places == 1
+    def most(self) -> int:
+        """Bytes that one place can have, where there is a limit."""
+        return (self.share or 0) + self.common
 
 
-WHOLE, ALONE = GpuPart(), GpuPart(places=1)
+WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(is_alone=True), GpuPart(is_alone=True, is_cleared=True)
 
 
-def parts_of(memory: int, workers: int) -> tuple[GpuPart, ...]:
-    """What so many workers have, one after the other, of the memory of the GPU that they share, in bytes.
-
-    What exceeds a share is judged by half as many, rounded up, among whom all of it is shared out, down to two.
-    """
+def part_of(memory: int, workers: int) -> GpuPart:
+    """What so many workers have, in bytes, of the memory of the GPU that they share: half is shared out among them."""
     if workers == 1:
-        return (WHOLE,)
+        return WHOLE
     free = memory - workers * CONTEXT_BYTES
-    found = [GpuPart(share=free // workers)]
-    while (workers := -(-workers // 2)) > 1:
-        found.append(GpuPart(workers, free // workers))
-    return tuple(found)
+    share = free // 2 // workers
+    return GpuPart(share, free - workers * share)
 
 
 def this_machine() -> dict[str, str]:
@@ -86,3 +89,9 @@ def visible_gpus() -> tuple[str, ...]:
 def workers_on(gpus: int, memory: int) -> int:
     """How many workers GPUs with so many bytes each are shared out among; each has a core for itself."""
     return gpus * max(1, min(MOST_ON_GPU, machine_cores() // gpus, memory // WORKER_BYTES))
+
+
+def ahead_on(gpus: int, memory: int, workers: int) -> int:
+    """How many more compile what is judged later: as many as cores and memory are left for."""
+    cores, room = machine_cores() - workers, memory // AHEAD_BYTES - workers // gpus
+    return gpus * max(0, min(MOST_AHEAD, cores // gpus, room))

@@ -149,12 +149,12 @@ class Given(msgspec.Struct, frozen=True):
 
     Attributes:
         process: of the worker.
-        task: what is to be done.
-        share: bytes of a GPU that a case may take, since other workers use it as well; None without a limit.
+        task: what is to be done; None to give back what the process holds of its GPU for cases to come.
+        share: bytes of a GPU that the worker may take, since others use it as well; None without a limit.
     """
 
     process: int
-    task: Task
+    task: Task | None = None
     share: int | None = None
 
 
@@ -201,7 +201,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
-        waits: nothing was done of a case: it takes more of a GPU than others leave of it, or than this process does.
+        wants: nothing was done of a case: of so many bytes of a GPU, less are there for it now.
         leaves: this process ends now; the next task is another's.
     """
 
@@ -214,7 +214,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     heat: dict[str, Any] | None = None
     loaded: Loaded = Loaded()
     declared: dict[str, str] = {}
-    waits: bool = False
+    wants: int = 0
     leaves: bool = False
 
 

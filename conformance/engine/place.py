@@ -86,6 +86,7 @@ class WorkerSlot:
     _killed: bool = False
     _garbled: bool = False
     _served: bool = False
+    _makes_room: bool = False
     _begun: int = 0
 
     def __post_init__(self) -> None:
@@ -113,12 +114,12 @@ class WorkerSlot:
     @property
     def is_idle(self) -> bool:
         """Whether it waits for a task."""
-        return self.hello is not None and self.task is None
+        return self.hello is not None and self.task is None and not self._makes_room
 
     @property
     def deadline(self) -> float:
         """When something has to be done about it, on the monotonic clock."""
-        return self._deadline if self.task or not self.hello else float("inf")
+        return float("inf") if self.is_idle else self._deadline
 
     def give(self, task: Task, share: int | None = None) -> None:
         """Have the worker carry out a task, a case in no more than its share of a GPU's memory."""
@@ -129,6 +130,13 @@ class WorkerSlot:
             self.history.append((task.reference, ""))
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
             self.connection.sendall(encode(Given(self._process, task, share)))
+
+    def make_room(self) -> None:
+        """Have the worker give back what it holds of its GPU for cases to come."""
+        self._makes_room = True
+        self._wait(self.timeout)
+        with contextlib.suppress(OSError):  # as above
+            self.connection.sendall(encode(Given(self._process)))
 
     def renew(self) -> None:
         """Have the worker replaced by one that has judged nothing, whatever it is doing."""
@@ -181,6 +189,8 @@ class WorkerSlot:
         return said or (self._judged is not None and isinstance(event, WorkerJudged))
 
     def _note(self, event: WorkerEvent) -> None:
+        if isinstance(event, TaskReply | Ended):
+            self._makes_room = False
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed, self._garbled, self._served = False, False, True

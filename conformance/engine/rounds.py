@@ -31,6 +31,16 @@ def rounds_of(groups: Iterable[CaseGroup]) -> list[list[CaseGroup]]:
     return rounds
 
 
+def alike(groups: Iterable[CaseGroup]) -> list[CaseGroup]:
+    """The groups, those side by side for which a library compiles the same, or nearly: of one dtype and dimensions."""
+
+    def compiled_for(group: CaseGroup) -> tuple[str, ...]:
+        case = Case.parse(group[0].case) if isinstance(group[0], Judge) else None
+        return (case.dtype, case.dims) if case else ()
+
+    return sorted(groups, key=compiled_for)
+
+
 def _role_of(group: CaseGroup) -> str:
     """The role that a group's case is of; empty where cases are drawn."""
     task = group[0]

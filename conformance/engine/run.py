@@ -20,15 +20,24 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import MOST_ON_GPU, VISIBLE, WHOLE, GpuPart, may_have_gpu, parts_of, workers_on
+from mla_conformance.engine.devices import (
+    MOST_ON_GPU,
+    VISIBLE,
+    WHOLE,
+    GpuPart,
+    ahead_on,
+    may_have_gpu,
+    part_of,
+    workers_on,
+)
 from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import THREADS, hide_memory, machine_cores, machine_memory
 from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
 from mla_conformance.engine.request import RequestError, RunRequest, compiles
-from mla_conformance.engine.rounds import rounds_of
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
+from mla_conformance.engine.rounds import alike, rounds_of
+from mla_conformance.engine.supervisor import ENOUGH, FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
@@ -102,7 +111,7 @@ class Run:
     _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
-    _parts: tuple[GpuPart, ...] = (WHOLE,)
+    _beside: GpuPart = WHOLE
     _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -153,6 +162,7 @@ class Run:
         hello = self.supervisor.hello()
         if not hello.device:
             raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
+        self._hello = hello
         if not self._surely_cpu:
             self._share_gpus(hello)
         if self.request.apart:  # what judges is there before anything of a backend is
@@ -199,7 +209,22 @@ class Run:
             self._add_place(hello.device, workers, hello.gpus[number % gpus])
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self._parts = parts_of(hello.memory, -(-workers // gpus))
+            self._share_memory()
+
+    def _share_memory(self) -> None:
+        self._beside = part_of(self._hello.memory, -(-len(self.supervisor.places) // self.supervisor.gpus))
+
+    def _get_ahead(self) -> int:
+        """Start places that compile while the others judge; the number of the first of them.
+
+        Of as many as were asked for it is one of four; as it is where what judges has to be there before all else.
+        """
+        workers, gpus = len(self.supervisor.places), self.supervisor.gpus
+        more = 0 if self.limits.workers or self.request.apart else ahead_on(gpus, self._hello.memory, workers)
+        for number in range(workers, workers + more):
+            self._add_place(self._hello.device, workers + more, self._hello.gpus[number % gpus])
+        self._share_memory()
+        return workers if more else workers - workers // 4
 
     def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
@@ -421,18 +446,20 @@ class Run:
         """What comes of cases."""
         if self.device != "cuda":
             return self.outcomes(tasks)
-        return OnGpu(self.outcomes, self._parts, self._on_phase).judged(tasks)
+        return OnGpu(self.outcomes, self._beside, self._on_phase).judged(tasks)
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
         ahead = [facts for facts in self.available if self.device != "cuda" or not compiles(facts)]
-        compiling = [self._untold([facts]) for facts in self.available if facts not in ahead]
+        compiling = [g for facts in self.available if facts not in ahead for g in alike(self._untold([facts]))]
         rounds = rounds_of(self._untold(ahead)) or [[]]
         if self.device != "cuda":
             return Tasks(chain.from_iterable(rounds))
-        tasks = Tasks(rounds[0], chain.from_iterable(compiling), rounds[1:])
-        if tasks.later and tasks.groups:
-            self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
+        tasks = Tasks(rounds[0], compiling, rounds[1:])
+        if len(compiling) > ENOUGH and self.supervisor.gpus:
+            tasks.ahead = self._get_ahead()
+            if tasks.groups:
+                self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         return tasks
 
     def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -39,8 +40,9 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import array_of
 
 _MOST_STARTS = 3
-_AHEAD = 4
-"""Of so many places one is ahead of the others, at what compiles while they judge."""
+_NOBODY = -1
+ENOUGH = 200
+"""Groups of tasks that take longer than to compile once, for which others would have to wait at the end."""
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -90,9 +92,11 @@ class Tasks:
 
     Attributes:
         groups: what is left.
-        later: groups that are to follow; while there are others, every fourth place takes of these.
+        later: groups that are to follow, by the place that takes them, one after the other.
         rounds: groups that are to follow before those, round by round.
+        ahead: number of the first place that takes of the later ones while the others have many to judge.
         dropped: calls of backends that are given up, by the backend's reference and the call.
+        taken: bytes of a GPU that a place has taken for its group, where it told how many that are.
     """
 
     def __init__(
@@ -102,23 +106,60 @@ class Tasks:
         rounds: Iterable[Iterable[Sequence[Task]]] = (),
     ) -> None:
         self.dropped: set[tuple[str, str]] = set()
-        self.groups, self.later = deque(map(list, groups)), deque(map(list, later))
+        self.groups, self.later = deque(map(list, groups)), {_NOBODY: deque(map(list, later))}
         self.rounds = deque(rounds)
+        self.ahead: float = inf
+        self.taken = Counter[int]()
         self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
+        self._early: set[int] = set()
+        self._large: list[tuple[int, list[Task]]] = []
 
-    def take(self, place: int, alone: bool = False) -> Task | None:
-        """The next task of a place; none of what is to follow while it is alone on its GPU."""
+    def take(self, place: int, room: float = inf, alone: bool = False) -> Task | None:
+        """The next task of a place, with so much room on its GPU; none of what is to follow while it is alone there."""
         while True:
             own = self._own.setdefault(place, [])
             while own:
                 task = own.pop(0)
                 if not (isinstance(task, Judge) and (task.reference, call_of(task.case)) in self.dropped):
                     return task
-            if not self.groups:
+            self.taken[place] = 0
+            self._early.discard(place)
+            fitting = next((large for large in self._large if large[0] <= room), None)
+            if fitting:
+                self._large.remove(fitting)
+                self.taken[place], self._own[place] = fitting
+            elif self._is_ahead(place) and not alone and any(self.later.values()):
+                self._own[place] = self._next_of_later(place)
+                if self.ahead:
+                    self._early.add(place)
+            elif self.groups:
+                self._own[place] = self.groups.popleft()
+            else:
                 return None
-            ahead = self.later and not alone and place % _AHEAD == _AHEAD - 1
-            self._own[place] = (self.later if ahead else self.groups).popleft()
+
+    def _is_ahead(self, place: int) -> bool:
+        return place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
+
+    def _next_of_later(self, place: int) -> list[Task]:
+        """The next of what a place goes through; it begins with half of what another one has still before it.
+
+        So neighbours, for which the same is compiled, come to one process.
+        """
+        if not self.later.get(place):
+            longest = max(self.later, key=lambda other: len(self.later[other]))
+            theirs = self.later[longest]
+            kept = 0 if longest == _NOBODY else len(theirs) // 2
+            self.later[place] = deque(reversed([theirs.pop() for _ in range(len(theirs) - kept)]))
+        return self.later[place].popleft()
+
+    def defer(self, place: int, task: Task, wants: int) -> None:
+        """Have a task, and what belongs to it, wait until a place has so many bytes of a GPU for it."""
+        group = [task, *self._own.pop(place, ())]
+        if place in self._early:  # those who have time for it would have to load a compiler
+            self._last.append(group)
+        else:
+            self._large.append((wants, group))
 
     def put_back(self, place: int, task: Task) -> None:
         """Have a place take a task again."""
@@ -127,8 +168,9 @@ class Tasks:
     def set_apart(self, chosen: Callable[[Task], bool]) -> list[list[Task]]:
         """Take what is chosen out of the groups; the groups that it makes. What is to follow is not chosen ahead."""
         apart, self.groups = _divided(self.groups, chosen)
-        last, self.later = _divided(self.later, chosen)
-        self._last += last
+        for place, groups in self.later.items():
+            last, self.later[place] = _divided(groups, chosen)
+            self._last += last
         return list(apart)
 
     def go_on(self) -> bool:
@@ -136,10 +178,10 @@ class Tasks:
         if self.rounds:
             self.groups.extend(map(list, self.rounds.popleft()))
             return True
-        self.groups.extend((*self.later, *self._last))
-        self.later.clear()
+        self.ahead = 0
+        self.groups.extend(self._last)
         self._last.clear()
-        return bool(self.groups)
+        return bool(self.groups) or any(self.later.values())
 
     def judge_alone(self, task: Judge) -> None:
         """Have some place judge a case again, in a process that has judged nothing."""
@@ -147,7 +189,8 @@ class Tasks:
 
     def is_left(self) -> bool:
         """Whether a place has something to take."""
-        return bool(self.groups) or any(self._own.values())
+        later = not self.ahead and any(self.later.values())
+        return bool(self.groups or self._large or later) or any(self._own.values())
 
 
 def _divided(groups: Iterable[list[Task]], chosen: Callable[[Task], bool]) -> list[deque[list[Task]]]:
@@ -172,7 +215,7 @@ class Supervisor:
         started: told of every case before it is launched.
     """
 
-    def __init__(self, timeout: float, ends_at: float = float("inf")) -> None:
+    def __init__(self, timeout: float, ends_at: float = inf) -> None:
         self.places: list[WorkerSlot] = []
         self.timeout, self.ends_at = timeout, ends_at
         self.gpus = 0
@@ -252,30 +295,60 @@ class Supervisor:
         """
         self._tasks, self._part = tasks, part
         self._unbegun.clear()
-        if part.places:
-            for place in self.places[self.gpus * part.places :]:
-                if place.is_idle:  # others begin anew already
-                    place.renew()
-            self.hellos()
+        if part.is_alone:
+            self._make_room(part)
         while self._deal():
             yield from self._events()
 
+    def _make_room(self, part: GpuPart) -> None:
+        """Have all but one place of each GPU give back what they hold of it, or begin anew.
+
+        The latter gives back all, but a new process loads libraries again, which takes seconds.
+        """
+        for place in self.places[self.gpus :]:
+            if place.is_idle and part.is_cleared:
+                place.renew()
+            elif place.is_idle:  # others begin anew already
+                place.make_room()
+        while not all(place.is_idle for place in self.places):
+            self._wait()
+
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
-        tasks = self._tasks
-        for place in self.places[: self.gpus * self._part.places or None]:
-            while place.is_idle and (task := tasks.take(place.number, self._part.is_alone)):
+        tasks, part = self._tasks, self._part
+        for place in self.places[: self.gpus] if part.is_alone else self.places:
+            while place.is_idle and (task := tasks.take(place.number, self._room(place), part.is_alone)):
                 if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
                     place.renew()
                     tasks.put_back(place.number, task)
                 else:
-                    place.give(task, self._part.share)
+                    place.give(task, part.share and max(part.share, tasks.taken[place.number]))
         return any(place.task for place in self.places) or tasks.is_left()
+
+    def _room(self, place: WorkerSlot) -> float:
+        """Bytes that a place may have of its GPU: its share, and what no other one has taken beside its own."""
+        share = self._part.share
+        if share is None:
+            return inf
+        others = (other.number for other in self.places[place.number % self.gpus :: self.gpus] if other is not place)
+        return self._part.most - sum(max(0, self._tasks.taken[other] - share) for other in others)
+
+    def _wanted(self, place: WorkerSlot, task: Task, reply: TaskReply) -> int:
+        """Bytes of a GPU that a case waits for: what it wants, or twice what it had when it lacked memory.
+
+        Returns: 0 if it wants none, if it has had as many, or if there are not so many for one place.
+        """
+        share, taken, most = self._part.share, self._tasks.taken[place.number], self._part.most
+        if share is None or not isinstance(task, Judge):
+            return 0
+        lacked = reply.record is not None and reply.record.lacked_memory and answers(task, reply)
+        wants = min(2 * max(share, taken), most) if lacked else reply.wants
+        return wants if taken < wants <= most else 0
 
     def _events(self) -> Iterator[TaskOutcome]:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""
         until = min((self.ends_at, *(place.deadline for place in self.places)))
-        seconds = None if until == float("inf") else max(0.0, until - time.monotonic())
+        seconds = None if until == inf else max(0.0, until - time.monotonic())
         descriptors = [descriptor for place in self.places for descriptor in place.descriptors]
         ready, _, _ = select.select([*descriptors, self._told[0]], [], [], seconds)
         self.require_going_on()
@@ -295,7 +368,10 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            if not (event.waits and self._may_wait(task)) and not answers(task, event):
+            if wants := self._wanted(place, task, event):
+                self._tasks.defer(place.number, task, wants)
+                return
+            if not (event.wants and self._may_wait(task)) and not answers(task, event):
                 event = TaskReply(crash_of(task, "its process answered what it was not asked"), leaves=True)
                 place.renew()
             yield TaskOutcome(task, event, history=tuple(place.history))

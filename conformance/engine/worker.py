@@ -5,6 +5,7 @@ GPU.
 """
 
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -61,7 +62,7 @@ from mla_conformance.problems.memory import free_memory, is_free_again, out_of_m
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
-from mla_conformance.trials.context import Context
+from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.regions import region_of
@@ -74,6 +75,8 @@ from mla_conformance.vocabulary.capabilities import load_lists
 Send = Callable[[WorkerEvent], None]
 _AT_ONCE = 0.05
 """Seconds within which a process is given something that others wait for."""
+_KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]
+"""Bytes of a GPU that a process has use for beside those of a case."""
 _LARGE = 2**31
 """Bytes of the largest case of which a worker that shares its GPU goes on to hold what it took."""
 
@@ -157,6 +160,7 @@ class Worker:
         self._device, self._memory, self._send = device, memory, send
         self._others, self._executor, self._context = others, IN_PROCESS, Context(salt)
         self._held_to: int | None = None
+        self._last = ""
         if others:
             others.use(device)
             self._executor, self._context = others.executor, Context(salt, others.maker.build)
@@ -173,12 +177,16 @@ class Worker:
         self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return subject
 
-    def answer(self, task: Task, share: int | None = None) -> TaskReply:
+    def answer(self, task: Task | None, share: int | None = None) -> TaskReply:
         """Carry out a task, and tell what code that has loaded; a case that the GPU has no room for now waits."""
+        if task is None:
+            self._make_room()
+            return TaskReply()
         self._hold_to(share)
         need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
         if isinstance(task, Judge) and not self._has_room(task, need, share):
-            return TaskReply(waits=True)
+            return TaskReply(wants=need + _KEPT)
+        self._last = task.case if isinstance(task, Judge) else ""
         done = self._done(task)
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
@@ -192,9 +200,11 @@ class Worker:
         One that has judged nothing holds no more than it must, and waits for what others hold.
         """
         if share is not None:
-            if need + torch.cuda.memory_allocated(self._device) > share:
-                self._make_room()
-            return need <= min(share, free_memory(self._device))
+            if need + _KEPT > share:
+                return False
+            if task.case != self._last and need + torch.cuda.memory_allocated(self._device) > share:
+                self._make_room()  # what is kept of a case itself is counted with it
+            return need <= free_memory(self._device)
         if self._device.type != "cuda" or task.fresh or need > whole_memory(self._device):
             return True
         if need <= free_memory(self._device):
@@ -311,8 +321,15 @@ class Worker:
         if record.status is Status.UNAVAILABLE:
             self._context.forget()
             # What another process shares may not have been opened, and is not offered again.
-            return crowded or bool(self._others) or not is_free_again(self._device)
+            return crowded or bool(self._others) or not self._is_free_again()
         return crowded
+
+    def _is_free_again(self) -> bool:
+        """Whether the memory that a case took is back; where others use the GPU, torch tells of what it gave alone."""
+        if self._held_to is None:
+            return is_free_again(self._device)
+        gc.collect()
+        return torch.cuda.memory_allocated(self._device) <= self._held_to // 8
 
     def _is_crowded(self) -> bool:
         """Whether this process, or that of the backends, has taken half of what it may."""

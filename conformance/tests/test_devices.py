@@ -14,14 +14,15 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import limits
-from mla_conformance.engine.devices import VISIBLE, GpuPart, parts_of, visible_gpus
+from mla_conformance.engine import run as running
+from mla_conformance.engine.devices import VISIBLE, WHOLE, GpuPart, part_of, visible_gpus
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.messages import Hello, Setup, TaskReply
+from mla_conformance.engine.messages import Hello, Judge, Setup, TaskReply
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import TaskOutcome, Tasks
 from mla_conformance.judging.needs import memory_need, needed_bytes
-from mla_conformance.judging.record import BackendFacts
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import wait_for_memory
 from mla_conformance.trials import judge_one as judging
@@ -39,6 +40,9 @@ class Places:
     def __init__(self, *gpus: str, memory: int = 140 * GIB) -> None:
         self._gpus, self._memory = gpus, memory
         self.environments: list[Mapping[str, str]] = []
+        self.parts: list[GpuPart] = []
+        self.run_of: Run
+        self.log = SimpleNamespace(write_to=lambda path: None)
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         self.environments.append(environment)
@@ -51,11 +55,13 @@ class Places:
         del self.environments[kept:]
 
     def hello(self) -> Hello:
-        return Hello(1, "cuda", {}, self._gpus, self._memory)
+        return Hello(1, "cuda", {"torch": "2.13.0", "device": "a GPU"}, self._gpus, self._memory)
 
     def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
-        for (task,) in tasks.groups:
-            yield TaskOutcome(task, TaskReply(facts=BackendFacts(task.reference, task.reference)))
+        self.parts.append(part)
+        while task := tasks.take(0):
+            record = Record("EAGER", "EAGER", "lse", task.case, Status.PASS) if isinstance(task, Judge) else None
+            yield TaskOutcome(task, TaskReply(record, facts=BackendFacts(task.reference, task.reference)))
 
 
 def with_cores(monkeypatch: pytest.MonkeyPatch, cores: Collection[int], quota: Path = Path("/nothing")) -> None:
@@ -89,6 +95,7 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         run = Run(RunRequest.of(["EAGER"], [capability]), RunFolder.claim(tmp_path), Limits(workers))
         run.supervisor = places  # type: ignore[assignment]
         run.prepare()
+        places.run_of = run
         return places
 
     return prepared
@@ -108,32 +115,55 @@ def test_a_cpu_has_as_many_workers_as_are_worth_their_start(
 
 @pytest.mark.parametrize(
     ("gpus", "memory", "workers", "threads"),
-    [("0", 140, 6, 2), ("0", 40, 3, 2), ("0", 8, 1, 2), ("01", 140, 12, 1), ("0123", 24, 8, 2)],
+    [("0", 140, 6, "2"), ("0", 40, 3, "2"), ("0", 8, 1, "2"), ("01", 140, 12, "1"), ("0123", 24, 8, "2")],
 )
 def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
-    with_gpus: Callable[..., Places], gpus: str, memory: int, workers: int, threads: int
+    with_gpus: Callable[..., Places], gpus: str, memory: int, workers: int, threads: str
 ) -> None:
     places = with_gpus(Places(*gpus, memory=memory * GIB))
     assert len(places.environments) == workers
-    assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= {str(threads)}
+    assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= set(threads)
+
+
+@pytest.mark.parametrize(("workers", "share", "most"), [(2, 18, 56), (6, 5, 39), (9, 3, 33)])
+def test_half_of_a_gpus_memory_is_shared_out_and_the_rest_is_for_what_exceeds_a_share(
+    workers: int, share: int, most: int
+) -> None:
+    found = part_of(79 * GIB, workers)
+    assert (found.share or 0) // GIB == share and found.most // GIB == most and not found.is_alone
+
+
+def test_who_shares_a_gpu_with_nobody_has_all_of_it() -> None:
+    assert part_of(79 * GIB, 1) == WHOLE
 
 
 @pytest.mark.parametrize(
-    ("workers", "parts"),
+    ("gpus", "memory", "asked", "judging", "compiling"),
     [
-        (1, [(0, None)]),
-        (2, [(0, 38)]),
-        (3, [(0, 25), (2, 38)]),
-        (4, [(0, 18), (2, 37)]),
-        (6, [(0, 12), (3, 24), (2, 36)]),
-        (8, [(0, 8), (4, 17), (2, 35)]),
+        ("0", 140, None, 6, 8),
+        ("0", 80, None, 6, 4),
+        ("0", 30, None, 2, 1),
+        ("01", 140, None, 12, 4),
+        ("0", 140, 3, 3, 0),
     ],
 )
-def test_what_exceeds_a_share_of_a_gpu_is_judged_by_half_as_many_workers(
-    workers: int, parts: list[tuple[int, int | None]]
+def test_beside_those_that_judge_as_many_compile_as_cores_and_memory_are_left_for(
+    with_gpus: Callable[..., Places],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: str,
+    memory: int,
+    asked: int | None,
+    judging: int,
+    compiling: int,
 ) -> None:
-    found = parts_of(79 * GIB, workers)
-    assert [(part.places, part.share and part.share // GIB) for part in found] == parts
+    monkeypatch.setattr(running, "compiles", lambda facts: True)
+    monkeypatch.setattr(running, "ENOUGH", 0)
+    places = with_gpus(Places(*gpus, memory=memory * GIB), asked)
+    assert len(places.environments) == judging
+    places.run_of.begin()
+    places.run_of.judge()
+    assert len(places.environments) == judging + compiling
+    assert places.parts[-1].most <= memory * GIB
 
 
 @pytest.mark.parametrize(("workers", "gpus", "seen"), [(3, ("4", "GPU-7"), ["GPU-7", "4"]), (1, ("0", "1"), [])])

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.engine.devices import ALONE, GpuPart, parts_of
+from mla_conformance.engine.devices import ALONE, CLEARED, GpuPart, part_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
 from mla_conformance.engine.messages import Judge, TaskReply
+from mla_conformance.engine.place import WorkerSlot
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Limits, Run
 from mla_conformance.engine.supervisor import TaskOutcome, Tasks
@@ -86,6 +87,7 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
         run.begin()
         monkeypatch.setattr(Journal, "append", note)
         monkeypatch.setattr(run, "_trace", lambda: None)
+        monkeypatch.setattr(run, "_share_memory", lambda: None)
         run.device, run.supervisor.gpus = "cuda", 1
         run.judge(lambda record: seen.records.update({record.case: record}), seen.phases.append)
     return seen
@@ -94,14 +96,22 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
 def test_what_watches_for_races_is_judged_last_while_no_other_place_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    given_back: list[int] = []
+    make_room = WorkerSlot.make_room
+
+    def note(place: WorkerSlot) -> None:
+        given_back.append(place.number)
+        make_room(place)
+
+    monkeypatch.setattr(WorkerSlot, "make_room", note)
     seen = judged(tmp_path, ["EAGER"], [*RACES, *CASES], monkeypatch)
     assert sorted(seen.order[:-2]) == CASES and seen.order[-2:] == RACES
     beside, alone = seen.started[:-2], seen.started[-2:]
     assert {busy for _, busy, _ in alone} == {1} and 2 in {busy for _, busy, _ in beside}
-    (last,), earlier = {here for *_, here in alone}, {here for *_, here in beside}
-    assert all(last[0] == here[0] and last[1] != here[1] for here in earlier), "the other one gave its memory back"
+    assert len({here for *_, here in seen.started}) == 1, "nobody lacks memory, so that nobody begins anew"
+    assert given_back == [1], "the other one, before the first of them"
     assert {record.status for record in seen.records.values()} == {Status.PASS}
-    assert seen.phases[0] == "judging 2 cases with the GPU for itself"
+    assert seen.phases == ["judging 2 cases with the GPU for itself"]
 
 
 def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavailable(
@@ -109,10 +119,12 @@ def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavaila
 ) -> None:
     (tmp_path / "greedy.py").write_text(GREEDY)
     seen = judged(tmp_path, [f"{tmp_path / 'greedy.py'}:Greedy"], CASES, monkeypatch)
-    assert sorted(seen.order[:-2]) == CASES and sorted(seen.order[-2:]) == CASES[1:3]
-    assert [busy for _, busy, _ in seen.started[-2:]] == [1, 1]
-    processes = {here[0] for *_, here in seen.started}
-    assert len(processes) == 3, "each of the two in a process that has judged nothing"
+    beside, alone, cleared = seen.order[:-3], seen.order[-3:-1], seen.order[-1]
+    assert sorted(beside) == CASES and sorted(alone) == CASES[1:3] and cleared == CASES[2]
+    assert [busy for _, busy, _ in seen.started[-3:]] == [1, 1, 1]
+    processes = [here for *_, here in seen.started]
+    assert len({first for first, _ in processes}) == 4, "each of the three in a process that has judged nothing"
+    assert processes[-1][1] != processes[-2][1], "at last the other one gives back what it holds"
     unavailable = [record.case for record in seen.records.values() if record.status is Status.UNAVAILABLE]
     assert unavailable == [CASES[2]] and len(seen.records) == len(CASES)
 
@@ -122,16 +134,16 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
     phases: list[str] = []
 
     def outcomes(tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
-        while task := tasks.take(0, part.is_alone):
+        while task := tasks.take(0, alone=part.is_alone):
             assert isinstance(task, Judge)
             asked.append((part, task.fresh))
             record = Record("A", "A", "lse", task.case, Status.PASS) if task.fresh else None
-            yield TaskOutcome(task, TaskReply(record, waits=record is None))
+            yield TaskOutcome(task, TaskReply(record, wants=0 if record else 1))
 
-    quarter, half = parts_of(80 * 2**30, 4)
-    (done,) = OnGpu(outcomes, (quarter, half), phases.append).judged(Tasks([[Judge("A", CASES[0])]]))
-    assert asked == [(quarter, False), (half, False), (ALONE, False), (ALONE, True)]
-    assert phases == ["judging 1 case with more memory for each", "judging 1 case with the GPU for itself"]
+    beside = part_of(80 * 2**30, 4)
+    (done,) = OnGpu(outcomes, beside, phases.append).judged(Tasks([[Judge("A", CASES[0])]]))
+    assert asked == [(beside, False), (ALONE, False), (CLEARED, False), (CLEARED, True)]
+    assert phases == ["judging 1 case with the GPU for itself", "judging 1 case with all of the GPU's memory"]
     assert done.answer.record and done.answer.record.status is Status.PASS
 
 
@@ -139,6 +151,7 @@ def test_one_that_compiles_follows_when_the_others_are_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "compiles.py").write_text(COMPILES)
+    monkeypatch.setattr("mla_conformance.engine.run.ENOUGH", 0)
     compiling = f"{tmp_path / 'compiles.py'}:Compiles"
     seen = judged(tmp_path, [compiling, "EAGER", "TORCH_SDPA"], [RACES[0], *CASES[:2]], monkeypatch)
     assert sorted(seen.backends[:4]) == ["EAGER"] * 2 + ["TORCH_SDPA"] * 2

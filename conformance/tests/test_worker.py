@@ -95,12 +95,36 @@ def test_cases_before_are_run_first_in_the_same_process() -> None:
 
 def test_a_case_waits_that_takes_more_than_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     task, worker = Judge(reference(EagerPrefillBackend), SMALL), Worker(CPU, None, lambda event: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
     need = memory_need(Case.parse(SMALL), "cpu")
-    for share, free, waits in ((need - 1, need, True), (need, need - 1, True), (need, need, False), (None, 0, False)):
+    wanted = worker.answer(task, need).wants
+    assert wanted == need + 2 * GIB, "inputs and golden results are kept for cases to come"
+    for share, free, wants in ((wanted - 1, need, wanted), (wanted, need - 1, wanted), (wanted, need, 0), (None, 0, 0)):
         monkeypatch.setattr(room, "free_memory", lambda device, free=free: free)
-        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
         answer = worker.answer(task, share)
-        assert answer.waits is waits and (answer.record is None) is waits
+        assert answer.wants == wants and (answer.record is None) is bool(wants)
+
+
+def test_within_its_share_a_process_keeps_what_it_made_for_a_case_and_gives_back_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(""))
+    monkeypatch.setattr(room, "free_memory", lambda device: GIB)
+    worker = Worker(CPU, None, lambda event: None)
+    for case, times in ((SMALL, 1), (SMALL, 1), (SMALL.replace("9", "8"), 2)):
+        assert worker.answer(Judge(reference(EagerPrefillBackend), case), 3 * GIB).record
+        assert len(given_back) == times
+
+
+def test_a_process_gives_back_what_it_holds_of_its_gpu_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("!"))
+    monkeypatch.setattr(Context, "forget", lambda self: given_back.append("kept"))
+    answer = Worker(CPU, None, lambda event: None).answer(None)
+    assert answer.record is None and not answer.leaves and given_back == ["kept", "!"]
 
 
 def test_a_process_that_holds_what_a_case_lacks_gives_it_back_or_leaves_the_case_to_another(
