@@ -63,7 +63,7 @@ class OnGpu:
         tasks.groups.extend(lacking)
 
     def _judged_cleared(self, tasks: Tasks) -> Iterator[TaskOutcome]:
-        """What comes of cases while no other process has used the GPU; one that lacks memory then has a process of its own."""
+        """What comes of cases while no other process has used the GPU; one that lacks memory then has a new one."""
         self.on_phase(f"judging {_counted(tasks)} with all of the GPU's memory")
         for outcome in self.outcomes(tasks, CLEARED):
             lacking = _lacked_memory(outcome, cleared=True)
