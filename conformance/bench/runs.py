@@ -16,8 +16,9 @@ import torch
 from mla_conformance.engine.devices import visible_gpus, workers_on
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.limits import machine_cores
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.judging.record import Record, RecordKey
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import whole_memory

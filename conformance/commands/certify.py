@@ -20,8 +20,9 @@ from mla_conformance.commands.console import run_and_report
 from mla_conformance.commands.sanitize import Sanitizing, sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output

@@ -209,6 +209,8 @@ def _say_wrapped(*texts: str) -> None:
 
 
 _PER_SECOND = 4
+_SOME = 10
+"""One in so many records has to be there before their pace says what is left: the first ones load and warm up."""
 
 
 class Progress:
@@ -262,7 +264,7 @@ class Progress:
     def _times(self) -> Iterator[str]:
         yield clock(self.elapsed)
         seconds, judged = time.monotonic() - self._since, self.done - self._before
-        if judged and self.done < self.total:
+        if _SOME * judged >= self.total - self._before and self.done < self.total:
             yield f"about {clock(seconds * (self.total - self.done) / judged)} left"
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from mla_conformance.backends.references import known_backends
 from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import DEVICES, RunRequest, known_names
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import BackendFacts

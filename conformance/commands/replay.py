@@ -13,8 +13,9 @@ from mla_conformance.commands.repeats import repeat
 from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Stopped, Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable

@@ -10,8 +10,8 @@ from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFind
 from mla_conformance.commands.console import BROKEN
 from mla_conformance.commands.sanitized_cases import choose
 from mla_conformance.engine.devices import this_machine
+from mla_conformance.engine.pool import GPU_TIMEOUT
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import GPU_TIMEOUT
 from mla_conformance.files.places import place_of
 from mla_conformance.judging.record import replay_line
 from mla_conformance.report.causes import grouped

@@ -15,8 +15,9 @@ from mla_conformance.commands.console import Progress, clock, live, status_of
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks, call_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record

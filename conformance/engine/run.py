@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import os
 import shlex
 import time
 from collections import defaultdict
@@ -20,24 +19,16 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import (
-    MOST_ON_GPU,
-    VISIBLE,
-    WHOLE,
-    GpuPart,
-    ahead_on,
-    may_have_gpu,
-    part_of,
-    workers_on,
-)
+from mla_conformance.engine.devices import WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
-from mla_conformance.engine.limits import THREADS, hide_memory, machine_cores, machine_memory
-from mla_conformance.engine.messages import Describe, Explore, Hello, Judge, Setup, Trace
-from mla_conformance.engine.request import RequestError, RunRequest, compiles
+from mla_conformance.engine.limits import hide_memory
+from mla_conformance.engine.messages import Describe, Explore, Judge, Trace
+from mla_conformance.engine.pool import Limits, Pool
+from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.rounds import alike, rounds_of
-from mla_conformance.engine.supervisor import ENOUGH, FailureLimit, RunError, Supervisor, TaskOutcome, Tasks, call_of
+from mla_conformance.engine.supervisor import ENOUGH, FailureLimit, RunError, TaskOutcome, Tasks, call_of
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
@@ -49,40 +40,8 @@ from mla_conformance.report.summary import RunSummary, by_backend
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
 
-CPU_TIMEOUT = 300.0
-GPU_TIMEOUT = 1800.0
-LEAST_MEMORY = 2 * 2**30
-GIVE_UP_AFTER = 5
 APART = "inputs, kernel and judge apart"
 """What the environment says of a run whose judge is in no process of a backend."""
-_MOST_ON_CPU = 4
-_WORTH = 20
-"""Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
-_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-
-
-def _most_on_cpu() -> int:
-    return min(_MOST_ON_CPU, machine_cores())
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a run allows.
-
-    Attributes:
-        workers: processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per
-            core and four, and as many on each GPU as its memory is enough for.
-        timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
-        memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
-        give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
-        ends_at: when the run is ended, on the monotonic clock.
-    """
-
-    workers: int | None = None
-    timeout: float | None = None
-    memory: int | None = None
-    give_up_after: int = GIVE_UP_AFTER
-    ends_at: float = float("inf")
 
 
 @dataclass
@@ -102,7 +61,7 @@ class Run:
 
     request: RunRequest
     folder: RunFolder
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
     expectations: Expectations = field(default_factory=Expectations)
     environment: dict[str, str] = field(default_factory=dict)
     facts: list[BackendFacts] = field(default_factory=list)
@@ -111,16 +70,12 @@ class Run:
     _tried: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
-    _beside: GpuPart = WHOLE
     _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
         self._on_phase: Callable[[str], None] = lambda what: None
-        on_cpu = self._surely_cpu
-        self.supervisor = Supervisor(
-            self.limits.timeout or (CPU_TIMEOUT if on_cpu else GPU_TIMEOUT), self.limits.ends_at
-        )
+        self.supervisor = self.limits.supervisor(self.request)
 
     def __enter__(self) -> "Run":
         hide_memory(self.request.apart)
@@ -131,10 +86,6 @@ class Run:
         self.supervisor.__exit__()
         self.folder.release()
         hide_memory(False)
-
-    @property
-    def _surely_cpu(self) -> bool:
-        return self.request.device == "cpu" or not may_have_gpu()
 
     @property
     def available(self) -> list[BackendFacts]:
@@ -153,18 +104,11 @@ class Run:
             RunError: no process can be started.
             Stopped: by a signal or the deadline.
         """
-        self._installation, self._began = Installation.now(), time.time()
-        workers = self.limits.workers or (self._useful if self._surely_cpu else min(MOST_ON_GPU, machine_cores()))
-        self._add_place(self.request.device, workers)  # imports torch while the cases are counted
-        for _ in range(1, self.limits.workers or min(workers, self._most)):
-            self._add_place(self.request.device, workers)
-        _ = self._examples  # meanwhile
-        hello = self.supervisor.hello()
-        if not hello.device:
-            raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
-        self._hello = hello
-        if not self._surely_cpu:
-            self._share_gpus(hello)
+        self._installation = Installation.now()
+        self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
+        self._pool.start()
+        _ = self._examples  # while they import torch
+        hello = self._pool.settle()
         if self.request.apart:  # what judges is there before anything of a backend is
             self.supervisor.hellos()
         self.device = hello.device
@@ -172,59 +116,6 @@ class Run:
         asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
-
-    @property
-    def _useful(self) -> int:
-        """How many workers are worth their start on a CPU."""
-        request = self.request
-        worth = len(request.judged_ids) * len(request.backends) // _WORTH
-        return _most_on_cpu() if request.explore else max(1, min(_most_on_cpu(), worth))
-
-    def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
-        """Start one of so many, with its share of the cores, on a CPU of the memory, too.
-
-        What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
-        write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
-        """
-        threads = {THREADS: max(1, machine_cores() // workers)}
-        own = threads if self._surely_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
-        variables = {name: str(number) for name, number in own.items() if name not in os.environ}
-        share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
-        memory = self.limits.memory or share if self._surely_cpu else None
-        request = self.request
-        setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self._began, variables)
-        self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))
-
-    @property
-    def _most(self) -> int:
-        """How many workers have something to do."""
-        return max(1, len(self.request.judged_ids))
-
-    def _share_gpus(self, hello: Hello) -> None:
-        """As many places as cores and GPUs are enough for, or as were asked for, the GPUs shared out among them."""
-        gpus = len(hello.gpus) or 1
-        workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
-        self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
-        for number in range(len(self.supervisor.places), workers):
-            self._add_place(hello.device, workers, hello.gpus[number % gpus])
-        if hello.gpus:
-            self.supervisor.gpus = gpus
-            self._share_memory()
-
-    def _share_memory(self) -> None:
-        self._beside = part_of(self._hello.memory, -(-len(self.supervisor.places) // self.supervisor.gpus))
-
-    def _get_ahead(self) -> int:
-        """Start places that compile while the others judge; the number of the first of them.
-
-        Of as many as were asked for it is one of four; as it is where what judges has to be there before all else.
-        """
-        workers, gpus = len(self.supervisor.places), self.supervisor.gpus
-        more = 0 if self.limits.workers or self.request.apart else ahead_on(gpus, self._hello.memory, workers)
-        for number in range(workers, workers + more):
-            self._add_place(self._hello.device, workers + more, self._hello.gpus[number % gpus])
-        self._share_memory()
-        return workers if more else workers - workers // 4
 
     def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
@@ -446,7 +337,7 @@ class Run:
         """What comes of cases."""
         if self.device != "cuda":
             return self.outcomes(tasks)
-        return OnGpu(self.outcomes, self._beside, self._on_phase).judged(tasks)
+        return OnGpu(self.outcomes, self._pool.beside, self._on_phase).judged(tasks)
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
@@ -457,7 +348,7 @@ class Run:
             return Tasks(chain.from_iterable(rounds))
         tasks = Tasks(rounds[0], compiling, rounds[1:])
         if len(compiling) > ENOUGH and self.supervisor.gpus:
-            tasks.ahead = self._get_ahead()
+            tasks.ahead = self._pool.get_ahead()
             if tasks.groups:
                 self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         return tasks

@@ -23,8 +23,9 @@ from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving.driver import Instead
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, Plan
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.report.loading import load_report

@@ -18,8 +18,9 @@ from mla_conformance.engine import run as running
 from mla_conformance.engine.devices import VISIBLE, WHOLE, GpuPart, part_of, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Judge, Setup, TaskReply
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import TaskOutcome, Tasks
 from mla_conformance.judging.needs import memory_need, needed_bytes
 from mla_conformance.judging.record import BackendFacts, Record
@@ -86,7 +87,7 @@ def test_a_container_has_the_cores_of_its_quota(
 @pytest.fixture
 def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Places]:
     """The places of a run on a machine of 16 cores, by its GPUs."""
-    monkeypatch.setattr("mla_conformance.engine.run.may_have_gpu", lambda: True)
+    monkeypatch.setattr("mla_conformance.engine.pool.may_have_gpu", lambda: True)
     with_cores(monkeypatch, range(16))
     for name in ("OMP_NUM_THREADS", VISIBLE):
         monkeypatch.delenv(name, raising=False)

@@ -11,8 +11,9 @@ import pytest
 
 from mla_conformance.engine import early
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 
 TELLS_THREADS = """
 import os, torch
@@ -65,7 +66,7 @@ def test_the_first_worker_of_a_run_comes_from_it_with_the_threads_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("mla_conformance.engine.run.machine_cores", lambda: 3)
+    monkeypatch.setattr("mla_conformance.engine.pool.machine_cores", lambda: 3)
     (tmp_path / "tells.py").write_text(TELLS_THREADS, encoding="utf-8")
     early.begin(["certify"])
     process = early._begun[0].process

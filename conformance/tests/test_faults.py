@@ -10,8 +10,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import KEPT_BYTES, LOG_NAME, RunFolder
 from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Limits, Run
+from mla_conformance.engine.run import Run
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.loading import load_report

@@ -24,7 +24,7 @@ from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
 from mla_conformance.diagnosis.heat_map import MOST
 from mla_conformance.engine.devices import WORKER_BYTES
 from mla_conformance.engine.folder import KEPT_BYTES
-from mla_conformance.engine.run import GIVE_UP_AFTER
+from mla_conformance.engine.pool import GIVE_UP_AFTER
 from mla_conformance.export.inputs import MOST_BYTES
 from mla_conformance.export.script import MOST_LINES
 from mla_conformance.files.inputs import MOST_MEBIBYTES

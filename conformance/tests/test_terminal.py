@@ -87,6 +87,20 @@ def test_the_live_line_counts_and_estimates(monkeypatch: pytest.MonkeyPatch) -> 
     assert resumed.line == "10/10 judged · 2 failed · 1:30 · judging 2 failures again"
 
 
+def test_nothing_is_said_of_what_is_left_before_a_tenth_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    counting = Progress(60, parts=0)
+    for number in range(40):
+        counting(record(f"decode:q=[{number}]", Status.UNSUPPORTED))
+    now[0] += 8  # the first one loads what all need
+    counting(record("lse:q=[1]"))
+    assert counting.line == "41/60 judged · 0 failed · 0:08 · B lse"
+    now[0] += 1
+    counting(record("lse:q=[2]"))
+    assert counting.line == "42/60 judged · 0 failed · 0:09 · about 1:21 left · B lse"
+
+
 def test_times_as_they_are_read() -> None:
     assert [clock(seconds) for seconds in (0.4, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
 

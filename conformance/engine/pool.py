@@ -1,0 +1,159 @@
+"""The places of a run: how many there are, and what each is given of a machine's cores, memory and GPUs."""
+
+import os
+from dataclasses import dataclass
+
+from mla_conformance.engine.devices import (
+    MOST_ON_GPU,
+    VISIBLE,
+    WHOLE,
+    GpuPart,
+    ahead_on,
+    may_have_gpu,
+    part_of,
+    workers_on,
+)
+from mla_conformance.engine.limits import THREADS, machine_cores, machine_memory
+from mla_conformance.engine.messages import Hello, Setup
+from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.supervisor import Supervisor
+
+CPU_TIMEOUT = 300.0
+GPU_TIMEOUT = 1800.0
+LEAST_MEMORY = 2 * 2**30
+GIVE_UP_AFTER = 5
+_MOST_ON_CPU = 4
+_WORTH = 20
+"""Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
+def _most_on_cpu() -> int:
+    return min(_MOST_ON_CPU, machine_cores())
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a run allows.
+
+    Attributes:
+        workers: processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per
+            core and four, and as many on each GPU as its memory is enough for.
+        timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
+        memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
+        give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
+        ends_at: when the run is ended, on the monotonic clock.
+    """
+
+    workers: int | None = None
+    timeout: float | None = None
+    memory: int | None = None
+    give_up_after: int = GIVE_UP_AFTER
+    ends_at: float = float("inf")
+
+    def supervisor(self, request: RunRequest) -> Supervisor:
+        """Who watches the places of a run."""
+        return Supervisor(self.timeout or (CPU_TIMEOUT if surely_cpu(request) else GPU_TIMEOUT), self.ends_at)
+
+
+def surely_cpu(request: RunRequest) -> bool:
+    """Whether it is known without torch that no GPU is used."""
+    return request.device == "cpu" or not may_have_gpu()
+
+
+@dataclass
+class Pool:
+    """The places of a run.
+
+    Attributes:
+        request: what is judged.
+        limits: what the run allows.
+        supervisor: has the places.
+        began: when the run began, in seconds since the epoch.
+        beside: what a worker has of its GPU beside the others.
+    """
+
+    request: RunRequest
+    limits: Limits
+    supervisor: Supervisor
+    began: float
+    beside: GpuPart = WHOLE
+
+    def __post_init__(self) -> None:
+        self._on_cpu = surely_cpu(self.request)
+
+    def start(self) -> None:
+        """Start the places that there are in any case."""
+        workers = self.limits.workers or (self._useful if self._on_cpu else min(MOST_ON_GPU, machine_cores()))
+        self._add_place(self.request.device, workers)  # imports torch while the cases are counted
+        for _ in range(1, self.limits.workers or min(workers, self._most)):
+            self._add_place(self.request.device, workers)
+
+    def settle(self) -> Hello:
+        """Have as many places as the device is enough for; what the first says of it.
+
+        Raises:
+            RequestError: the device that was asked for is not there.
+            RunError: no process can be started.
+            Stopped: by a signal or the deadline.
+        """
+        self._hello = self.supervisor.hello()
+        if not self._hello.device:
+            raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
+        if not self._on_cpu:
+            self._share_gpus()
+        return self._hello
+
+    def get_ahead(self) -> int:
+        """Start places that compile while the others judge; the number of the first of them.
+
+        Of as many as were asked for it is one of four; as it is where what judges has to be there before all else.
+        """
+        workers, gpus = len(self.supervisor.places), self.supervisor.gpus
+        more = 0 if self.limits.workers or self.request.apart else ahead_on(gpus, self._hello.memory, workers)
+        for number in range(workers, workers + more):
+            self._add_place(self._hello.device, workers + more, self._hello.gpus[number % gpus])
+        self._share_memory()
+        return workers if more else workers - workers // 4
+
+    @property
+    def _most(self) -> int:
+        """How many workers have something to do."""
+        return max(1, len(self.request.judged_ids))
+
+    @property
+    def _useful(self) -> int:
+        """How many workers are worth their start on a CPU."""
+        request = self.request
+        worth = len(request.judged_ids) * len(request.backends) // _WORTH
+        return _most_on_cpu() if request.explore else max(1, min(_most_on_cpu(), worth))
+
+    def _share_gpus(self) -> None:
+        """As many places as cores and GPUs are enough for, or as were asked for, the GPUs shared out among them."""
+        hello = self._hello
+        gpus = len(hello.gpus) or 1
+        workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
+        self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
+        for number in range(len(self.supervisor.places), workers):
+            self._add_place(hello.device, workers, hello.gpus[number % gpus])
+        if hello.gpus:
+            self.supervisor.gpus = gpus
+            self._share_memory()
+
+    def _share_memory(self) -> None:
+        self.beside = part_of(self._hello.memory, -(-len(self.supervisor.places) // self.supervisor.gpus))
+
+    def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
+        """Start one of so many, with its share of the cores, on a CPU of the memory, too.
+
+        What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
+        write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
+        """
+        threads = {THREADS: max(1, machine_cores() // workers)}
+        own = threads if self._on_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
+        variables = {name: str(number) for name, number in own.items() if name not in os.environ}
+        share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
+        memory = self.limits.memory or share if self._on_cpu else None
+        request = self.request
+        setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self.began, variables)
+        self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))
