@@ -10,7 +10,8 @@ from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.messages import Repeat
 from mla_conformance.engine.request import RequestError
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Stopped, Tasks
+from mla_conformance.engine.supervisor import Stopped
+from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.traits import Repeated

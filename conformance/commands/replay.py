@@ -16,7 +16,8 @@ from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Stopped, Tasks
+from mla_conformance.engine.supervisor import Stopped
+from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
 from mla_conformance.judging.record import Record

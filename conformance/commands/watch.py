@@ -18,7 +18,8 @@ from mla_conformance.engine.messages import Judge
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped, Tasks, call_of
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped
+from mla_conformance.engine.tasks import Tasks, call_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status

@@ -28,7 +28,8 @@ from mla_conformance.engine.messages import Describe, Explore, Judge, Trace
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.rounds import alike, rounds_of
-from mla_conformance.engine.supervisor import ENOUGH, FailureLimit, RunError, TaskOutcome, Tasks, call_of
+from mla_conformance.engine.supervisor import FailureLimit, RunError, TaskOutcome
+from mla_conformance.engine.tasks import ENOUGH, Tasks, call_of
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations

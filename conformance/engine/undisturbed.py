@@ -8,7 +8,8 @@ import msgspec
 
 from mla_conformance.engine.devices import ALONE, CLEARED, GpuPart
 from mla_conformance.engine.messages import Judge, Task
-from mla_conformance.engine.supervisor import TaskOutcome, Tasks
+from mla_conformance.engine.supervisor import TaskOutcome
+from mla_conformance.engine.tasks import Tasks
 from mla_conformance.report.terminal import counted
 
 _UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))

@@ -12,7 +12,8 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands import options
 from mla_conformance.engine.messages import Judge, Setup
-from mla_conformance.engine.supervisor import Supervisor, Tasks
+from mla_conformance.engine.supervisor import Supervisor
+from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.outputs import Section
 from mla_conformance.tests.cheats import report
 from mla_conformance.tests.cheats.cheat import FAMILIES, Cheat, CheatError, ThreeTimes, cheat, cheats

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.engine.supervisor import call_of
+from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import backend_lines

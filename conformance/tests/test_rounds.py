@@ -2,7 +2,7 @@
 
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.engine.rounds import rounds_of
-from mla_conformance.engine.supervisor import Tasks
+from mla_conformance.engine.tasks import Tasks
 
 PREFILL = ["lse:q=[4]", "lse:q=[5]"]
 DECODE = ["decode:q=[2];kv=[63]"]

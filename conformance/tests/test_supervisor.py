@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine import supervisor as supervising
+from mla_conformance.engine.devices import GpuPart
 from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
 from mla_conformance.engine.messages import Describe, Explore, Given, Judge, Task, TaskReply, Trace, decode, encode
-from mla_conformance.engine.supervisor import FailureLimit, Tasks, answers, call_of, crash_of
+from mla_conformance.engine.supervisor import FailureLimit, Supervisor, TaskOutcome, answers, crash_of
+from mla_conformance.engine.tasks import Tasks
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
@@ -212,81 +214,52 @@ def test_a_task_without_an_answer_has_a_record_that_answers_it(task: Judge | Exp
     assert Case.parse(record.case).id == record.case
 
 
-def rest(tasks: Tasks, place: int, alone: bool = False) -> list[Judge]:
-    """What a place takes until nothing is left."""
-    found: list[Judge] = []
-    while task := tasks.take(place, alone=alone):
-        assert isinstance(task, Judge)
-        found.append(task)
-    return found
+@dataclass
+class Slot:
+    """Takes the part of a place."""
+
+    number: int
+    task: Task | None = None
+    history: tuple[()] = ()
+    given: list[tuple[str, int | None]] = field(default_factory=list)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.task is None
+
+    def give(self, task: Judge, share: int | None) -> None:
+        self.task = task
+        self.given.append((task.case, share))
 
 
-@pytest.fixture
-def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group is enough to be ahead of."""
-    monkeypatch.setattr(supervising, "ENOUGH", 0)
+def test_a_case_has_what_it_wants_of_a_gpu_when_others_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three places have 10 each, and 20 are left for whoever takes more."""
+    supervisor, first, second, third = Supervisor(1.0), Slot(0), Slot(1), Slot(2)
+    supervisor.places, supervisor.gpus = [first, second, third], 1  # type: ignore[list-item]
+    cases = [Judge("B", case) for case in CASES[:3]]
 
+    def judged(number: int, status: Status = Status.PASS) -> TaskReply:
+        return TaskReply(RECORD.with_fields(case=CASES[number], status=status))
 
-@pytest.mark.usefixtures("_few")
-def test_some_places_are_ahead_at_what_follows_while_others_have_enough_to_judge() -> None:
-    now, later = ([[Judge(name, case)] for case in CASES] for name in ("A", "B"))
-    tasks = Tasks(now, later)
-    tasks.ahead = 2
-    taken = [task.reference for place in (0, 1, 2, 2, 0) if (task := tasks.take(place))]
-    assert taken == ["A", "A", "B", "B", "A"]
-    assert [task.reference for task in rest(tasks, 2, alone=True)] == ["A"] * (len(CASES) - 3)
-    assert not tasks.take(2) and not tasks.is_left(), "what follows waits until the others are done"
-    assert tasks.go_on() and tasks.is_left()
-    assert sorted(task.case for task in rest(tasks, 0)) == CASES[2:]
-    assert not tasks.go_on()
-
-
-def test_places_that_compile_go_through_neighbours_and_take_half_of_what_another_has_left() -> None:
-    later = [Judge("B", f"lse:q=[{number}]") for number in range(1, 9)]
-    tasks = Tasks((), [[task] for task in later])
-    assert tasks.go_on()
-    taken = [tasks.take(place) for place in (0, 1, 0, 1, 2, 0, 1, 2, 0)]
-    assert taken == [*(later[number] for number in (0, 4, 1, 5, 3, 2, 6, 7)), None]
-
-
-@pytest.mark.usefixtures("_few")
-def test_what_is_too_large_for_one_that_is_ahead_waits_for_the_end() -> None:
-    now, later = [Judge("A", CASES[0])], [Judge("B", CASES[1])]
-    tasks = Tasks([now], [later])
-    tasks.ahead = 1
-    assert tasks.take(1, 10) == later[0]
-    tasks.defer(1, later[0], 20)
-    assert [tasks.take(0, 20), tasks.take(0, 20), tasks.is_left()] == [now[0], None, False]
-    assert tasks.go_on() and tasks.take(0, 20) == later[0]
-
-
-def test_what_is_too_large_waits_until_a_place_has_room_for_it() -> None:
-    first, second, third = (Judge("A", case) for case in CASES[:3])
-    tasks = Tasks([[first, second], [third]])
-    assert tasks.take(0, 10) == first
-    tasks.defer(0, first, 20)
-    assert tasks.take(0, 10) == third and tasks.take(0, 10) is None and tasks.is_left()
-    assert [tasks.take(1, 20), tasks.taken[1], tasks.take(1, 10)] == [first, 20, second]
-    assert tasks.take(1, 10) is None and tasks.taken[1] == 0 and not tasks.is_left()
-
-
-@pytest.mark.usefixtures("_few")
-def test_what_is_set_apart_is_taken_neither_now_nor_ahead() -> None:
-    first, second = [Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("B", CASES[1])]
-    tasks = Tasks([first, second], [[Judge("C", case)] for case in CASES[1:3]])
-    tasks.ahead = 3
-    chosen = (*first[1:], *second, Judge("C", CASES[1]))
-    assert tasks.set_apart(lambda task: task in chosen) == [first[1:], second]
-    assert tasks.take(3) == Judge("C", CASES[2])
-    assert [tasks.take(3), tasks.take(3)] == [first[0], None]
-    assert tasks.go_on() and tasks.take(0) == Judge("C", CASES[1])
-
-
-def test_a_call_that_is_given_up_leaves_the_others() -> None:
-    chunk = "context_chunk:dims=small;q=[1];kv=[5]"
-    tasks = Tasks(
-        [[Judge("A", CASES[0]), Judge("B", CASES[0])], [Judge("A", chunk), Explore("A", 1, 0, ("combinations",))]]
+    script = iter(
+        [
+            (first, TaskReply(wants=25)),  # of 30: has it
+            (second, judged(1, Status.UNAVAILABLE)),  # lacked memory with 10: wants 20, of which 15 are there
+            (third, TaskReply(wants=12)),  # the second has nothing else, and 12 of these
+            (first, judged(0)),  # 28 are there now
+            (second, TaskReply(wants=31)),  # more than there are
+            (first, judged(1)),
+        ]
     )
-    tasks.dropped.add(("A", call_of(CASES[0])))
-    taken = [task for _ in range(4) if (task := tasks.take(0))]
-    assert [(task.reference, type(task)) for task in taken] == [("B", Judge), ("A", Judge), ("A", Explore)]
+
+    def events() -> Iterator[TaskOutcome]:
+        place, reply = next(script)
+        yield from supervisor._outcomes(place, reply)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(supervisor, "_events", events)
+    outcomes = list(supervisor.run(Tasks([[case] for case in cases]), GpuPart(share=10, common=20)))
+    supervisor.log.close()
+    assert first.given == [(CASES[0], 10), (CASES[0], 25), (CASES[1], 20)]
+    assert (second.given, third.given) == ([(CASES[1], 10), (CASES[2], 12)], [(CASES[2], 10)])
+    told = [(outcome.task, outcome.answer.record and outcome.answer.record.status) for outcome in outcomes]
+    assert told == [(cases[0], Status.PASS), (cases[2], None), (cases[1], Status.PASS)]

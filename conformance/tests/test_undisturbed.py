@@ -14,7 +14,8 @@ from mla_conformance.engine.place import WorkerSlot
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import TaskOutcome, Tasks
+from mla_conformance.engine.supervisor import TaskOutcome
+from mla_conformance.engine.tasks import Tasks
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
