@@ -166,7 +166,7 @@ class Supervisor:
 
         Args:
             tasks: what is to be done.
-            part: what a place has of its GPU; a case beyond its share comes back undone.
+            part: what places have of their GPU; a case for which that is never enough comes back undone.
 
         Raises:
             Stopped: by a signal or the deadline.
@@ -215,13 +215,14 @@ class Supervisor:
     def _wanted(self, place: WorkerSlot, task: Task, reply: TaskReply) -> int:
         """Bytes of a GPU that a case waits for: what it wants, or twice what it had when it lacked memory.
 
-        Returns: 0 if it wants none, if it has had as many, or if there are not so many for one place.
+        Returns: 0 if it wants none, if it has had what it wanted, or if there are not so many for one place. A worker
+            that wanted more each time would never be done.
         """
         share, taken, most = self._part.share, self._tasks.taken[place.number], self._part.most
         if share is None or not isinstance(task, Judge):
             return 0
         lacked = reply.record is not None and reply.record.lacked_memory and answers(task, reply)
-        wants = min(2 * max(share, taken), most) if lacked else reply.wants
+        wants = min(2 * max(share, taken), most) if lacked else 0 if taken else reply.wants
         return wants if taken < wants <= most else 0
 
     def _events(self) -> Iterator[TaskOutcome]:
