@@ -201,7 +201,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
         heat: where the errors of what was judged are, as plain data that is not looked into on its way.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
-        wants: nothing was done of a case: of so many bytes of a GPU, less are there for it now.
+        wants: bytes of a GPU that a case needs and that are not there for it now; nothing was done of it. 0 if it was.
         leaves: this process ends now; the next task is another's.
     """
 

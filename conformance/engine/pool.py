@@ -51,9 +51,9 @@ class Limits:
     give_up_after: int = GIVE_UP_AFTER
     ends_at: float = float("inf")
 
-    def supervisor(self, request: RunRequest) -> Supervisor:
-        """Who watches the places of a run."""
-        return Supervisor(self.timeout or (CPU_TIMEOUT if surely_cpu(request) else GPU_TIMEOUT), self.ends_at)
+    def timeout_of(self, request: RunRequest) -> float:
+        """Seconds that a case of a run may take."""
+        return self.timeout or (CPU_TIMEOUT if surely_cpu(request) else GPU_TIMEOUT)
 
 
 def surely_cpu(request: RunRequest) -> bool:

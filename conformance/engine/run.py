@@ -28,7 +28,7 @@ from mla_conformance.engine.messages import Describe, Explore, Judge, Trace
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.rounds import alike, rounds_of
-from mla_conformance.engine.supervisor import FailureLimit, RunError, TaskOutcome
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome
 from mla_conformance.engine.tasks import ENOUGH, Tasks, call_of
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
@@ -76,7 +76,7 @@ class Run:
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
         self._on_phase: Callable[[str], None] = lambda what: None
-        self.supervisor = self.limits.supervisor(self.request)
+        self.supervisor = Supervisor(self.limits.timeout_of(self.request), self.limits.ends_at)
 
     def __enter__(self) -> "Run":
         hide_memory(self.request.apart)

@@ -10,8 +10,10 @@ from mla_conformance.cases.case import Case
 from mla_conformance.engine.messages import Judge, Task
 
 _NOBODY = -1
+"""Stands for a place while none has begun with what is to follow."""
 ENOUGH = 200
-"""Groups of tasks that take longer than to compile once, for which others would have to wait at the end."""
+"""Groups that take longer to judge than one kernel to compile: with fewer left nobody compiles ahead, for whom the
+others would wait, and for fewer that compile no worker is started."""
 
 
 class Tasks:
