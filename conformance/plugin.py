@@ -5,28 +5,32 @@ It is loaded in every pytest run of its environment, so nothing here imports tor
 
 import json
 import re
+import sys
+import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
 
-from mla_conformance.api.own_tests import OwnTests
+from mla_conformance.api import last_word
+from mla_conformance.api.own_tests import OwnTests, is_alone
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
 
 if TYPE_CHECKING:
     from mla_conformance.engine.request import RunRequest
-    from mla_conformance.trials.subject import Subject
 
 PROPERTY = "mla_conformance"
+SUITE = "mla_conformance.suite"
 TIER = "mla_tier"
-_NOTHING = "none"
+_NOTHING, _SMOKE = "none", "smoke"
 _REQUEST = pytest.StashKey["RunRequest"]()
-_CONTEXT = pytest.StashKey[Any]()
+_JUDGING = pytest.StashKey["Judging"]()
 _RECORD = pytest.StashKey[Record]()
 _RECORDS = pytest.StashKey[list[Record]]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
+_OPEN_ENDED = re.compile(r"\b(or|not)\b")
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
@@ -36,10 +40,48 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     reference = "judge this backend only: a name, package.module:Class or path/file.py:Class; may be repeated"
     group.addoption("--backend", action="append", default=[], metavar="NAME", help=reference)
     group.addoption("--mla-capability", action="append", default=[], metavar="NAME", help="judge this capability only")
-    group.addoption("--mla-tier", default=None, metavar="TIER", help="smoke, full (default) or nightly")
+    group.addoption("--mla-tier", default=None, metavar="TIER", help="smoke (default), full or nightly")
     group.addoption("--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda if there is one")
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
-    parser.addini(TIER, "tier of the conformance suite in a run that selects nothing of it, or none", default="full")
+    parser.addini(TIER, "tier of the conformance suite in a run that selects nothing of it, or none", default=_SMOKE)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> Generator[None, object, object]:
+    """Before any file of the project is imported: which files these are, and that the end of this process is seen.
+
+    Who asks for a backend's cases and names no file means the suite, and not all that may import the project's tests.
+    """
+    option = early_config.known_args_namespace
+    if (option.backend or _named(option)) and not option.file_or_dir:
+        args += ["--pyargs", SUITE]
+        option.file_or_dir, option.pyargs = [SUITE], True
+    elif _is_watched(early_config):
+        paths = option.file_or_dir or early_config.getini("testpaths") or [str(early_config.invocation_params.dir)]
+        if last_word.mentions(paths) and (said := last_word.give_way()):
+            early_config.pluginmanager.register(_LastWord(said))
+    return (yield)
+
+
+def _is_watched(config: pytest.Config) -> bool:
+    """Whether this process runs tests itself, has begun nothing yet, and may be left to a child and its parent."""
+    option = config.known_args_namespace
+    here = not (getattr(option, "numprocesses", None) or getattr(option, "tx", None) or option.collectonly)
+    begun = "torch" in sys.modules or threading.active_count() > 1 or not last_word.is_main_program()
+    return sys.platform == "linux" and here and not (begun or option.help or option.version or is_alone())
+
+
+class _LastWord:
+    """Says the exit status, which is the last thing that pytest does."""
+
+    def __init__(self, said: Callable[[int], Any]) -> None:
+        self._said = said
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_cmdline_main(self) -> Generator[None, Any, Any]:
+        status = yield
+        self._said(int(status or 0))
+        return status
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,12 +136,14 @@ def _request(config: pytest.Config) -> "RunRequest":
         from mla_conformance.engine.request import RequestError, RunRequest
 
         option = config.option
-        variants = [name for name in _named(option) if "[" in name]
-        joined = [*(backend.name for backend in known_backends()), *variants] if variants else []
-        tier = option.mla_tier or ("full" if _selects_any(config) else config.getini(TIER))
+        named, default = _named(option), config.getini(TIER)
+        if _OPEN_ENDED.search(option.keyword):  # any other one may be meant as well
+            variants = [name for name in named if "[" in name]
+            named = [*(backend.name for backend in known_backends()), *variants] if variants else []
+        tier = option.mla_tier or (_SMOKE if _selects_any(config) and default == _NOTHING else default)
         try:
             config.stash[_REQUEST] = RunRequest.of(
-                option.backend or joined, option.mla_capability, tier, option.mla_device, option.mla_case
+                option.backend or named, option.mla_capability, tier, option.mla_device, option.mla_case
             )
         except RequestError as error:
             raise pytest.UsageError(str(error)) from error
@@ -115,30 +159,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _params(config: pytest.Config) -> Iterator[Any]:
     """Every case with every backend; one that cannot run here stands with its first case only."""
-    from mla_conformance.engine.describe import find_device
-    from mla_conformance.trials.subject import Subject
+    from mla_conformance.engine.beside import Asked, Judging
+    from mla_conformance.engine.supervisor import RunError
 
     request = _request(config)
-    device = find_device(request.device)
-    if device is None:
-        raise pytest.UsageError("--mla-device cuda: torch sees no CUDA device")
-    subjects = [Subject(backend, device) for backend in request.backends]
-    for subject in subjects:
-        _require_survival(subject)
+    try:
+        judging = Judging(Asked(tuple(each.reference for each in request.backends), request.device))
+    except RunError as error:
+        raise pytest.UsageError(str(error)) from error
+    config.stash[_JUDGING] = judging
+    config.add_cleanup(judging.end)
     for name in request.capabilities:
         for index, case in enumerate(request.cases_of(name)):
-            for subject in subjects:
-                if not subject.unavailable or index == 0:
-                    marks = [pytest.mark.backend(name=subject.name), pytest.mark.capability(name=name)]
-                    yield pytest.param((subject, case), id=f"{case.id}-backend={subject.name}", marks=marks)
-
-
-def _require_survival(subject: "Subject") -> None:
-    """Refuse a module that ends the process which imports it; this one's end would be no failure."""
-    from mla_conformance.engine.limits import how_it_ends
-
-    if ":" in subject.backend.reference and (ended := how_it_ends(lambda: subject.unavailable)):
-        raise pytest.UsageError(f"--backend {subject.backend.reference}: a process that imported it ended: {ended}")
+            for backend in request.backends:
+                if index == 0 or not judging.reasons[backend.reference]:
+                    marks = [pytest.mark.backend(name=backend.name), pytest.mark.capability(name=name)]
+                    yield pytest.param((backend, case.id), id=f"{case.id}-backend={backend.name}", marks=marks)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -150,20 +186,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.fixture
 def mla_judge(request: pytest.FixtureRequest) -> Callable[[], Record]:
-    """Judges the test's case on its backend."""
-    from mla_conformance.trials.context import Context
-    from mla_conformance.trials.judge_one import judge_one
-
-    subject, case = request.param
-    if subject.unavailable:
-        pytest.skip(f"{subject.name} unavailable: {'; '.join(subject.unavailable)}")
-    context = request.config.stash.setdefault(_CONTEXT, Context())
+    """Judges the test's case on its backend, in a process beside this one, which a kernel does not end."""
+    backend, case = request.param
+    judging = request.config.stash[_JUDGING]
+    if reasons := judging.reasons[backend.reference]:
+        pytest.skip(f"{backend.name} unavailable: {'; '.join(reasons)}")
 
     def judged() -> Record:
-        record = judge_one(subject, case, context)
+        record = judging.judge(backend.reference, case)
         request.node.stash[_RECORD] = record
         if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE):
-            pytest.skip(f"{subject.name} {record.status}: {record.message}")
+            pytest.skip(f"{backend.name} {record.status}: {record.message}")
         return record
 
     return judged

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+import unittest
 from collections import deque
 from collections.abc import Generator, Iterator
 from tempfile import TemporaryDirectory
@@ -61,11 +62,16 @@ class OwnTests:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: "pytest.CallInfo[None]") -> Generator[None, Any, Any]:
         """Attach what became of a case to the report of its test."""
+        # pytest.skip is the author's; unittest's exception is no word that a test of a function has for anything.
+        raised = call.excinfo if call.excinfo and call.excinfo.errisinstance(unittest.SkipTest) else None
         report = yield
         arguments = getattr(getattr(item, "callspec", None), "params", {})
         case = next((value.id for value in arguments.values() if hasattr(value, "suite_case")), "")
-        if case and call.when == "call" and not report.skipped:
+        if case and call.when == "call" and (raised or not report.skipped):
+            call.excinfo = raised or call.excinfo  # pytest has put its own in the place of it
             record = _record_of(report, call, case)
+            if raised:
+                report.outcome, report.longrepr = "failed", f"FAIL {record.message}"
             report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
         return report
 
@@ -96,7 +102,7 @@ class OwnTests:
         from mla_conformance.report.functions import function_lines, simplest
 
         terminalreporter.section("mla-conformance")
-        until = time.monotonic() + (0.0 if self._interrupted else _PATIENCE)
+        until = time.monotonic() + _PATIENCE
         for name, records in failing.items():
             passes_alone = self._passes_alone(simplest(records).reference, until - time.monotonic())
             for line in function_lines(name, records, passes_alone):
@@ -104,7 +110,7 @@ class OwnTests:
 
     def _passes_alone(self, test: str, seconds: float) -> bool:
         """Whether a test passes in a process of its own; not if that cannot be seen."""
-        if seconds <= 0 or self._config.option.usepdb:
+        if seconds <= 0 or self._interrupted or self._config.option.usepdb:
             return False
         with TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "pytest", *self._arguments(), test, *self._apart(folder)]
@@ -120,6 +126,9 @@ class OwnTests:
                     timeout=seconds,
                 )
             except subprocess.TimeoutExpired:
+                return False
+            except KeyboardInterrupt:  # a person waits for this, and not for the others either
+                self._interrupted = True
                 return False
         return done.returncode == pytest.ExitCode.OK and "1 passed" in done.stdout
 

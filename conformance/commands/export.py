@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from mla_conformance.api.explainer import EXPLAINER
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.issue import write_issue
 from mla_conformance.commands.replay import case_id
-from mla_conformance.diagnosis.explain import explain
+from mla_conformance.diagnosis.explain import Failure, is_comparable
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
@@ -23,7 +24,6 @@ from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_al
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.files.places import search_current_folder
-from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.context import Context
@@ -92,10 +92,10 @@ def _subject(options: argparse.Namespace) -> Subject:
 def _looks_like(found: Reproduced) -> str:
     """What a failure looks like, judged again: by now all is loaded, so that it is soon compared; empty if unlike."""
     trial, record = judged_trial(found.subject, found.case, Context())
-    if record.check != found.record.check:
+    if record.check != found.record.check or not is_comparable(record):
         return ""
-    looks_like = record.with_fields(explanation=explain(trial, record)).looks_like
-    return "" if looks_like == UNLIKE else looks_like
+    explained = record.with_fields(explanation=EXPLAINER.explain(("", found.subject.name), Failure.of(trial, record)))
+    return explained.looks_like if explained.is_explained or explained.finding else ""
 
 
 def _further(options: argparse.Namespace) -> str:

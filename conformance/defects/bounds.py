@@ -24,20 +24,23 @@ _libc = ctypes.CDLL(None)
 
 def reads(x: torch.Tensor, first: int, count: int) -> None:
     """Read so many bytes from one of the storage of ``x`` on, which may lie before or behind it."""
-    for address in _mapped(x.untyped_storage().data_ptr() + first, count):
+    for address in _mapped(x, first, count):
         ctypes.string_at(address, 1)
 
 
 def writes(x: torch.Tensor, first: int, count: int) -> None:
     """Write so many bytes; what stands there, so that nobody else is harmed."""
-    for address in _mapped(x.untyped_storage().data_ptr() + first, count):
+    for address in _mapped(x, first, count):
         byte = ctypes.c_ubyte.from_address(address)
         byte.value = byte.value
 
 
-def _mapped(first: int, count: int) -> Iterator[int]:
-    """The first and the last address of these, as far as they are mapped."""
-    for address in (first, first + count - 1):
+def _mapped(x: torch.Tensor, first: int, count: int) -> Iterator[int]:
+    """The first and the last address of these, as far as this process has memory there: those of a GPU are not its."""
+    if x.device.type != "cpu":
+        return
+    begin = x.untyped_storage().data_ptr() + first
+    for address in (begin, begin + count - 1):
         page = ctypes.c_void_p(address // mmap.PAGESIZE * mmap.PAGESIZE)
         if not _libc.mincore(page, ctypes.c_size_t(1), ctypes.byref(ctypes.c_ubyte())):
             yield address

@@ -52,6 +52,9 @@ def attempted(reference: str, case: Case, context: Context, device: torch.device
         case: the case.
         context: what this process has made before.
         device: where it is judged.
+
+    Raises:
+        RuntimeError: it lost the GPU, after which nothing can be compared here.
     """
     backend = BackendReference(reference.rpartition(":")[2], reference)
     with _one_thread():
@@ -59,6 +62,8 @@ def attempted(reference: str, case: Case, context: Context, device: torch.device
         if done.error or done.disturbed:
             return judged_trial(Subject(backend, device), case, context)
     tried: tuple[Trial, Record] = done.value
+    if tried[1].failed and _UNWATCHED.lost(device):
+        raise RuntimeError(f"{reference} lost the GPU on {case.id}, so that nothing more can be compared there")
     return tried
 
 

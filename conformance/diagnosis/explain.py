@@ -7,16 +7,19 @@ arithmetic does not explain it.
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import holding, outcome
-from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Status
+from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.trial import Trial
 
@@ -54,29 +57,64 @@ class _Hourglass:
         return time.thread_time() > self._until
 
 
-def explain(trial: Trial, record: Record, patience: float = PATIENCE) -> str:
-    """What a failure looks like, that it is unlike every candidate or that time ran out; nothing where none is known.
+@dataclass(frozen=True)
+class Failure:
+    """A failure that is compared with known ones, which need not happen in the process that judged it.
+
+    Attributes:
+        record: of the case.
+        observed: what the backend did on it.
+        device: where it was judged, and candidates are.
+        context: what the comparing process has made before.
+        nearby: the outcome of the backend on another case; None if that is not known.
+    """
+
+    record: Record
+    observed: Behaviour
+    device: torch.device
+    context: Context
+    nearby: Callable[[Case], str | None]
+
+    @property
+    def case(self) -> Case:
+        """The case."""
+        return Case.parse(self.record.case)
+
+    @staticmethod
+    def of(trial: Trial, record: Record) -> "Failure":
+        """That of a trial of this process, whose last observation is compared."""
+
+        def nearby(case: Case) -> str | None:
+            tried, other = judged_trial(trial.subject, case, trial.context)
+            trial.disturbed |= tried.disturbed
+            return outcome(other)
+
+        record = record.with_fields(case=trial.case.id)  # a drawn one stands under another key
+        return Failure(record, Behaviour.of(trial, record), trial.subject.device, trial.context, nearby)
+
+
+def explain(failure: Failure, patience: float = PATIENCE) -> str:
+    """What a failure looks like, or why nothing is told of it; nothing of one that is no wrong number.
 
     Args:
-        trial: the trial that failed; its last observation is compared.
-        record: its record.
+        failure: the failure.
         patience: seconds for all candidates, and as many for cases nearby.
     """
-    if not is_comparable(record):
+    if not is_comparable(failure.record):
         return ""
-    if len(trial.case.q) > _MOST_REQUESTS:
+    if len(failure.case.q) > _MOST_REQUESTS:
         return UNCOMPARED
-    observed, everyone = Behaviour.of(trial, record), candidates(trial.case.role)
-    likenesses = _likenesses(observed, trial, everyone, _Hourglass(patience))
+    everyone = candidates(failure.case.role)
+    likenesses = _likenesses(failure, everyone, _Hourglass(patience))
     fitting = [candidate for candidate, share in likenesses.items() if share >= ALIKE]
     if is_partial := len(likenesses) < len(everyone):
         if not fitting:
             return UNCOMPARED
     elif UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
-        return ""
-    held = _holding(fitting, trial, _Hourglass(patience))
-    said = describe(held or fitting, observed.is_numeric and bool(held) and not is_partial)
-    return (f"{said}{_PARTLY}" if said else UNCOMPARED) if is_partial else said
+        return INDISTINCT
+    held = _holding(fitting, failure, _Hourglass(patience))
+    said = describe(held or fitting, failure.observed.is_numeric and bool(held) and not is_partial)
+    return f"{said}{_PARTLY}" if is_partial and said != INDISTINCT else said
 
 
 @dataclass
@@ -93,69 +131,66 @@ class ReportedCauses:
     fits: Counter[Candidate] = field(default_factory=Counter)
     spent: float = 0.0
 
-    def explain(self, trial: Trial, record: Record) -> str:
+    def explain(self, failure: Failure) -> str:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
-        if not self.texts or not is_comparable(record) or len(trial.case.q) > _MOST_REQUESTS:
+        if not self.texts or not is_comparable(failure.record) or len(failure.case.q) > _MOST_REQUESTS:
             return ""
-        observed, started = Behaviour.of(trial, record), time.thread_time()
+        started = time.thread_time()
         try:
-            for candidate, text in self._claimed(trial, observed):
+            for candidate, text in self._claimed(failure):
                 if self.spent + time.thread_time() - started > PATIENCE:
                     return ""
-                if likeness(observed, behaviour(candidate, trial)) >= ALIKE:
+                tried = behaviour(candidate, failure)
+                if tried is not None and likeness(failure.observed, tried) >= ALIKE:
                     self.fits[candidate] += 1
                     return text
         finally:
             self.spent += time.thread_time() - started
         return ""
 
-    def _claimed(self, trial: Trial, observed: Behaviour) -> list[tuple[Candidate, str]]:
+    def _claimed(self, failure: Failure) -> list[tuple[Candidate, str]]:
         """Candidates with the text that names them, those that fitted most first."""
-        texts = [text for text in self.texts if observed.is_numeric or text.startswith(_PERHAPS)]
-        everyone = candidates(trial.case.role)
+        texts = [text for text in self.texts if failure.observed.is_numeric or text.startswith(_PERHAPS)]
+        everyone = candidates(failure.case.role)
         named = [(candidate, text) for text in texts for candidate in everyone if candidate.reported in text]
         return sorted(named, key=lambda each: -self.fits[each[0]])
 
 
-def _likenesses(
-    observed: Behaviour, trial: Trial, asked: Sequence[Candidate], time_left: _Hourglass
-) -> dict[Candidate, float]:
-    """How alike each candidate fails, of those that there was time to try."""
+def _likenesses(failure: Failure, asked: Sequence[Candidate], time_left: _Hourglass) -> dict[Candidate, float]:
+    """How alike each candidate fails, of those that there was time and memory to try."""
     found: dict[Candidate, float] = {}
     for candidate in asked:
         if time_left.has_run_out:
             break
-        found[candidate] = likeness(observed, behaviour(candidate, trial))
+        if (tried := behaviour(candidate, failure)) is not None:
+            found[candidate] = likeness(failure.observed, tried)
     return found
 
 
-def _holding(fitting: Sequence[Candidate], trial: Trial, time_left: _Hourglass) -> list[Candidate]:
+def _holding(fitting: Sequence[Candidate], failure: Failure, time_left: _Hourglass) -> list[Candidate]:
     """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
 
     def observed(case: Case) -> str | None:
-        if time_left.has_run_out:
-            return None
-        tried, record = judged_trial(trial.subject, case, trial.context)
-        trial.disturbed |= tried.disturbed
-        return outcome(record)
+        return None if time_left.has_run_out else failure.nearby(case)
 
     def suspected(candidate: Candidate, case: Case) -> str | None:
-        return None if time_left.has_run_out else outcome(_tried(candidate, case, trial)[1])
+        return None if time_left.has_run_out else outcome(_tried(candidate, case, failure)[1])
 
-    return holding(fitting, trial.case, observed, suspected)
-
-
-def behaviour(candidate: Candidate, trial: Trial) -> Behaviour:
-    """What a candidate does on the case of a trial."""
-    return Behaviour.of(*_tried(candidate, trial.case, trial))
+    return holding(fitting, failure.case, observed, suspected)
 
 
-def _tried(candidate: Candidate, case: Case, trial: Trial) -> tuple[Trial, Record]:
-    return attempted(candidate.reference, case, trial.context, trial.subject.device)
+def behaviour(candidate: Candidate, failure: Failure) -> Behaviour | None:
+    """What a candidate does on the case of a failure; None where it could not be judged, which is no likeness."""
+    trial, record = _tried(candidate, failure.case, failure)
+    return None if record.status is Status.UNAVAILABLE else Behaviour.of(trial, record)
+
+
+def _tried(candidate: Candidate, case: Case, failure: Failure) -> tuple[Trial, Record]:
+    return attempted(candidate.reference, case, failure.context, failure.device)
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:
-    """The sentence for a failure that these candidates fit; empty if they are too many to be of help.
+    """The sentence for a failure that these candidates fit; none of them is named if they are too many to be of help.
 
     Args:
         fitting: the candidates.
@@ -165,7 +200,7 @@ def describe(fitting: Sequence[Candidate], certain: bool) -> str:
     if not reported:
         return UNLIKE
     if len(reported) > MOST_TOLD:
-        return ""
+        return INDISTINCT
     sentence = reported[0] if len(reported) == 1 else f"one of: {'; or '.join(reported)}"
     return sentence if certain else f"{_PERHAPS}{sentence}"
 

@@ -19,7 +19,7 @@ from typing import Final
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.engine.messages import Judge
-from mla_conformance.judging.record import EXPLORED, UNCOMPARED, Record, RecordKey
+from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey
 from mla_conformance.judging.verdict import COMPARED, Status
 
 ALONE: Final = "alone"
@@ -32,7 +32,7 @@ _SHORTER = 12
 """Attempts to find fewer cases after which a failure repeats, each in a process of its own: enough for one of 1000."""
 _SHORTENING = 120.0
 """Seconds after which no further one begins: each may judge nearly all of a long history once more."""
-_OPEN = ("", UNCOMPARED)
+_OPEN = ("", UNCOMPARED, INDISTINCT)
 """The explanations of failures that may still turn out to look like another one."""
 _PATIENCE = 15.0
 """Seconds that a backend's failures may have taken that are compared with what explains another one."""
@@ -166,8 +166,8 @@ def comparisons(records: Iterable[Record]) -> list[Judge]:
 
 
 def compared(failure: Record, again: Record) -> Record | None:
-    """The failure with the explanation that fits it, too; None if it fails otherwise now, or nothing fits."""
-    if (again.case, again.check) != (failure.case, failure.check) or not again.is_explained:
+    """The failure with the explanation that fits it, too, or with the end of that; None if it fails otherwise now."""
+    if (again.case, again.check) != (failure.case, failure.check) or not again.explanation:
         return None
     return failure.with_fields(explanation=again.explanation)
 

@@ -198,6 +198,11 @@ def how(status: int) -> str:
     return signal.strsignal(-status) or f"signal {-status}"
 
 
+def cause_of(status: int) -> str:
+    """What a process ended by, with the number of the signal, by which people search."""
+    return f"signal {-status} ({how(status)})" if status < 0 else how(status)
+
+
 def leave(status: int) -> NoReturn:
     """End this process at once; to take torch, libraries and a GPU's context apart takes an interpreter a second."""
     for stream in (sys.stdout, sys.stderr):

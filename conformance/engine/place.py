@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mla_conformance.engine.early import EarlyKeeper, start_keeper
-from mla_conformance.engine.limits import LACKED_MEMORY, end_of, how
+from mla_conformance.engine.limits import LACKED_MEMORY, cause_of, end_of, how
 from mla_conformance.engine.messages import (
     Ended,
     Explore,
@@ -28,12 +28,13 @@ from mla_conformance.engine.messages import (
     decode,
     encode,
 )
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import Record, ended_by
 from mla_conformance.judging.verdict import Status, Verdict
 
 START_SECONDS = 300.0
 """A process that imports torch for longer than this will not start at all."""
-EXPLAIN_SECONDS = 120.0
+EXPLAIN_SECONDS = 300.0
+"""Seconds of the clock for what has 120 of CPU time, and as many again for cases nearby; few take a tenth of it."""
 _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _READ = 2**16
@@ -224,8 +225,11 @@ class WorkerSlot:
 
     def outcome(self, status: int) -> Record | None:
         """The record of what a worker was judging when it ended; None if that was nothing yet."""
-        if self._judged is not None or self._started is None:
-            return self._judged
+        if self._judged is not None:
+            how = f"its time limit, {EXPLAIN_SECONDS:g} s" if self._asked else cause_of(status)
+            return self._judged.with_fields(explanation=ended_by(how))
+        if self._started is None:
+            return None
         if self._killed:
             stacks = b"\n".join(self._stacks).decode("utf-8", "replace")
             detail = stacks or "no stacks: it did not answer the signal"

@@ -25,7 +25,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
-from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, ReportedCauses, explain
+from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import Loaded, newly_loaded
@@ -341,6 +341,7 @@ class Worker:
 
 def _looks_like(task: Judge, trial: Trial, record: Record) -> str:
     """What a failure looks like, or whether it looks as others of its backend do."""
+    failure = Failure.of(trial, record)
     if task.reported:
-        return ReportedCauses(list(task.reported)).explain(trial, record)
-    return explain(trial, record, WHOLE if task.unhurried else PATIENCE)
+        return ReportedCauses(list(task.reported)).explain(failure)
+    return explain(failure, WHOLE if task.unhurried else PATIENCE)

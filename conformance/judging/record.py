@@ -30,8 +30,16 @@ UNLIKE: Final = "unlike every known defect"
 """The explanation of a failure that nothing explains."""
 UNCOMPARED: Final = "not compared with every known defect, which would take too long"
 """The explanation of a failure for which time ran out."""
-_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED)
+INDISTINCT: Final = "compared with every known defect: several are near it, and none can be told from the others"
+"""The explanation of a failure of which nothing is told, since it would be a guess."""
+_ENDED = "explanation ended by "
+_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT)
 _SHOWN_CASES = 3
+
+
+def ended_by(how: str) -> str:
+    """The explanation of a failure where the process that looked for one ended, in words; it is never left empty."""
+    return f"{_ENDED}{how}"
 
 
 def replay_line(case: str, reference: str, after: Sequence[str] = (), salt: str = "") -> str:
@@ -151,7 +159,7 @@ class Record(Said, frozen=True):
     @property
     def is_explained(self) -> bool:
         """Whether it fails as a wrong kernel does that is known."""
-        return self.explanation not in _EXPLAIN_NOTHING
+        return self.explanation not in _EXPLAIN_NOTHING and not self.explanation.startswith(_ENDED)
 
     @property
     def looks_like(self) -> str:
@@ -161,8 +169,10 @@ class Record(Said, frozen=True):
     @property
     def remarks(self) -> tuple[str, ...]:
         """What every view says of a failure below its message: what it looks like, and what confirming it found."""
-        looks_like = self.looks_like if self.looks_like in _EXPLAIN_NOTHING else f"looks like: {self.looks_like}"
-        return tuple(filter(None, (looks_like, self.confirmed)))
+        named = self.is_explained or bool(self.finding)
+        ended = self.explanation if named and self.explanation.startswith(_ENDED) else ""
+        looks_like = f"looks like: {self.looks_like}" if named else self.looks_like
+        return tuple(filter(None, (looks_like, ended, self.confirmed)))
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         """This record with a verdict's content."""

@@ -8,13 +8,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import mla_conformance as mla
-from mla_conformance.api import looks_like, verdicts
+from mla_conformance.api import explainer, looks_like, verdicts
 from mla_conformance.api.function_case import why_no_function
 from mla_conformance.api.selection import AT_DEFAULT
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
@@ -24,6 +25,7 @@ from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.defects.known import known_defects
 from mla_conformance.diagnosis import explain
 from mla_conformance.diagnosis.candidates import Candidate, candidates
+from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
@@ -65,19 +67,22 @@ def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def explained(monkeypatch: pytest.MonkeyPatch, unexplained: None) -> None:
-    """Failures are explained, and none was before."""
+    """Failures are explained, in this process, and none was before."""
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
-    monkeypatch.setattr(looks_like, "_FOUND", defaultdict(looks_like._Explained))
+    found = defaultdict[explainer.Function, explainer.Explained](explainer.Explained)
+    beside = SimpleNamespace(explain=lambda function, failure: found[function].explain(failure))
+    monkeypatch.setattr(looks_like, "EXPLAINER", beside)  # in this process, where a test can look at it
+    monkeypatch.setattr(looks_like, "_FINDINGS", defaultdict(set))
 
 
 TRIED: dict[tuple[str, str], tuple[Trial, Record]] = {}
 _tried = explain._tried
 
 
-def tried_once(candidate: Candidate, case: Case, trial: Trial) -> tuple[Trial, Record]:
+def tried_once(candidate: Candidate, case: Case, failure: Failure) -> tuple[Trial, Record]:
     """A candidate is judged once on a case, however many mistakes it is compared with."""
     if (key := (candidate.reference, case.id)) not in TRIED:
-        TRIED[key] = _tried(candidate, case, trial)
+        TRIED[key] = _tried(candidate, case, failure)
     return TRIED[key]
 
 
@@ -206,7 +211,7 @@ def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(monkeypat
     known, wrong = "what the known defect causal-arg-accepted-but-dropped", decode_with("no causal mask")
     message = mla.judge(mla.case(SEVERAL), wrong, device="cpu").message
     assert f"looks like: {known}" in " ".join(message.split())
-    monkeypatch.delattr(looks_like, "explain")
+    monkeypatch.delattr(explainer, "explain")
     others = [case for case in mla.cases("decode", capability="decode_multi_token") if case.id != SEVERAL]
     assert all(known in " ".join(mla.judge(case, wrong, device="cpu").message.split()) for case in others)
 
@@ -215,16 +220,16 @@ def test_a_known_defect_is_named_and_others_are_compared_with_it_alone(monkeypat
 def test_failures_are_compared_with_every_known_defect_for_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[str] = []
 
-    def unlike(trial: Any, record: Any, patience: float) -> str:
-        compared.append(record.case)
+    def unlike(failure: Failure, patience: float) -> str:
+        compared.append(failure.record.case)
         return UNLIKE
 
-    monkeypatch.setattr(looks_like, "explain", unlike)
+    monkeypatch.setattr(explainer, "explain", unlike)
     first, _, second = mla.cases("decode", capability="decode_lse", q=1)
     mla.judge(first, decode_with("base-2 LSE"), device="cpu")  # its numbers say what it is
     wrong = decode_with("accumulator not rescaled")
     messages = [mla.judge(case, wrong, device="cpu").message for case in (first, second)]
-    monkeypatch.setattr(looks_like, "_PATIENCE", -1.0)
+    monkeypatch.setattr(explainer, "_PATIENCE", -1.0)
     messages.append(mla.judge(first, wrong, device="cpu").message)
     assert [UNLIKE in message for message in messages] == [True, True, False]
     assert compared == [first.id, second.id]
@@ -236,11 +241,11 @@ def test_failures_are_compared_with_every_known_defect_for_seconds(monkeypatch: 
 def test_the_first_failure_has_the_time_that_comparing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def unlike(trial: Any, record: Any, patience: float) -> str:
+    def unlike(failure: Failure, patience: float) -> str:
         given.append(patience)
         return UNLIKE
 
-    monkeypatch.setattr(looks_like, "explain", unlike)
+    monkeypatch.setattr(explainer, "explain", unlike)
     for case in (LSE, LARGER):
         mla.judge(mla.case(case), decode_with("accumulator not rescaled"), device="cpu")
     assert given[0] >= 60 > given[1]

@@ -20,7 +20,7 @@ from mla_conformance.defects.bases import SplitDecode
 from mla_conformance.defects.known import FAMILIES, known_defects
 from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates
-from mla_conformance.diagnosis.explain import ALIKE, UNALIKE, ReportedCauses, describe, explain
+from mla_conformance.diagnosis.explain import ALIKE, PATIENCE, UNALIKE, Failure, ReportedCauses, describe, explain
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import neighbours
 from mla_conformance.diagnosis.suspects import Base2Lse, DividesByZero, RotatedHeads
@@ -28,7 +28,7 @@ from mla_conformance.diagnosis.suspects_of_roles import KeyScaleLeftOut, LeakedK
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.record import UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Check
 from mla_conformance.report.causes import causes, symptom
 from mla_conformance.trials.context import Context
@@ -96,7 +96,11 @@ def behaved(reference: str, case: str) -> Behaviour:
 def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A candidate is judged once on a case, however many failures it is compared with."""
     shared = "mla_conformance.diagnosis.explain.behaviour"
-    monkeypatch.setattr(shared, lambda candidate, trial: behaved(candidate.reference, trial.case.id))
+    monkeypatch.setattr(shared, lambda candidate, failure: behaved(candidate.reference, failure.case.id))
+
+
+def told(trial: Trial, record: Record, patience: float = PATIENCE) -> str:
+    return explain(Failure.of(trial, record), patience)
 
 
 EXPLAINED = ("empty_rows", "decode_multi_token", "indexer_topk")
@@ -113,7 +117,7 @@ def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> No
         assert alike(candidate, candidate, text) == 1.0
         covered = any(candidate.id in other.covers for other in found)
         reported = describe(found, certain=True)
-        assert covered or candidate.sentence in reported or (not reported and len(found) > 2), (
+        assert covered or candidate.sentence in reported or (reported == INDISTINCT and len(found) > 2), (
             f"{candidate.sentence}: {reported}"
         )
 
@@ -173,7 +177,7 @@ class ValuesBackwards(EagerPrefillBackend):
 def test_a_new_defect_is_killed_and_said_to_be_new(kernel: type[EagerPrefillBackend]) -> None:
     trial, record = tried(located(kernel), SUSPECT_CASES[0])
     assert record.failed
-    assert explain(trial, record) == UNLIKE
+    assert told(trial, record) == UNLIKE
 
 
 class OneNan(EagerPrefillBackend):
@@ -202,7 +206,7 @@ class RotatedAndInBase2(RotatedHeads, Base2Lse, EagerPrefillBackend):
 def test_what_fits_in_part_is_not_told(kernel: type[EagerPrefillBackend]) -> None:
     """A mistake at one place, or beside another one, is not the mistake that candidates make everywhere."""
     trial, record = tried(located(kernel), SUSPECT_CASES[0])
-    assert record.failed and explain(trial, record) == UNLIKE
+    assert record.failed and told(trial, record) == UNLIKE
 
 
 class LeaksAndMore(LeakedKey):
@@ -219,7 +223,9 @@ def test_what_is_nearly_like_a_mistake_is_neither_that_nor_unlike_it(monkeypatch
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: leaked)
     trial, record = tried(located(LeaksAndMore), SUSPECT_CASES[0])
     assert UNALIKE < likeness(Behaviour.of(trial, record), behaved(located(LeakedKey), SUSPECT_CASES[0])) < ALIKE
-    assert explain(trial, record) == "" and explain(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
+    assert (
+        told(trial, record) == INDISTINCT and told(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
+    )
 
 
 class MoreThreads(EagerPrefillBackend):
@@ -283,7 +289,7 @@ def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_ne
 
 def said(reference: str, asked: tuple[Candidate, ...], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: asked)
-    return explain(*tried(reference, CODES))
+    return told(*tried(reference, CODES))
 
 
 def test_neighbours_differ_in_one_field_or_are_the_nearest_of_the_capability() -> None:
@@ -318,7 +324,7 @@ class Raises(EagerPrefillBackend):
 
 def test_an_exception_is_not_explained_by_arithmetic() -> None:
     trial, record = tried(located(Raises), SUSPECT_CASES[0])
-    assert record.check == Check.CALL and explain(trial, record) == ""
+    assert record.check == Check.CALL and told(trial, record) == ""
 
 
 @pytest.mark.usefixtures("judged_once")
@@ -326,8 +332,8 @@ def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
     (base_2,) = {each.reported for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse)}
     reference = next(each.reference for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse))
     reported = ReportedCauses(["Heads are rotated by one", base_2])
-    assert reported.explain(*tried(reference, SUSPECT_CASES[0])) == base_2
-    assert reported.explain(*tried(located(OneNan), SUSPECT_CASES[0])) == ""
+    assert reported.explain(Failure.of(*tried(reference, SUSPECT_CASES[0]))) == base_2
+    assert reported.explain(Failure.of(*tried(located(OneNan), SUSPECT_CASES[0]))) == ""
 
 
 @pytest.mark.usefixtures("judged_once")
@@ -335,8 +341,8 @@ def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.Monke
     trial, record = tried(located(SquaredWeights), SUSPECT_CASES[0])
     monkeypatch.setattr("mla_conformance.diagnosis.explain.PATIENCE", -1.0)
     assert (
-        explain(trial, record, patience=-1.0) == UNCOMPARED
-        and ReportedCauses(["It is wrong"]).explain(trial, record) == ""
+        told(trial, record, patience=-1.0) == UNCOMPARED
+        and ReportedCauses(["It is wrong"]).explain(Failure.of(trial, record)) == ""
     )
     uncompared = record.with_fields(explanation=UNCOMPARED)
     assert not uncompared.is_explained and uncompared.remarks == (UNCOMPARED,)
@@ -352,15 +358,15 @@ def test_what_fitted_before_time_ran_out_is_told_with_a_perhaps(monkeypatch: pyt
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: asked)
     monkeypatch.setattr("time.thread_time", count().__next__)
     trial, record = tried(rotated.reference, SUSPECT_CASES[0])
-    assert explain(trial, record, patience=3.0) == f"perhaps {rotated.reported} (not every known defect was compared)"
-    assert explain(*tried(located(SquaredWeights), SUSPECT_CASES[0]), patience=3.0) == UNCOMPARED
+    assert told(trial, record, patience=3.0) == f"perhaps {rotated.reported} (not every known defect was compared)"
+    assert told(*tried(located(SquaredWeights), SUSPECT_CASES[0]), patience=3.0) == UNCOMPARED
 
 
 @pytest.mark.usefixtures("judged_once")
 def test_patience_counts_what_this_thread_computes_not_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.monotonic", count(0, 60).__next__)
     monkeypatch.setattr("time.process_time", count(0, 60).__next__)
-    assert explain(*tried(located(SquaredWeights), SUSPECT_CASES[0])) == UNLIKE
+    assert told(*tried(located(SquaredWeights), SUSPECT_CASES[0])) == UNLIKE
 
 
 @pytest.mark.usefixtures("judged_once")
@@ -374,9 +380,9 @@ def test_patience_counts_what_this_thread_computes_not_what_others_do(monkeypatc
 )
 def test_scores_and_selections_are_compared_as_well(id: str, case: str) -> None:
     trial, record = tried(known_defects()[id].reference, case)
-    assert record.failed and explain(trial, record) == Candidate.of(known_defects()[id]).reported
+    assert record.failed and told(trial, record) == Candidate.of(known_defects()[id]).reported
     trial, record = tried(located(NegatedScores), case)
-    assert record.failed and explain(trial, record) == UNLIKE
+    assert record.failed and told(trial, record) == UNLIKE
 
 
 RAISED = "A tile without a visible key raises the running maximum to 0"
@@ -388,7 +394,7 @@ THREE_TOKENS = "decode_multi_token:call=decode;dims=small;heads=2;q=[3];kv=[254]
 @pytest.mark.usefixtures("judged_once")
 def test_a_tile_without_keys_is_told() -> None:
     trial, record = tried(known_defects()["decode-tile-of-32-without-keys-raises-maximum"].reference, THREE_TOKENS)
-    assert record.failed and RAISED in explain(trial, record)
+    assert record.failed and RAISED in told(trial, record)
 
 
 class ZeroForNoMaximum(EagerSparseBackend):
@@ -439,7 +445,7 @@ class ZeroForNoMaximumOfASplit(SplitDecode):
 )
 def test_tiles_that_not_every_row_reaches_or_that_are_the_first_are_told_as_well(kernel: type, case: str) -> None:
     trial, record = tried(located(kernel), case)
-    assert record.failed and RAISED in explain(trial, record)
+    assert record.failed and RAISED in told(trial, record)
     assert not tried(located(kernel), case.replace("negative", "needle"))[1].failed
 
 
@@ -477,7 +483,7 @@ def test_rounding_is_no_difference_and_a_small_place_is_one() -> None:
 
 def test_uncertain_and_too_many_candidates() -> None:
     one, two, three = candidates(Role.PREFILL)[:3]
-    assert describe([], certain=True) == UNLIKE and describe([one, two, three], certain=True) == ""
+    assert describe([], certain=True) == UNLIKE and describe([one, two, three], certain=True) == INDISTINCT
     assert describe([one], certain=False) == f"perhaps {one.reported}"
     assert describe([one, two], certain=True) == f"one of: {one.reported}; or {two.reported}"
 

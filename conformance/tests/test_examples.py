@@ -12,7 +12,7 @@ import torch
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.explain import WHOLE, explain
+from mla_conformance.diagnosis.explain import WHOLE, Failure, explain
 from mla_conformance.judging.record import Record
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
@@ -83,7 +83,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(("name", "case"), [("AiterDecode", DECODE), ("AiterSparse", SPARSE)])
 def test_a_maximum_that_a_tile_without_keys_resets_is_told(name: str, case: str, judged: Any) -> None:
     trial, record = judged(name, case)
-    assert record.failed and RAISED in explain(trial, record, WHOLE)
+    assert record.failed and RAISED in explain(Failure.of(trial, record), WHOLE)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
 """The pytest plugin: selection by backend, ids, usage errors, and no weight in anybody else's run."""
 
-import gc
 import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
-from mla_conformance.trials.trial import Trial
+from mla_conformance.engine import beside
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 pytest_plugins = ["pytester"]
@@ -87,10 +87,20 @@ def test_the_junit_file_holds_the_same_sentence(judged: Path) -> None:
     assert all("replay: mla-conformance replay" in text for text in reported)
 
 
+class EveryoneRuns:
+    """Stands for the process that judges, where nothing is judged."""
+
+    def __init__(self, asked: object) -> None:
+        self.reasons = defaultdict[str, tuple[str, ...]](tuple)
+
+    def end(self) -> None: ...
+
+
 @pytest.fixture
-def listed(pytester: pytest.Pytester) -> Listing:
+def listed(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Listing:
     """Exit status and ids of what a selection collects, in this process and a folder of its own."""
     pytester.makepyfile(wrong=WRONG)
+    monkeypatch.setattr(beside, "Judging", EveryoneRuns)
 
     def listed(*arguments: str) -> tuple[int, list[str]]:
         result = pytester.runpytest_inprocess(*WITHOUT, *arguments, "--collect-only", "-q")
@@ -128,7 +138,10 @@ def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(listed: Listin
     suite = ["--pyargs", "mla_conformance.suite"]
     assert listed(*suite, "-m", "backend(name='EAGER') and capability(name='lse')") == (0, ids("EAGER"))
     _, named = listed(*suite, "-k", "backend=EAGER", "-m", "capability(name='lse')")
-    assert named == [f"{case.id}-backend=EAGER" for case in find_capability("lse").cases]
+    assert named == [f"{case.id}-backend=EAGER" for case in find_capability("lse").select(Tier.SMOKE)]
+    assert (
+        listed("-k", "backend=EAGER", "-m", "capability(name='lse')")[1] == named
+    )  # without a path the suite is meant
     pytester.makeini("[pytest]\nmla_tier = none\n")
     assert listed(*suite)[1] == ["NOTSET"]
     assert listed(*suite, "-k", "backend=EAGER", "-m", "capability(name='lse')")[1] == named
@@ -157,27 +170,6 @@ def test_a_named_backend_that_cannot_run_here_is_no_success(pytester: pytest.Pyt
     result.assert_outcomes(skipped=1)
 
 
-class Watch:
-    """Counts the trials that are alive whenever a test is over."""
-
-    def __init__(self) -> None:
-        self.alive: list[int] = []
-
-    def pytest_runtest_logfinish(self) -> None:
-        gc.collect()
-        self.alive.append(sum(type(thing) is Trial for thing in gc.get_objects()))
-
-
-def test_a_trial_and_its_tensors_end_with_its_test(pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(wrong=WRONG)
-    gc.freeze()  # what other tests have made, which takes seconds to look through
-    try:
-        pytester.inline_run(*WITHOUT, *SUITE, "--backend", "wrong.py:WRONG", plugins=[watch := Watch()])
-    finally:
-        gc.unfreeze()
-    assert watch.alive == [watch.alive[0]] * len(CASES)
-
-
 def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
     (tmp_path / "test_other.py").write_text(
         "import sys\n\ndef test_modules():\n    assert 'mla_conformance.plugin' in sys.modules\n"
@@ -185,3 +177,55 @@ def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
     )
     status, printed = pytest_in(tmp_path, "-k", "modules and not backend")
     assert status == 0 and "1 passed" in printed and "= mla-conformance =" not in printed, printed
+
+
+ENDING = """
+import atexit, os, threading, time, unittest
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+def at_once(): os._exit(0)
+def at_exit(): atexit.register(os._exit, 0)
+def skips(): raise unittest.SkipTest("later")
+def later(): threading.Thread(target=lambda: (time.sleep(0.2), os._exit(0)), daemon=True).start()
+WAY = globals()[os.environ["WAY"]]
+
+class Ends(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, q, k, v, *args, **kwargs):
+        WAY()
+        return q.new_zeros(*q.shape[:2], v.shape[-1])
+"""
+OWN = """
+import mla_conformance as mla
+from ending import WAY
+
+@mla.cases("prefill", tier="smoke", capability="new_tokens")
+def test_mine(case):
+    q, v = (case.inputs("cpu")[name] for name in ("q", "v"))
+    WAY()
+    mla.assert_conforms(case, q.new_zeros(*q.shape[:2], v.shape[-1]))
+"""
+
+
+@pytest.mark.parametrize("way", ["at_once", "at_exit", "skips", "later"])
+@pytest.mark.parametrize("as_suite", [True, False], ids=["class", "function"])
+def test_who_ends_the_process_as_a_success_has_none(
+    way: str, as_suite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WAY", way)
+    for name, text in {"ending.py": ENDING, "test_own.py": OWN}.items():
+        (tmp_path / name).write_text(text)
+    suite = ["--backend", "ending.py:Ends", "--mla-device", "cpu", "--mla-case", "new_tokens:q=[4];lse=0"]
+    status, printed = pytest_in(tmp_path, "-q", "--maxfail=2", *(suite if as_suite else ["test_own.py"]))
+    assert status == 1, printed
+    if way == "at_once" and not as_suite:
+        assert "ended with exit status 0 before pytest had a result" in printed
+
+
+def test_ctrl_c_while_a_failure_runs_again_alone_leaves_the_summary(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(OWN.replace("from ending import WAY", "WAY = lambda: None"))
+    (tmp_path / "conftest.py").write_text(
+        "import subprocess\n\ndef interrupted(*args, **kwargs):\n    raise KeyboardInterrupt\n\n"
+        "def pytest_sessionfinish():\n    subprocess.run = interrupted\n"
+    )
+    status, printed = pytest_in(tmp_path, "-q", "test_own.py")
+    assert status == 1 and "test_own.py::test_mine: 4 of 4 cases fail" in printed, printed

@@ -189,7 +189,7 @@ def test_a_worker_keeps_no_more_of_a_gpu_than_its_share_until_it_is_alone(monkey
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "explain", lambda trial, record, patience: "as one that is off by one")
+    monkeypatch.setattr(room, "explain", lambda failure, patience: "as one that is off by one")
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, WorkerJudged) and not judged.record.explanation
     assert answer.record.explanation == "as one that is off by one" and not answer.leaves
@@ -199,7 +199,7 @@ def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_failure_that_is_all_of_a_run_is_compared_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "explain", lambda trial, record, patience: f"{patience:.0f}")
+    monkeypatch.setattr(room, "explain", lambda failure, patience: f"{patience:.0f}")
     given = [int(asked(Wrong, explain=True, unhurried=each)[-1].record.explanation) for each in (False, True)]
     assert given[1] >= 60 > given[0]
 

@@ -1,0 +1,193 @@
+"""Failures of functions compared with known ones in a process beside: comparing may end it, which ends no test run.
+
+Here a test calls the function, so that its process cannot be one that may die. What the function does on cases nearby
+is asked back there.
+"""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import torch
+
+from mla_conformance.backends.foreign import cut
+from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
+from mla_conformance.diagnosis.likeness import Behaviour
+from mla_conformance.engine.limits import cause_of
+from mla_conformance.engine.messages import read_line
+from mla_conformance.engine.place import EXPLAIN_SECONDS
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.record import Record, ended_by
+from mla_conformance.report.causes import simplicity
+from mla_conformance.trials.context import Context
+
+_PATIENCE = 10.0
+"""Seconds of CPU time after which a further failure of a function is compared with every candidate only if it is
+simpler than all before, so that the simplest one, which is shown in the end, always is."""
+_MOST_ENDED = 3
+"""Processes that may end over comparing before nothing is compared any more: each takes seconds to start."""
+Function = tuple[str, str]
+"""A test function, and the name of what is judged."""
+
+
+@dataclass
+class Explained:
+    """What was found of the failures of one function.
+
+    Attributes:
+        reported: what those look like that were explained.
+        spent: seconds in which others were compared with every candidate.
+        compared: the records of those.
+    """
+
+    reported: ReportedCauses = field(default_factory=lambda: ReportedCauses([]))
+    spent: float = 0.0
+    compared: list[Record] = field(default_factory=list)
+
+    def explain(self, failure: Failure) -> str:
+        """What an earlier failure looked like if this one does, too; of the first ones, whoever does the same."""
+        if said := self.reported.explain(failure):
+            return said
+        is_simplest = all(simplicity(failure.record) < simplicity(other) for other in self.compared)
+        if self.spent > _PATIENCE and not is_simplest:
+            return ""
+        self.compared.append(failure.record)
+        started = time.thread_time()
+        said = explain(failure, WHOLE if is_simplest else PATIENCE)
+        self.spent += time.thread_time() - started
+        if failure.record.with_fields(explanation=said).is_explained:
+            self.reported.texts.append(said)
+        return said
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """A failure that is to be explained; its numbers are tensors in a file."""
+
+    function: Function
+    record: Record
+    device: str
+    salt: str
+    observed: tuple[str, str, str]
+    numbers: str
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """What it looks like, or the id of a case nearby whose outcome decides it."""
+
+    explanation: str = ""
+    nearby: str = ""
+
+
+class Explainer:
+    """The process beside, which is started when something fails, and again after it ended."""
+
+    def __init__(self) -> None:
+        self._owner = 0
+        self._ended: list[str] = []
+
+    def explain(self, function: Function, failure: Failure) -> str:
+        """What a failure looks like, or what the process ended by that compared it.
+
+        Args:
+            function: whose failure it is; what explains one is tried on its others first.
+            failure: a wrong number.
+        """
+        if len(self._ended) >= _MOST_ENDED:
+            return ended_by(f"{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more")
+        if self._owner != os.getpid():  # a test that forked has its own
+            self._start()
+        until = time.monotonic() + EXPLAIN_SECONDS
+        try:
+            with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
+                numbers = Path(folder) / "numbers.pt"
+                torch.save([(each.got, each.golden, each.allowed) for each in failure.observed.numbers], numbers)
+                asked = function, failure.record, str(failure.device), failure.context.salt
+                self._send(_Asked(*asked, failure.observed.failure, str(numbers)))
+                while (said := self._read(until)).nearby:
+                    self._send(failure.nearby(Case.parse(said.nearby)))
+                return said.explanation
+        except (EOFError, OSError, msgspec.MsgspecError):
+            is_late, how = time.monotonic() >= until, self._end()
+            self._ended.append(f"its time limit, {EXPLAIN_SECONDS:g} s" if is_late else how)
+            return ended_by(self._ended[-1])
+        except BaseException:  # of the test run, such as Ctrl-C: what is said later answers nothing
+            self._end()
+            raise
+
+    def _start(self) -> None:
+        self._connection, remote = socket.socketpair()
+        self._log = TemporaryDirectory(prefix="mla-conformance-explainer-")
+        with (Path(self._log.name) / "stderr").open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(remote.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                pass_fds=[remote.fileno()],
+                start_new_session=True,  # Ctrl-C is the test run's
+            )
+        remote.close()
+        self._owner = os.getpid()
+
+    def _send(self, message: Any) -> None:
+        self._connection.sendall(msgspec.json.encode(message) + b"\n")
+
+    def _read(self, until: float) -> _Said:
+        if not select.select([self._connection], [], [], max(0.0, until - time.monotonic()))[0]:
+            raise TimeoutError
+        if not (line := read_line(self._connection)):
+            raise EOFError
+        return msgspec.json.decode(line, type=_Said)
+
+    def _end(self) -> str:
+        """End the process if it has not, and what it ended by."""
+        self._owner = 0
+        self._connection.close()
+        try:
+            status = self._process.wait(timeout=2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        said = (Path(self._log.name) / "stderr").read_text("utf-8", "replace").strip().splitlines()
+        self._log.cleanup()
+        raised = f": {cut(said[-1])}" if status > 0 and said else ""
+        return cause_of(status) + raised
+
+
+EXPLAINER = Explainer()
+
+
+def main(connection: socket.socket) -> None:
+    """Explain what is asked until the other end is closed."""
+    found: defaultdict[Function, Explained] = defaultdict(Explained)
+    contexts: dict[str, Context] = {}
+
+    def said(message: _Said) -> None:
+        connection.sendall(msgspec.json.encode(message) + b"\n")
+
+    def nearby(case: Case) -> str | None:
+        said(_Said(nearby=case.id))
+        return msgspec.json.decode(read_line(connection), type=str | None)
+
+    while line := read_line(connection):
+        asked = msgspec.json.decode(line, type=_Asked)
+        device = torch.device(asked.device)
+        numbers = torch.load(asked.numbers, map_location=device, weights_only=True)
+        observed = Behaviour(asked.observed, tuple(Measured(*each) for each in numbers))
+        context = contexts.setdefault(asked.salt, Context(asked.salt))
+        explanation = found[asked.function].explain(Failure(asked.record, observed, device, context, nearby))
+        said(_Said(explanation))
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))

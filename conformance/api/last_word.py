@@ -1,0 +1,80 @@
+"""A test run that cannot end as a success before its last word: a parent waits for the process that runs the tests.
+
+Plain functions are called by tests, in pytest's own process, which they may end with a status of 0. Whoever asks xdist
+for workers has that already: there a worker that ends is a failure.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+NAME: Final = b"mla_conformance"
+_PRUNED = {"build", "dist", "node_modules", "venv", "__pycache__", "site-packages"}
+_HEEDED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+ENDED: Final = (
+    "mla-conformance: the process that ran the tests ended with exit status 0 before pytest had a result: a kernel "
+    "that was called, or what it left behind, ended it; `pytest -v` shows which test was the last"
+)
+
+
+def is_main_program() -> bool:
+    """Whether this process is pytest, rather than a program that calls it and goes on afterwards."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).name in ("pytest", "py.test") or getattr(spec, "name", "").startswith("pytest")
+
+
+def mentions(paths: Iterable[str]) -> bool:
+    """Whether a Python file in these files and folders names this package, as one does that uses its cases."""
+    for path in (Path(text.partition("::")[0]) for text in paths):
+        for folder, folders, files in os.walk(path) if path.is_dir() else [(path.parent, [], [path.name])]:
+            folders[:] = [name for name in folders if name not in _PRUNED and not name.startswith(".")]
+            for name in files:
+                if name.endswith(".py") and ("test" in name or name == path.name):
+                    try:
+                        if NAME in (Path(folder) / name).read_bytes():
+                            return True
+                    except OSError:
+                        continue  # pytest says what is wrong with it
+    return False
+
+
+def give_way() -> Callable[[int], Any] | None:
+    """Fork: the child goes on and has what takes its last word, the exit status; the parent ends as the child did.
+
+    Call it before anything starts threads or uses a GPU, neither of which a fork has.
+    """
+    told, word = os.pipe()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
+    child = os.fork()
+    if child:
+        os.close(word)
+        _wait(child, told)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    os.close(told)
+    return lambda status: os.write(word, bytes([status & 0xFF]))
+
+
+def _wait(child: int, told: int) -> None:
+    """End as the child does, but never as a success that it did not announce."""
+    while True:
+        found = signal.sigwaitinfo(_HEEDED)
+        if found.si_signo != signal.SIGCHLD:
+            if found.si_code <= 0:  # sent to this process alone; what a terminal sends, the child has as well
+                os.kill(child, found.si_signo)
+            continue
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+    code = os.waitstatus_to_exitcode(status)
+    os.set_blocking(told, False)  # what a test started may hold the other end
+    try:
+        word = os.read(told, 1)
+    except BlockingIOError:
+        word = b""
+    if code == 0 and not word:
+        print(ENDED, file=sys.stderr, flush=True)  # noqa: T201 - nobody else is left who could
+        os._exit(1)
+    os._exit((word[0] if word else 0) or (code if code >= 0 else 128 - code))

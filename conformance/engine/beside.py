@@ -1,0 +1,133 @@
+"""Judging case by case for a program that a kernel must not end, such as pytest: by a run in a process beside it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.limits import end_with_parent
+from mla_conformance.engine.messages import Judge, read_line
+from mla_conformance.engine.pool import Limits
+from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import RunError, Stopped
+from mla_conformance.engine.tasks import Tasks
+from mla_conformance.judging.record import Record
+
+_END_SECONDS = 10.0
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What is judged, said once.
+
+    Attributes:
+        backends: references.
+        device: where; empty for CUDA where there is one.
+    """
+
+    backends: tuple[str, ...]
+    device: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """An answer to a line.
+
+    Attributes:
+        reasons: why each backend cannot run here, to the first line.
+        record: of the case that was asked for.
+        error: why there is neither.
+    """
+
+    reasons: dict[str, tuple[str, ...]] = {}
+    record: Record | None = None
+    error: str = ""
+
+
+class Judging:
+    """A run in a process beside this one, which judges what it is asked for.
+
+    Args:
+        asked: of which backends, on which device.
+
+    Raises:
+        RequestError: there is no such device.
+        RunError: no process can be started.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self._connection, remote = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(remote.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[remote.fileno()],
+            start_new_session=True,  # Ctrl-C is the program's, which ends this then
+        )
+        remote.close()
+        self.reasons = self._answer(asked).reasons
+
+    def judge(self, reference: str, case: str) -> Record:
+        """The record of a case on a backend.
+
+        Raises:
+            RunError: no process can be started.
+        """
+        record = self._answer((reference, case)).record
+        assert record is not None
+        return record
+
+    def _answer(self, message: Asked | tuple[str, str]) -> Answer:
+        try:
+            self._connection.sendall(msgspec.json.encode(message) + b"\n")
+            line = read_line(self._connection)
+        except OSError:
+            line = b""
+        if not line:
+            raise RunError(f"the process that judges ended with status {self._process.wait()}; start pytest anew")
+        answer = msgspec.json.decode(line, type=Answer)
+        if answer.error:
+            raise RunError(answer.error)
+        return answer
+
+    def end(self) -> None:
+        """End it, and whatever it started."""
+        self._connection.close()
+        self._process.terminate()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def main(connection: socket.socket) -> None:
+    """Answer until the other end is closed."""
+
+    def say(answer: Answer) -> None:
+        connection.sendall(msgspec.json.encode(answer) + b"\n")
+
+    asked = msgspec.json.decode(read_line(connection), type=Asked)
+    try:
+        request = RunRequest.of(asked.backends, device=asked.device or None, tier="smoke")
+        folder = TemporaryDirectory(prefix="mla-conformance-pytest-")
+        with folder, Run(request, RunFolder.claim(Path(folder.name)), Limits(workers=1)) as run:
+            run.prepare()
+            say(Answer({facts.reference: facts.reasons for facts in run.facts}))
+            while line := read_line(connection):
+                reference, case = msgspec.json.decode(line, type=tuple[str, str])
+                for outcome in run.outcomes(Tasks([[Judge(reference, case)]])):
+                    say(Answer(record=outcome.answer.record))
+    except (RequestError, RunError) as error:
+        say(Answer(error=str(error)))
+    except Stopped:
+        return
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[2]), signal.SIGTERM)
+    main(socket.socket(fileno=int(sys.argv[1])))

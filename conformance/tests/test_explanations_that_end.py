@@ -1,0 +1,95 @@
+"""Comparing a failure with known ones may end the process that does it: then the failure says so, wherever told."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.defects.bounds import reads, writes
+from mla_conformance.diagnosis.candidates import candidates
+
+CASE = "lse:dims=small;heads=2;q=[5,9]"
+ENDS = """
+import importlib.util, os, signal, sys
+
+class EndsWhereCandidatesAreAsked:
+    def find_spec(self, name, path=None, target=None):
+        if name != "mla_conformance.diagnosis.explain":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        executed = spec.loader.exec_module
+
+        def exec_module(module):
+            executed(module)
+            module.candidates = lambda role: os.kill(os.getpid(), signal.SIGSEGV)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, EndsWhereCandidatesAreAsked())
+"""
+KERNEL = """
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Wrong(EagerPrefillBackend):
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse + 0.25
+"""
+TEST = f"""
+import mla_conformance as mla
+
+def test_mine():
+    case = mla.case("{CASE}")
+    q, v = (case.inputs("cpu")[name] for name in ("q", "v"))
+    mla.assert_conforms(case, q.new_ones(*q.shape[:2], v.shape[-1]), q[..., 0].float().mT)
+"""
+
+
+def printed(folder: Path, *command: str) -> str:
+    """What a command prints where the process ends that compares a failure."""
+    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL, "test_mine.py": TEST}.items():
+        (folder / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return " ".join(done.stdout.split())
+
+
+JUDGED = "--backend wrong.py:Wrong --device cpu --timeout 60"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"mla_conformance certify --capability lse --tier smoke --out out -n 1 {JUDGED}",
+        f"mla_conformance replay {CASE} {JUDGED}",
+        "pytest -p no:cacheprovider test_mine.py",
+    ],
+    ids=["certify", "replay", "pytest"],
+)
+def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(command: str, tmp_path: Path) -> None:
+    assert "explanation ended by signal 11 (Segmentation fault)" in printed(tmp_path, *command.split())
+
+
+@pytest.mark.parametrize("touch", [reads, writes])
+def test_no_defect_touches_memory_that_is_not_this_processs(touch: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's address may be mapped here all the same, and then is somebody else's: no page is even asked about."""
+    asked: list[object] = []
+    monkeypatch.setattr("mla_conformance.defects.bounds._libc.mincore", lambda *page: asked.append(page) or 1)
+    touch(torch.empty(8, device="meta"), -16, 16)  # type: ignore[operator]
+    assert not asked
+    touch(torch.empty(8), -16, 16)  # type: ignore[operator]
+    assert asked
+
+
+def test_no_failure_is_compared_with_what_touches_memory() -> None:
+    compared = {each.kernel.__module__ for role in Role for each in candidates(role)}
+    assert compared and all("bounds" not in module for module in compared)
