@@ -61,9 +61,7 @@ class Command:
 
 def option(names: str, metavar: str, help_text: str, only_with: str = "", **settings: Any) -> Option:
     """An option or an argument, with its names as ``-n --workers``."""
-    return Option(
-        tuple(names.split()), {"metavar": metavar, "help": help_text, **settings}, tuple(only_with.split())
-    )
+    return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings}, tuple(only_with.split()))
 
 
 def flag(name: str, help_text: str, only_with: str = "") -> Option:

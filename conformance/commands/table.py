@@ -57,7 +57,9 @@ _SELECTION = (
 
 
 def _failure(where: str) -> Option:
-    return option("--failure", "K", "number of a cause as certify prints it, by default 1", where, type=count, default=1)
+    return option(
+        "--failure", "K", "number of a cause as certify prints it, by default 1", where, type=count, default=1
+    )
 
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
@@ -95,12 +97,8 @@ COMMANDS = (
                 option("--model", "NAME", "judge what a deployment of this model calls; see models"),
                 path("--config", "PATH", "the same for the model of this config.json"),
             ),
-            option(
-                "--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count
-            ),
-            option(
-                "--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"
-            ),
+            option("--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
+            option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
             option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
             flag("--bitwise", "also report when a row's bits stay the same"),
             flag("--accuracy", "also report how errors are spread"),
@@ -228,7 +226,11 @@ COMMANDS = (
         "defects",
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
-        (option("--tier", _TIERS, "by default full", choices=list(Tier), default="full"), _JSON, path("--page", "FILE", _SECTION)),
+        (
+            option("--tier", _TIERS, "by default full", choices=list(Tier), default="full"),
+            _JSON,
+            path("--page", "FILE", _SECTION),
+        ),
         ("--tier smoke",),
         "0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
@@ -288,7 +290,7 @@ COMMANDS = (
                 "what has to pass: the suite's list (shipped), or profiles, which then bind",
                 nargs="*",
             ),
-            option("--max-drift", "SHARE", "close if an error grew by more of its budget", type=drift),
+            option("--max-drift", "SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
             option(
                 "--require-bitwise",
                 "QUESTION",

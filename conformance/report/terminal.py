@@ -48,7 +48,7 @@ def say(line: str, error: bool = False) -> None:
 
 
 def refuse(program: str, reason: str) -> None:
-    """Print why a command is not carried out; a long reason keeps its ends, which say what came and what was expected."""
+    """Print why a command is not carried out; a long reason keeps its ends: what is wrong, and what was expected."""
     reason = shown(reason, 4 * len(reason))
     if (left_out := len(reason) - 2 * _HALF) > 0:
         reason = f"{reason[:_HALF]}… and {left_out:,} more characters …{reason[-_HALF:]}"
