@@ -97,7 +97,8 @@ def test_a_bad_value_is_told_in_a_short_sentence(
 @commands
 def test_an_option_that_means_nothing_alone_is_refused(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
     for option in filter(lambda option: option.only_with, chain(*command.alternatives)):
-        value = [] if "action" in option.settings else [*option.settings.get("choices", "2")][:1]
+        other = str(option.settings.get("default", 0) + 1)
+        value = [] if "action" in option.settings else [*option.settings.get("choices", other)][:1]
         assert outcome([*call(command), option.names[-1], *value]) == 2
         told = capsys.readouterr().err
         assert told == f"mla-conformance: {option.names[-1]}: expected together with {' or '.join(option.only_with)}\n"
