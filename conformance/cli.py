@@ -10,12 +10,13 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
-from mla_conformance.backends.foreign import cut
+from mla_conformance.backends.foreign import ForeignError
+from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.commands.parser import Parser, add_commands
 from mla_conformance.engine.limits import leave
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report.terminal import put, say
+from mla_conformance.report.terminal import put, refuse
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _FIRST = """to begin with:
@@ -23,6 +24,7 @@ _FIRST = """to begin with:
   mla-conformance certify --backend my_backend.py:MyBackend    judge your own
   mla-conformance backends                                     which can run here
   mla-conformance --help                                       all commands"""
+_NAME = "mla-conformance"
 _USAGE = 2
 _BROKEN = 3
 _INTERRUPTED = 130
@@ -42,29 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_anywhere()
     try:
         options = _parser().parse_args(arguments)
+        _require_current_folder()
         status: int = options.run(options)
-    except InputError as error:
-        say(f"mla-conformance: {cut(str(error))}", error=True)
+    except (InputError, BackendReferenceError, ForeignError) as error:
+        refuse(_NAME, str(error))
         return _USAGE
     except OSError as error:
-        say(f"mla-conformance: {cut(_sentence(error))}", error=True)
+        refuse(_NAME, f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return _USAGE
     except RunError as error:
-        say(f"mla-conformance: {error}", error=True)
+        refuse(_NAME, str(error))
         return _BROKEN
     except KeyboardInterrupt:
-        say("mla-conformance: interrupted", error=True)
+        refuse(_NAME, "interrupted")
         return _INTERRUPTED
     return status
 
 
-def _sentence(error: OSError) -> str:
-    """What the system refuses, with the file; to a relative path in a folder that is gone it names none."""
+def _require_current_folder() -> None:
+    """Refuse one that is gone: no relative path leads anywhere from it."""
     try:
         Path.cwd()
     except OSError as gone:
-        return f"the current folder: {gone.strerror}"
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        raise InputError(f"the current folder: {gone.strerror}; change into one that is there") from gone
 
 
 def _print_anywhere() -> None:
@@ -81,7 +83,7 @@ def _say_how_to_begin(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser("mla-conformance", description="Decides whether an MLA kernel is right.")
+    parser = Parser(_NAME, description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     parser.set_defaults(run=_say_how_to_begin, parser=parser)
     add_commands(parser)

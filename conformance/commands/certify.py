@@ -71,9 +71,6 @@ def _sanitizing(options: argparse.Namespace) -> Sanitizing:
 def _new(options: argparse.Namespace) -> RunRequest:
     if options.model or options.config:
         return _deployed(options)
-    for name in ("tp", "kv_cache"):
-        if getattr(options, name):
-            raise InputError(f"{_flag(name)}: expected together with --model or --config")
     cases = _case_files(options.cases, options.capability) if options.cases else ()
     request = RunRequest.of(
         options.backend,
@@ -121,8 +118,6 @@ def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
 
 def _shard(options: argparse.Namespace, request: RunRequest) -> Shard | None:
     if not options.shard:
-        if options.durations:
-            raise InputError("--durations: expected together with --shard")
         return None
     if request.explore:
         raise InputError("--explore: cannot be combined with --shard; draw cases in a separate run")
@@ -145,7 +140,7 @@ def _recorded(folder: Path) -> Plan:
 
 def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
     """The interrupted run; what was not given again is what the journal says."""
-    for name in ("cases", "shard", "durations", "fresh", "model", "config", "tp", "kv_cache"):
+    for name in ("cases", "shard", "model", "config"):
         if getattr(options, name):
             raise InputError(f"--resume: cannot be combined with {_flag(name)}; the journal says what to judge")
     request = RunRequest.of(
@@ -193,13 +188,11 @@ class Issuing:
         """What the options ask for; None for nothing.
 
         Raises:
-            InputError: there is nothing to sign, or nothing to sign with.
+            InputError: there is nothing to sign with.
         """
         kinds = ("certificate", "record", "submission")
         kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
         if options.sign:
-            if path is None:
-                raise InputError("--sign: expected together with --certificate, --record or --submission")
             require_key(options.sign)
         return Issuing(kind, path, options.sign) if path else None
 

@@ -8,19 +8,15 @@ from mla_conformance.commands.options import require_tests
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
 from mla_conformance.engine.limits import machine_cores
-from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section, require_writable
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
-from mla_conformance.vocabulary.capabilities import CapabilityError, find_tier
+from mla_conformance.vocabulary.capabilities import Tier
 
 
 def run_defects(options: argparse.Namespace) -> int:
     """Judge them all, say and write what came of it; the exit status."""
-    try:
-        tier = find_tier(options.tier)
-    except CapabilityError as error:
-        raise InputError(str(error)) from error
+    tier = Tier(options.tier)
     page = Section.of(options.page, "defects") if options.page else None  # known before anything is run
     if options.out:
         require_writable(options.out)

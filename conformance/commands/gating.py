@@ -3,14 +3,14 @@
 import argparse
 
 from mla_conformance.expectations.apply import Expectations, plan_update, shipped
-from mla_conformance.files.inputs import InputError, has_letters
+from mla_conformance.files.inputs import has_letters
 from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass
 from mla_conformance.gating.required import Required
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.loading import load_report, report_file
 from mla_conformance.report.terminal import put, say
-from mla_conformance.vocabulary.capabilities import CapabilityError, Tier, find_tier
+from mla_conformance.vocabulary.capabilities import Tier
 
 
 def gate(options: argparse.Namespace) -> int:
@@ -21,31 +21,18 @@ def gate(options: argparse.Namespace) -> int:
         expectations=Expectations.load([shipped(), *options.expectations]),
         absent=[str(path) for path in options.reports if path not in present],
         required=[Required.asked(text) for text in options.require],
-        tier=_tier(options.require_tier),
+        tier=None if options.require_tier == "none" else Tier(options.require_tier),
         baseline=[load_report(path) for path in options.baseline],
         must_pass=None if options.must_pass is None else MustPass.asked(options.must_pass or [SHIPPED]),
         max_drift=options.max_drift,
         suites=options.allow_suite,
-        bitwise=[_question(name) for name in options.require_bitwise],
+        bitwise=[Question(name) for name in options.require_bitwise],
     )
     rows = found.rows()
     blocked = any(map(found.blocks, rows))
     for line in gate_lines(found, rows, blocked):
         say(line)
     return 1 if blocked else 0
-
-
-def _tier(name: str) -> Tier | None:
-    try:
-        return None if name == "none" else find_tier(name)
-    except CapabilityError as error:
-        raise InputError(f"--require-tier: {error}, or none") from error
-
-
-def _question(name: str) -> Question:
-    if name not in list(Question):
-        raise InputError(f"--require-bitwise: expected one of {', '.join(Question)}, got {name!r}")
-    return Question(name)
 
 
 def update_expectations(options: argparse.Namespace) -> int:

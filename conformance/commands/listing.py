@@ -12,16 +12,15 @@ from mla_conformance.backends.references import known_backends
 from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.pool import Limits
-from mla_conformance.engine.request import DEVICES, RunRequest, known_names
+from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import Run
-from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
 from mla_conformance.report.terminal import columns, put, say, side_by_side, wrapped
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
 _FACTS = "        "
@@ -71,14 +70,12 @@ def list_models(options: argparse.Namespace) -> int:
     """Two lines for every model, or all that is known of one, or the golden layer held against their code.
 
     Raises:
-        InputError: there is no model of that name, a file has no markers, or options do not fit together.
+        InputError: there is no model of that name, or a file has no markers.
     """
     if options.proof:
         from mla_conformance.commands.proof import prove, prove_by_author
 
         return prove_by_author(options.oracle) if options.oracle else prove(options.docs)
-    if options.oracle:
-        raise InputError("--oracle: expected together with --proof")
     if options.docs:
         Section.of(options.docs, "models").write("\n".join(_table()))
     elif options.name:
@@ -200,6 +197,4 @@ def _known() -> dict[str, Sequence[str]]:
         "require": backends,
         "runs": backends,
         "capability": list(CAPABILITIES),
-        "tier": list(Tier),
-        "device": DEVICES,
     }

@@ -8,8 +8,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.limits import machine_cores
+from mla_conformance.engine.request import require_salt
 from mla_conformance.files.inputs import InputError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -20,10 +20,17 @@ _WORKERS_PER_CORE = 4
 
 @dataclass(frozen=True)
 class Option:
-    """An option or an argument, as ``ArgumentParser.add_argument`` takes it."""
+    """An option or an argument, as ``ArgumentParser.add_argument`` takes it.
+
+    Attributes:
+        names: a short one stands before the long one.
+        settings: what else ``add_argument`` is told.
+        only_with: options without any of which it means nothing.
+    """
 
     names: tuple[str, ...]
     settings: dict[str, Any]
+    only_with: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,14 @@ class Command:
         return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in self.options)
 
 
-def option(names: str, metavar: str, help_text: str, **settings: Any) -> Option:
-    """An option or an argument; a short name stands before the long one, as ``-n --workers``."""
-    return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings})
+def option(names: str, metavar: str, help_text: str, only_with: str = "", **settings: Any) -> Option:
+    """An option or an argument, with its names as ``-n --workers``."""
+    return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings}, tuple(only_with.split()))
 
 
-def flag(name: str, help_text: str) -> Option:
+def flag(name: str, help_text: str, only_with: str = "") -> Option:
     """An option without a value."""
-    return Option((name,), {"action": "store_true", "help": help_text})
+    return Option((name,), {"action": "store_true", "help": help_text}, tuple(only_with.split()))
 
 
 def path(name: str, metavar: str, help_text: str, **settings: Any) -> Option:
@@ -76,40 +83,34 @@ def seconds(text: str) -> float:
     """A positive time in seconds, or with a unit: ``90``, ``90s``, ``40m``, ``2h``.
 
     Raises:
-        argparse.ArgumentTypeError: something else.
+        InputError: something else.
     """
     found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([smh]?)", text)
     value = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
     if not 0 < value <= _LONGEST:
-        raise argparse.ArgumentTypeError(
-            f"expected a positive time such as 90, 90s, 40m or 2h, of a year at most, got {text!r}"
-        )
+        raise InputError(f"expected a positive time such as 90, 90s, 40m or 2h, of a year at most, got {text!r}")
     return value
 
 
 def number(least: int, most: int = 10**9) -> Callable[[str], int]:
-    """What reads a number in these limits, written in ASCII digits; anything else is an ArgumentTypeError."""
+    """What reads a number in these limits, written in ASCII digits; anything else is an InputError."""
 
     def read(text: str) -> int:
         if not (re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(
-                f"expected a number of at least {least} and at most {most:,}, got {text!r}"
-            )
+            raise InputError(f"expected a number of at least {least} and at most {most:,}, got {text!r}")
         return int(text)
 
     return read
 
 
-def extent(text: str) -> Extent:
-    """How much is explored.
+def salt(text: str) -> str:
+    """A salt, which may be empty.
 
     Raises:
-        argparse.ArgumentTypeError: what :meth:`Extent.of` raises.
+        InputError: a text that not every command line would carry.
     """
-    try:
-        return Extent.of(text)
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    require_salt(text)
+    return text
 
 
 count = number(1)
@@ -120,11 +121,11 @@ def drift(text: str) -> float:
     """A limit on drift, a share of the error budget from 0 to 1.
 
     Raises:
-        argparse.ArgumentTypeError: a number that is none.
+        InputError: a number that is none.
     """
-    share = float(text) if re.fullmatch("[0-9.]+(e-[0-9]+)?", text) else -1.0
+    share = float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-[0-9]+)?", text) else -1.0
     if not 0 <= share <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share of the error budget from 0 to 1, got {text!r}")
+        raise InputError(f"expected a share of the error budget from 0 to 1, got {text!r}")
     return share
 
 

@@ -7,14 +7,14 @@ from functools import partial
 from itertools import chain
 from pkgutil import resolve_name
 from textwrap import fill
-from typing import Any
+from typing import Any, NoReturn
 
 from mla_conformance.backends.references import unknown
-from mla_conformance.commands.options import Command
+from mla_conformance.commands.options import Command, salt
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import NO_TORCH
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report.terminal import put, typed, wrapped
+from mla_conformance.report.terminal import put, refuse, typed, wrapped
 
 _WIDTH = 80
 _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ..."}
@@ -33,18 +33,30 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(further)}{hint}")
         return options
 
+    def error(self, message: str) -> NoReturn:
+        """What is given may be anything, and is shown as what comes from elsewhere always is."""
+        self.print_usage(sys.stderr)
+        refuse(self.prog, f"error: {message}")
+        sys.exit(2)
+
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if not arg_string.strip():
+        """Words behind a command are its own parser's; an empty salt is that of the list's inputs."""
+        may_be_empty = isinstance(action, argparse._SubParsersAction) or action.type is salt
+        if not (may_be_empty or arg_string.strip()):
             raise argparse.ArgumentError(action, "expected a value, got an empty one")
-        return super()._get_value(action, arg_string)
+        try:
+            return action.type(arg_string) if callable(action.type) else arg_string
+        except InputError as error:
+            raise argparse.ArgumentError(action, str(error)) from error
 
     def _print_message(self, message: str, file: Any = None) -> None:
         put(message.removesuffix("\n"), error=file is not sys.stdout)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            what = "command" if isinstance(action, argparse._SubParsersAction) else action.dest
-            raise argparse.ArgumentError(None, unknown(what, value, action.choices, f"{self.prog} --help"))
+            is_command = isinstance(action, argparse._SubParsersAction)
+            said = unknown("command" if is_command else "value", value, action.choices, f"{self.prog} --help")
+            raise argparse.ArgumentError(None if is_command else action, said)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -72,7 +84,7 @@ def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> No
     status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
     parser.epilog = "\n".join(["examples:", *calls, "", status])
     parser.formatter_class = _Formatter
-    parser.set_defaults(run=partial(_carry_out, command.run))
+    parser.set_defaults(run=partial(_carry_out, command, parser))
 
 
 def _given(command: Command) -> Iterator[str]:
@@ -85,14 +97,22 @@ def _given(command: Command) -> Iterator[str]:
             yield f"{option.names[-1]} {metavar}"
 
 
-def _carry_out(function: str, options: argparse.Namespace) -> int:
+def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Import what carries a command out, and have it do so.
 
     Raises:
-        InputError: it takes torch, which is not here.
+        InputError: an option means nothing without another one, or it takes torch, which is not here.
     """
+
+    def is_given(name: str) -> bool:
+        dest = name.lstrip("-").replace("-", "_")
+        return bool(getattr(options, dest) != parser.get_default(dest))
+
+    for option in chain(*command.alternatives):
+        if option.only_with and is_given(option.names[-1]) and not any(map(is_given, option.only_with)):
+            raise InputError(f"{option.names[-1]}: expected together with {' or '.join(option.only_with)}")
     try:
-        status: int = resolve_name(function)(options)
+        status: int = resolve_name(command.run)(options)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

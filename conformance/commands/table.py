@@ -1,26 +1,32 @@
 """Every command, declared once: what it is called, what it takes, and what carries it out when it is asked for."""
 
 from pathlib import Path
+from typing import Any
 
+from mla_conformance.cases.extent import Extent
 from mla_conformance.commands.options import (
     Command,
+    Option,
     count,
     drift,
-    extent,
     flag,
     number,
     option,
     path,
+    salt,
     seconds,
     several,
     workers,
 )
+from mla_conformance.engine.request import DEVICES
+from mla_conformance.judging.traits import Question
 from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.compare import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
+from mla_conformance.vocabulary.capabilities import Tier
 
 _REFERENCE = "NAME, module:Class or file.py:Class"
-_TIERS = "smoke|full|nightly"
+_TIERS = "|".join(Tier)
 _SHELLS = ("bash", "zsh", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
@@ -29,14 +35,14 @@ _LISTED = "0 listed; 2 usage"
 _WHICH_CASE = "a case's id, or its file"
 _CASE = option("case", "CASE_ID|FILE.json", _WHICH_CASE)
 _CASE_IF_ANY = option("case", "CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
-_DEVICE = option("--device", "cpu|cuda", "by default a GPU, if present")
+_DEVICES: dict[str, Any] = {"metavar": "|".join(DEVICES), "choices": DEVICES}
+_DEVICE = option("--device", help_text="by default a GPU, if present", **_DEVICES)
 _BACKEND = option("--backend", "BACKEND", _REFERENCE)
 _NEEDED_BACKEND = option("--backend", "BACKEND", _REFERENCE, required=True)
 _BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all")
 _CAPABILITIES = several("--capability", "NAME", "by default all")
 _EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
-_FAILURE = option("--failure", "K", "number of a cause as certify prints it, by default 1", type=count, default=1)
-_SALT = option("--salt", "TEXT", "draw all inputs anew, from this text")
+_SALT = option("--salt", "TEXT", "draw all inputs anew, from this text", type=salt)
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = path("report", "REPORT", "report.json, or a run's folder")
 _TIMEOUT = option("--timeout", "TIME", "end cases that take longer", type=seconds)
@@ -44,10 +50,17 @@ _JSON = path("--out", "FILE", "also write the outcome as JSON")
 _SELECTION = (
     _BACKENDS,
     _CAPABILITIES,
-    option("--tier", _TIERS, "how many cases; by default full"),
+    option("--tier", _TIERS, "how many cases; by default full", choices=list(Tier)),
     _DEVICE,
     path("--cases", "DIR", "judge this folder's case files instead"),
 )
+
+
+def _failure(where: str) -> Option:
+    return option(
+        "--failure", "K", "number of a cause as certify prints it, by default 1", where, type=count, default=1
+    )
+
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
 """Words that begin several commands."""
@@ -63,18 +76,18 @@ COMMANDS = (
                 "--explore",
                 "N|TIME",
                 "also judge N drawn cases of each role, or for 10m; minimise failing ones",
-                type=extent,
+                type=Extent.of,
             ),
             _SALT,
             option("--shard", "I/N", "judge this part of the cases; report merge joins the parts"),
-            path("--durations", "REPORT", "balance shards by this earlier run"),
+            path("--durations", "REPORT", "balance shards by this earlier run", only_with="--shard"),
             (
                 path(
                     "--out", "DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"
                 ),
                 path("--resume", "DIR", "continue this folder's interrupted run"),
             ),
-            flag("--fresh", "with --out: set an unfinished run aside"),
+            flag("--fresh", "with --out: set an unfinished run aside", only_with="--out"),
             _TIMEOUT,
             option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
             option(
@@ -84,8 +97,8 @@ COMMANDS = (
                 option("--model", "NAME", "judge what a deployment of this model calls; see models"),
                 path("--config", "PATH", "the same for the model of this config.json"),
             ),
-            option("--tp", "N", "ranks that share the model's heads; by default 1", type=count),
-            option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto"),
+            option("--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
+            option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
             option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
             flag("--bitwise", "also report when a row's bits stay the same"),
             flag("--accuracy", "also report how errors are spread"),
@@ -100,7 +113,7 @@ COMMANDS = (
                 path("--submission", "DIR", "write its record below DIR, to hand in"),
                 path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
             ),
-            path("--sign", "KEY", "sign it with this SSH key"),
+            path("--sign", "KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
         ),
         (
             "--backend TORCH_SDPA",
@@ -124,14 +137,16 @@ COMMANDS = (
         (
             _CASE_IF_ANY,
             path("--report", "FILE", "run the simplest failure of a cause in this report"),
-            _FAILURE,
+            _failure("--report"),
             several("--after", "CASE_ID", "run this case before it, in the same process"),
             _SALT,
             _BACKEND,
             _DEVICE,
             _TIMEOUT,
-            option("--repeats", "N", "instead, call it N times and compare the bits, to find a race", type=count),
-            path("--dump", "DIR", "also write operands, result, golden result and error"),
+            (
+                option("--repeats", "N", "instead, call it N times and compare the bits, to find a race", type=count),
+                path("--dump", "DIR", "also write operands, result, golden result and error"),
+            ),
         ),
         ("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
         _JUDGED,
@@ -159,7 +174,7 @@ COMMANDS = (
         (
             _CASE_IF_ANY,
             path("--issue", "REPORT", "instead, write a cause in this report, record or submission as an issue"),
-            _FAILURE,
+            _failure("--issue"),
             _BACKEND,
             _DEVICE,
             path("--out", "FILE", "write here; an issue is printed by default"),
@@ -187,7 +202,7 @@ COMMANDS = (
                 option("--backend", "BACKEND", "instead, list what it declares of each role, and its fitted cases"),
                 flag("--excluded", "instead, list the pairs that no case can hold, with reasons"),
             ),
-            option("--device", "cpu|cuda", "with --backend: where it runs"),
+            option("--device", help_text="with --backend: where it runs", only_with="--backend", **_DEVICES),
         ),
         ("", "--backend TORCH_SDPA", "--excluded"),
         _LISTED,
@@ -200,7 +215,7 @@ COMMANDS = (
             option("name", "NAME", "show everything about this model", nargs="?"),
             flag("--proof", "instead, compare the golden layer with the models' own code"),
             (
-                path("--oracle", "FILE", "with --proof: compare with this file of an author"),
+                path("--oracle", "FILE", "with --proof: compare with this file of an author", only_with="--proof"),
                 path("--docs", "FILE", _SECTION),
             ),
         ),
@@ -211,7 +226,11 @@ COMMANDS = (
         "defects",
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
-        (option("--tier", _TIERS, "by default full", default="full"), _JSON, path("--page", "FILE", _SECTION)),
+        (
+            option("--tier", _TIERS, "by default full", choices=list(Tier), default="full"),
+            _JSON,
+            path("--page", "FILE", _SECTION),
+        ),
         ("--tier smoke",),
         "0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
@@ -262,6 +281,7 @@ COMMANDS = (
                 "--require-tier",
                 f"{_TIERS}|none",
                 "every case of this tier needs a verdict; by default full",
+                choices=[*Tier, "none"],
                 default="full",
             ),
             option(
@@ -270,11 +290,12 @@ COMMANDS = (
                 "what has to pass: the suite's list (shipped), or profiles, which then bind",
                 nargs="*",
             ),
-            option("--max-drift", "SHARE", "close if an error grew by more of its budget", type=drift),
+            option("--max-drift", "SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
             option(
                 "--require-bitwise",
                 "QUESTION",
                 "require these answers of certify --bitwise: repeats, alone, pages …",
+                choices=list(Question),
                 nargs="+",
                 default=[],
             ),
@@ -310,9 +331,9 @@ COMMANDS = (
             path("certificates", "FILE|DIR", "certificates, records or submissions", nargs="+"),
             option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
             option("--backend", "BACKEND", "run this backend again; by default the certificate's"),
-            _DEVICE,
-            option("--salt", "TEXT", "draw their inputs from this text"),
-            flag("--signature", "require a signature of one of the --signers"),
+            option("--device", help_text="by default a GPU, if present", only_with="--rerun", **_DEVICES),
+            option("--salt", "TEXT", "draw their inputs from this text", only_with="--rerun", type=salt),
+            flag("--signature", "require a signature of one of the --signers", only_with="--signers"),
             path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
         ),
         ("submissions/2026.4", "certificate.json --rerun 20 --device cuda"),

@@ -102,7 +102,7 @@ class RunRequest:
             chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
             _require_device(device)
             _require_exploration(explore, chosen)
-            _require_salt(salt)
+            require_salt(salt)
             if find_spec("torch") is None:
                 raise RequestError(NO_TORCH)
             return RunRequest(
@@ -210,9 +210,14 @@ def _require_device(name: str | None) -> None:
         raise RequestError(f"unknown device '{name}'; expected {' or '.join(DEVICES)}")
 
 
-def _require_salt(salt: str) -> None:
+def require_salt(salt: str) -> None:
+    """Refuse what not every command line would carry.
+
+    Raises:
+        RequestError: it is no salt.
+    """
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
-        raise RequestError(f"--salt: expected up to 64 letters, digits, dots and dashes, got {salt!r}")
+        raise RequestError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
 
 
 def _distinct(references: Sequence[BackendReference]) -> tuple[BackendReference, ...]:

@@ -8,14 +8,14 @@ from mla_conformance.files.inputs import InputError, read_text
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file; a full disk leaves an earlier one as it was.
+    """Write a text file, with escapes for what UTF-8 cannot hold; a full disk leaves an earlier one as it was.
 
     Raises:
         OSError: the file cannot be written.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several processes may write one file
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -1,5 +1,6 @@
 """What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in."""
 
+import contextlib
 import sys
 from functools import cache
 from pathlib import Path
@@ -58,8 +59,9 @@ def search_current_folder() -> None:
 def forget_current_folder() -> None:
     """Look for modules in folders that are named whole, and not where `python -m` looks first: the current folder."""
     sys.path[:] = [entry for entry in sys.path if Path(entry).is_absolute()]
-    if not sys.flags.safe_path and sys.path[:1] == [str(Path.cwd())]:
-        del sys.path[0]
+    with contextlib.suppress(OSError):  # in a folder that is gone there is nothing to be found
+        if not sys.flags.safe_path and sys.path[:1] == [str(Path.cwd())]:
+            del sys.path[0]
 
 
 def sites() -> tuple[Path, ...]:

@@ -71,6 +71,8 @@ _CHANGES = {
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (GateFinding.TOO_LARGE, GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
 _SHOWN = 20
+_NAME = 100
+"""Bytes of a name that are shown."""
 
 
 @dataclass(frozen=True)
@@ -273,16 +275,16 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
 
 def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[str]:
     """One line per finding, the first of each kind, what the others are about, and the decision with its terms."""
-    width = max((len(row.backend) for row in rows), default=0)
+    width = max((len(cut(row.backend, _NAME)) for row in rows), default=0)
     for finding, group in groupby(rows, key=lambda row: row.finding):
         of_kind = list(group)
         for row in of_kind[:_SHOWN]:
-            yield f"{finding:<16} {row.backend:<{width}} {cut(row.what)} · {cut(row.detail)}"
+            yield f"{finding:<16} {cut(row.backend, _NAME):<{width}} {cut(row.what)} · {cut(row.detail)}"
         if hidden := of_kind[_SHOWN:]:
             yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
     for backend in gate.now.backends:
         if backend.causes:
-            yield f"{'cause':<16} {backend.name:<{width}} {_cause(backend.causes)}"
+            yield f"{'cause':<16} {cut(backend.name, _NAME):<{width}} {_cause(backend.causes)}"
     yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *_counts(gate, rows)])
 
 

@@ -17,6 +17,8 @@ from typing import TextIO
 
 from mla_conformance.backends.foreign import LINE, MESSAGE, cut
 
+_HALF = 600
+"""Characters at each end of a reason that are always printed."""
 _lost: list[OSError] = []
 _COMMAND = re.compile(r"#(?=#\w*\[)")
 """What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
@@ -43,6 +45,14 @@ def shown_lines(text: str, limit: int = LINE) -> str:
 def say(line: str, error: bool = False) -> None:
     """Print one line at once, whatever is in it."""
     put(painted(shown_line(line), sys.stderr if error else sys.stdout), error)
+
+
+def refuse(program: str, reason: str) -> None:
+    """Print why a command is not carried out; a long reason keeps its ends: what is wrong, and what was expected."""
+    reason = shown(reason, 4 * len(reason))
+    if (left_out := len(reason) - 2 * _HALF) > 0:
+        reason = f"{reason[:_HALF]}… and {left_out:,} more characters …{reason[-_HALF:]}"
+    say(f"{program}: {reason}", error=True)
 
 
 def put(text: str, error: bool = False) -> None:

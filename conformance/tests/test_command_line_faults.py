@@ -1,20 +1,37 @@
-"""No command prints a traceback: for no empty option, for nothing that is no such file, and wherever output goes."""
+"""No command prints a traceback: for no bad value, for nothing that is no such file, and wherever output goes."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
-from mla_conformance.commands.options import Command
+from mla_conformance import cli
+from mla_conformance.commands.options import Command, salt
 from mla_conformance.commands.table import COMMANDS
 from mla_conformance.tests.command_line import MINE, STATUSES, call, options_of, outcome, without_work
 
 KNOWN_FILES = ("report.json", "record.json", "journal.jsonl", "case.json", "known.toml", "certificate.json")
 MOST_SECONDS = 20
+MOST_CHARACTERS = 2_000
+VALUES = {
+    "empty": "",
+    "blank": " ",
+    "command": "::error::x",
+    "control": "\x1b[31mred\x07",
+    "surrogates": "\udcff\udcfe",
+    "endless": "a" * 100_000,
+    "negative": "-1",
+    "nan": "nan",
+    "digit": "٣",
+    "nowhere": "/dev/null/nope",
+}
+parser = cache(cli._parser)
 commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 
 
@@ -53,6 +70,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MINE)
     without_work(monkeypatch)
+    monkeypatch.setattr(cli, "_parser", parser)
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(MOST_SECONDS)
     yield
@@ -60,12 +78,35 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize("value", VALUES)
 @commands
-def test_an_empty_option_is_a_usage_error(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_value_is_told_in_a_short_sentence(
+    command: Command, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     for option in options_of(command):
-        for empty in ("", " "):
-            assert outcome(call(command, option, empty)) == 2, option.names
-            assert "expected a value, got an empty one" in capsys.readouterr().err
+        status = outcome(call(command, option, VALUES[value]))
+        told = capsys.readouterr()
+        kind, is_blank = option.settings.get("type"), not VALUES[value].strip()
+        is_checked = "choices" in option.settings or kind not in (None, Path, salt) or (is_blank and kind is not salt)
+        assert status in ((2,) if is_checked else (1, 2, 3)), (option.names, told)
+        assert (told.out + told.err).replace("\n", "").isprintable(), (option.names, told)
+        assert max(len(told.out), len(told.err)) < MOST_CHARACTERS and "Traceback" not in told.err, (option.names, told)
+        assert not (is_checked and option.names[-1].startswith("-")) or option.names[-1] in told.err
+
+
+@commands
+def test_an_option_that_means_nothing_alone_is_refused(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in filter(lambda option: option.only_with, chain(*command.alternatives)):
+        other = str(option.settings.get("default", 0) + 1)
+        value = [] if "action" in option.settings else [*option.settings.get("choices", other)][:1]
+        assert outcome([*call(command), option.names[-1], *value]) == 2
+        told = capsys.readouterr().err
+        assert told == f"mla-conformance: {option.names[-1]}: expected together with {' or '.join(option.only_with)}\n"
+
+
+def test_an_empty_salt_is_that_of_the_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert outcome(["certify", "--backend", "mine.py:Mine", "--salt", ""]) == 3
+    assert "no process, in a test" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -200,7 +200,6 @@ USAGE = {
     "certificate": (["--model", "kimi-k2", "--certificate", "x"], "--certificate: cannot be combined with --model"),
     "tier": (["--model", "kimi-k2", "--tier", "smoke"], "--tier: cannot be combined with --model"),
     "shard": (["--model", "kimi-k2", "--shard", "1/2"], "--shard: cannot be combined with --model"),
-    "alone": (["--tp", "8"], "--tp: expected together with --model or --config"),
 }
 
 

@@ -18,7 +18,6 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.plugin import _require_survival
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.terminal import near
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.case_files import write_case
@@ -91,19 +90,11 @@ def test_a_step_summary_that_cannot_be_written_is_one_line(
     )
 
 
-def test_the_current_folder_may_be_gone(
-    write_report: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = write_report("a.json", [FAILED])
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    assert main(["gate", str(report), "--require-tier", "none"]) == 1
-    assert main(["report", "render", str(report)]) == 0 and near(report) == report
-    assert main(["report", "render", "a.json"]) == 2
-    assert main(["certify", "--backend", "EAGER", "--device", "cpu"]) == 2
-    assert main(["certify", "--backend", "a.py:Mine", "--device", "cpu"]) == 2
-    assert "the current folder: No such file or directory" in capsys.readouterr().err
+def test_a_current_folder_that_is_gone_is_told_in_a_sentence(tmp_path: Path) -> None:
+    line = ["bash", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$0" certify --device cpu', COMMAND]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = "the current folder: No such file or directory; change into one that is there"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"mla-conformance: {said}\n")
 
 
 def test_neither_locale_nor_files_beside_nor_streams_change_a_verdict(tmp_path: Path) -> None:

@@ -102,7 +102,6 @@ def test_a_journal_without_its_plan_is_refused(
             "its journal was changed: the shard has cases that are not listed",
         ),
         ((b"", b""), ["--shard", "1/2"], "cannot be combined with --shard"),
-        ((b"", b""), ["--fresh"], "cannot be combined with --fresh"),
         ((b"", b""), ["--tier", "smoke", "-n1"], "it holds another run; tier: was full, is smoke"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_report_keeps_the_salt_of_its_failures(write_report: Callable[..., Pat
 
 @pytest.mark.parametrize("salt", ["two words", "ä", "x" * 65, "a/b", "\n"])
 def test_a_salt_that_no_command_line_would_carry_is_refused(salt: str) -> None:
-    with pytest.raises(RequestError, match="--salt: expected up to 64 letters"):
+    with pytest.raises(RequestError, match="expected a salt of up to 64 letters"):
         RunRequest.of(salt=salt)
 
 

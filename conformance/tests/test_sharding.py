@@ -153,7 +153,6 @@ def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.Ca
         (["--shard", "3/2"], "--shard: expected i/n with 1 <= i <= n"),
         (["--shard", "1/9"], "--shard: 9 shards for "),
         (["--shard", "1/2", "--durations", "absent.json"], "absent.json: cannot be read: No such file"),
-        (["--durations", "absent.json"], "--durations: expected together with --shard"),
         (
             ["--shard", "1/2", "--capability", "combinations", "--explore", "3"],
             "--explore: cannot be combined with --shard",
