@@ -131,16 +131,14 @@ def _shard(options: argparse.Namespace, request: RunRequest) -> Shard | None:
 
 
 def _recorded(folder: Path) -> Plan:
-    """The plan of an interrupted run whose whole journal can be read."""
+    """The plan of an interrupted run."""
     try:
         journal = Journal.inside(folder)
-        plan = Plan.recorded(journal)
-        journal.check()
+        return Plan.recorded(journal)
     except JournalError as error:
         raise InputError(f"--resume: {error}") from error
     except OSError as error:
         raise InputError(f"--resume: {journal.path}: cannot be read: {error.strerror}") from error
-    return plan
 
 
 def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
