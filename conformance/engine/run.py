@@ -449,8 +449,16 @@ class Run:
             )
             for facts in self.facts
         )
-        request, ended = self.request, datetime.date.today().isoformat()
-        return RunSummary(self.environment, backends, request.case_ids, request.shard, request.deployment, date=ended)
+        request = self.request
+        return RunSummary(
+            self.environment,
+            backends,
+            request.case_ids,
+            request.shard,
+            request.deployment,
+            date=datetime.date.today().isoformat(),
+            code=self.found.code.own,
+        )
 
     @cached_property
     def _positions(self) -> dict[str, int]:

@@ -230,6 +230,7 @@ class RunSummary:
         deployment: the model that the cases are of, if they are.
         source: the report that it was read from, for messages.
         date: ISO date on which it ended, or empty if the report does not tell.
+        code: SHA-256, by place, of the modules that its backends loaded and no wheel holds.
     """
 
     environment: dict[str, str]
@@ -239,6 +240,7 @@ class RunSummary:
     deployment: Deployment | None = None
     source: str = ""
     date: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:

@@ -198,6 +198,8 @@ def test_a_run_whose_helper_was_swapped_is_refused(
     asked = ["--backend=kern.py:Helped", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1", "--out=out"]
     assert main(["certify", *asked]) == 0
     journal = tmp_path / "out" / "journal.jsonl"
+    code = load_report(tmp_path / "out").code
+    assert {Path(place).name for place in code} == {"kern.py", helper.name}
     lines = journal.read_text().splitlines()
     loaded = max(number for number, line in enumerate(lines) if '"event": "loaded"' in line)
     write_sealed(journal.parent, lines[: loaded + 1])
