@@ -111,6 +111,17 @@ def children() -> set[int]:
     return found
 
 
+def programs_below(process: int) -> set[str]:
+    """The names of the programs that a process, and what it started, has started; none of other users' processes."""
+    found: set[str] = set()
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listed.read_text(encoding="ascii").split()):
+                found.add(Path(f"/proc/{child}/comm").read_text(encoding="utf-8", errors="replace").strip())
+                found |= programs_below(child)
+    return found
+
+
 def end_of(process: int) -> list[int]:
     """A descriptor that becomes readable when a process ends; none on a system without."""
     try:

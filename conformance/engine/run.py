@@ -301,9 +301,8 @@ class Run:
             if record is None:
                 continue
             self._write(journal.Judgement(record))
-            if not record.failed:
-                continue
-            failures[record.record_key] = outcome
+            if record.failed:
+                failures[record.record_key] = outcome
             reason = patience.exhausted(record)
             if reason and (given_up := (record.reference, call_of(record.case))) not in tasks.dropped:
                 tasks.dropped.add(given_up)

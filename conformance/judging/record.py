@@ -30,6 +30,8 @@ UNLIKE: Final = "unlike every known defect"
 """The explanation of a failure that nothing explains."""
 UNCOMPARED: Final = "not compared with every known defect, which would take too long"
 """The explanation of a failure for which time ran out."""
+COMPILING: Final = "unjudged: it was still compiling when the time that a case may take was over; raise --timeout"
+"""Of a case that says nothing of the kernel, which it did not come to."""
 _EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED)
 _SHOWN_CASES = 3
 
@@ -119,9 +121,14 @@ class Record(Said, frozen=True):
         return self.status in FAILED
 
     @property
+    def is_unjudged(self) -> bool:
+        """Whether it has no verdict, though by the suite's own estimate this machine has enough memory for it."""
+        return self.status is Status.UNAVAILABLE and not self.too_large
+
+    @property
     def lacked_memory(self) -> bool:
         """Whether there was no memory for it, though by the suite's own estimate this machine has enough."""
-        return self.status is Status.UNAVAILABLE and not self.too_large
+        return self.is_unjudged and self.message != COMPILING
 
     def with_fields(self, **changes: Any) -> "Record":
         """This record with other values of some fields."""

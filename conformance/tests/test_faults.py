@@ -42,6 +42,7 @@ OF_PROCESSES: dict[str, tuple[Status, str]] = {
     "ReplacesExp": (Status.FAIL, Check.PROCESS_STATE),
     "EAGER": PASS,
     "Leaks": (Status.UNAVAILABLE, ""),
+    "Compiles": (Status.UNAVAILABLE, ""),
     "Floods": PASS,  # to print is no fault of a kernel; only the log must not grow with it
     "Forks": PASS,  # the child is ended where it comes back
     "StopsItsParent": PASS,  # whoever ends the worker lets its parent go on
@@ -133,6 +134,7 @@ def test_the_journal_holds_every_verdict_of_the_report(folder: Path, records: di
         ("ExitsAtOnce", "the process died during this case: exit status 0"),
         ("KillsItsParent", "the process died during this case: Killed"),
         ("StopsItself", "no verdict within the time"),
+        ("Compiles", "unjudged: it was still compiling when the time"),
     ],
 )
 def test_the_message_says_what_happened(records: dict[tuple[str, str], Record], name: str, said: str) -> None:
