@@ -13,7 +13,7 @@ from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.form import DeviationForm
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
+from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
@@ -140,7 +140,7 @@ def _require_success(backend: BackendSummary) -> None:
         if capability.failures:
             first = capability.failures[0]
             raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
-        if capability.outcome is BackendOutcome.UNAVAILABLE:
+        if capability.counts.unavailable and not (capability.counts.passed or capability.counts.waived):
             raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
 
 

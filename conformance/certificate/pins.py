@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from importlib.metadata import packages_distributions, version
-from importlib.resources import files
 from pathlib import Path
 
 import msgspec
@@ -14,6 +13,7 @@ from mla_conformance.files.installed import (
     commit_of,
     files_digest,
     harness_files,
+    harness_folder,
     installed,
     module_file,
     source_digests,
@@ -88,7 +88,7 @@ def _with_loaded(sources: dict[str, str], own: Mapping[str, str], backend: Backe
 
 def harness() -> Installed:
     """The harness as it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
-    commit, clean = commit_of(Path(str(files("mla_conformance"))).parent)
+    commit, clean = commit_of(harness_folder())
     return Installed(files=files_digest(harness_files()), commit=commit, clean=clean)
 
 

@@ -16,7 +16,7 @@ from mla_conformance.certificate.issue import Refused, issue, record, require_ce
 from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.certificate.submission import write_submission
-from mla_conformance.commands.console import run_and_report
+from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.commands.sanitize import Sanitizing, sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
@@ -25,6 +25,7 @@ from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
@@ -33,7 +34,7 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.summary import RunSummary
+from mla_conformance.report.summary import BackendOutcome, RunSummary
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.case_files import read_cases
 
@@ -57,8 +58,11 @@ def certify(options: argparse.Namespace) -> int:
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations)
-    status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle if issuing else None)
-    return issuing.write(run.summary(), status, run.found.code.digests) if issuing else status
+    if not issuing:
+        return run_and_report(run, as_json=options.json, resumed=plan)
+    with git_asked_before():
+        status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle)
+        return issuing.write(run.summary(), status, run.found.code.digests)
 
 
 def _sanitizing(options: argparse.Namespace) -> Sanitizing:
@@ -126,16 +130,14 @@ def _shard(options: argparse.Namespace, request: RunRequest) -> Shard | None:
 
 
 def _recorded(folder: Path) -> Plan:
-    """The plan of an interrupted run whose whole journal can be read."""
+    """The plan of an interrupted run."""
     try:
         journal = Journal.inside(folder)
-        plan = Plan.recorded(journal)
-        journal.check()
+        return Plan.recorded(journal)
     except JournalError as error:
         raise InputError(f"--resume: {error}") from error
     except OSError as error:
         raise InputError(f"--resume: {journal.path}: cannot be read: {error.strerror}") from error
-    return plan
 
 
 def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
@@ -208,9 +210,14 @@ class Issuing:
         return ""
 
     def write(self, run: RunSummary, status: int, loaded: Mapping[str, str] = MappingProxyType({})) -> int:
-        """Write what a finished run is worth, whose backend has loaded these files; the exit status."""
-        if status:
-            return status if self.pins is None else self._refused("the run failed or is incomplete", status)
+        """Write what a finished run is worth, whose backend has loaded these files; the exit status.
+
+        What could not be judged, which leaves a run incomplete, is named by what is issued.
+        """
+        if self.pins is None:
+            return status
+        if status and not (status == BROKEN and run.backends[0].outcome is BackendOutcome.UNAVAILABLE):
+            return self._refused("the run failed or is incomplete", status)
         try:
             certificate = self._certificate(run, loaded)
         except Refused as reason:
@@ -219,10 +226,9 @@ class Issuing:
         if self.key:
             sign(path, self.key)
         say(f"wrote {path}", error=True)
-        return 0
+        return status
 
     def _certificate(self, run: RunSummary, loaded: Mapping[str, str]) -> Certificate:
-        assert self.pins is not None  # a run that was not prepared is no success
         facts = run.backends[0].facts
         if _pins(facts) != self.pins:
             raise Refused("the backend, one of its packages or the harness changed during the run")

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
-from mla_conformance.engine.journal import Plan
+from mla_conformance.engine.journal import JournalError, Plan
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
@@ -117,8 +118,10 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
             return reason, BROKEN
         if resumed:
             _require_same(run, resumed)
-        run.resume() if resumed else run.begin()
-    except RequestError as error:
+            _say_of_journal(run, run.resume())
+        else:
+            run.begin()
+    except (RequestError, JournalError) as error:
         run.folder.discard()
         raise InputError(str(error)) from error
     except Stopped as stop:
@@ -140,6 +143,15 @@ def _require_same(run: Run, resumed: Plan) -> None:
             f"first {changed[0]}. Verdicts on different code do not add up, and what a kernel compiles differs between "
             "machines: start again on one machine, without --resume"
         )
+
+
+def _say_of_journal(run: Run, left_out: list[int]) -> None:
+    """What a run goes on with, where that is not the whole journal, or where a kernel could have written it."""
+    if left_out:
+        lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
+        say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
+    if said := run.environment.get("journal"):
+        say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
 
 
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:

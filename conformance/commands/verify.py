@@ -4,6 +4,7 @@ import argparse
 import datetime
 import secrets
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from mla_conformance.certificate.verify import problems
 from mla_conformance.engine.devices import this_machine
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
@@ -27,7 +29,8 @@ from mla_conformance.report.terminal import say
 
 def verify(options: argparse.Namespace) -> int:
     """Check certificates and folders of submissions; the exit status."""
-    return max([status for path in options.certificates for status in _statuses(path, options)])
+    with git_asked_before() if options.rerun > 0 else nullcontext():
+        return max([status for path in options.certificates for status in _statuses(path, options)])
 
 
 def write_reasons(options: argparse.Namespace) -> int:

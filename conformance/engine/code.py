@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mla_conformance.driving.loaded import Loaded
-from mla_conformance.files.installed import file_digest
-from mla_conformance.files.places import is_file
+from mla_conformance.files.installed import file_digest, harness_files
+from mla_conformance.files.places import is_file, place_of, sites
 
 
 @dataclass
@@ -28,6 +28,17 @@ class LoadedCode:
         for path, digest in loaded.generated.items():
             if self.digests.get(path, digest) != digest:
                 self.conflicts.add(path)
+
+    @property
+    def own(self) -> dict[str, str]:
+        """SHA-256, by place, of the modules that are neither the harness's nor in a folder of wheels."""
+        shipped = {path.resolve() for path in harness_files().values()}
+        modules = {Path(path): digest for path, digest in self.digests.items() if ".so" not in Path(path).suffixes}
+        return {
+            place_of(path): digest
+            for path, digest in sorted(modules.items())
+            if path not in shipped and not any(path.is_relative_to(site) for site in sites())
+        }
 
     def changed(self) -> list[str]:
         """The paths whose bytes on disk differ from those that were loaded, or that are gone."""

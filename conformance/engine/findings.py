@@ -50,8 +50,8 @@ class Findings:
             self.given_up[event.backend] = f"{earlier}; {event.reason}" if earlier else event.reason
 
     def forget_lacking(self) -> None:
-        """Have cases judged again for which there was no memory, though this machine has enough."""
-        lacking = [key for key, record in self.verdicts.items() if record.lacked_memory]
+        """Have cases judged again that this machine has enough memory for: they lacked it, or time to compile."""
+        lacking = [key for key, record in self.verdicts.items() if record.is_unjudged]
         for key in lacking:
             del self.verdicts[key]
 

@@ -33,11 +33,15 @@ class RunFolder:
         path: the folder.
         lock: descriptor that holds it; -1 once it is released.
         fresh: it was made for this run.
+        journal: in it.
     """
 
     path: Path
     lock: int
     fresh: bool
+
+    def __post_init__(self) -> None:
+        self.journal = Journal.inside(self.path)
 
     @staticmethod
     def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
@@ -67,11 +71,6 @@ class RunFolder:
             folder._require_finished()
         return folder
 
-    @property
-    def journal(self) -> Journal:
-        """The run's journal."""
-        return Journal.inside(self.path)
-
     def _require_free(self) -> None:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,7 +87,7 @@ class RunFolder:
 
     def begin(self) -> None:
         """Keep an earlier run's files in a folder beside, and let ``latest`` name this run."""
-        earlier = [self.path / name for name in _FILES if (self.path / name).exists()]
+        earlier = [path for name in _FILES if (path := self.path / name).exists()] + self.journal.seals
         if earlier:
             moment = time.strftime("%Y%m%d-%H%M%S", time.localtime(min(file.stat().st_mtime for file in earlier)))
             beside = self.path.with_name(f"{self.path.name}-{moment}-{secrets.token_hex(2)}")

@@ -1,6 +1,9 @@
 """The journal: one JSON line per event, written by the supervisor alone, so that a crash loses nothing.
 
 Its first event is the plan of the run: what a resumed run must agree with to be the same run.
+
+It is sealed, since a kernel may write into the file: each line names the digest of the one before, and a named pipe
+beside the file the digest of the last. The process of a kernel that is judged apart cannot make named pipes.
 """
 
 import contextlib
@@ -8,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +24,7 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import open_regular
+from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment
@@ -124,11 +129,12 @@ class UnwrittenError(OSError):
     """The system did not take a line."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Journal:
     """The event file of a run: its plan, each start and each verdict, what was given up, and its end."""
 
     path: Path
+    _last: str = ""
 
     @staticmethod
     def inside(directory: Path) -> "Journal":
@@ -136,26 +142,47 @@ class Journal:
         return Journal(directory / JOURNAL_NAME)
 
     def append(self, event: JournalEvent) -> None:
-        """Write one event and hand it to the system.
+        """Write one event behind those that this object wrote or took up, and hand it to the system.
 
         Raises:
             UnwrittenError: the system did not take the whole line.
         """
         # ASCII: half a line is still text, and nothing but a newline ends one.
-        line = (json.dumps(msgspec.to_builtins(event)) + "\n").encode("ascii")
+        line = json.dumps({"after": self._last, **msgspec.to_builtins(event)}).encode("ascii")
         try:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                if os.write(descriptor, line) < len(line):
+                if os.write(descriptor, line + b"\n") <= len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise UnwrittenError(error.errno, error.strerror, error.filename) from error
+        self._seal(_digest(line))
+
+    def _seal(self, last: str) -> None:
+        """Have the pipe beside the file name the digest of its last line, which is there already."""
+        before, seal = self.seals, self._seal_of(last)
+        if seal not in before:
+            with contextlib.suppress(OSError):  # a file system without: nothing is sealed, and no run goes on with it
+                os.mkfifo(seal)
+        for path in before:
+            if path != seal:
+                path.unlink(missing_ok=True)
+        self._last = last
+
+    def _seal_of(self, digest: str) -> Path:
+        return self.path.with_name(f".{self.path.name}-{digest}")
+
+    @property
+    def seals(self) -> list[Path]:
+        """The pipe that names the digest of the last line; two of them where a run was ended between two steps."""
+        beside = self.path.parent.glob(f".{self.path.name}-*")
+        return [path for path in beside if stat.S_ISFIFO(path.lstat().st_mode)]
 
     def events(self) -> Iterator[JournalEvent]:
-        """All whole events so far; a last line that was cut off is left out."""
-        for line in self._whole().splitlines() if self.path.exists() else ():
+        """All whole events so far, whoever wrote them; a last line that was cut off is left out."""
+        for line in self._lines() if self.path.exists() else ():
             with contextlib.suppress(ValueError):
                 yield _read(line)
 
@@ -167,28 +194,51 @@ class Journal:
         """Whether the run came to its end."""
         return [type(event) for event in self.events() if type(event) is not Reported][-1:] == [Completed]
 
-    def check(self) -> None:
-        """Read every line but one at the end that was cut off.
+    def sealed(self) -> dict[int, JournalEvent]:
+        """The events that runs wrote, each by the number of its line, counted from 1.
 
         Raises:
-            JournalError: a line is no event.
+            JournalError: there is none that the seal leads to, or a line of theirs cannot be read.
         """
-        for number, line in enumerate(self._whole().splitlines(), start=1):
+        sealed = {path.name.rpartition("-")[2] for path in self.seals}
+        lines, found = self._lines(), dict[int, JournalEvent]()
+        for number, line in reversed(list(enumerate(lines, start=1))):
+            if _digest(line) not in sealed:
+                continue
             try:
-                _read(line)
+                found[number] = _read(line)
             except ValueError as error:
-                where = f"{self.path}, line {number}"
                 what = f"expected an event of a run as JSON, got {line[:80]!r}: {error}"
-                raise JournalError(f"{where}: {what}") from None
+                raise JournalError(f"{self.path}, line {number}: {what}") from None
+            sealed = {json.loads(line).get("after")}
+        if sealed != {""}:
+            raise JournalError(
+                f"{self.path}: expected a journal as its run left it, with its seal beside it, a named pipe "
+                f"{self._seal_of('…').name}; it was changed, cut or moved, or of an older version: start the run anew"
+            )
+        return dict(sorted(found.items()))
 
-    def repair(self) -> None:
-        """Remove a last line that was cut off, so that the next event starts a line of its own."""
-        os.truncate(self.path, len(self._whole()))
+    def take_up(self) -> list[int]:
+        """Keep of the file what runs wrote, so that the next event starts a line behind it.
 
-    def _whole(self) -> bytes:
+        Returns: numbers of the lines that went.
+
+        Raises:
+            JournalError: nothing of it is sealed.
+        """
+        lines, kept = self._lines(), self.sealed()
+        write_whole(self.path, "".join(f"{lines[number - 1].decode('ascii')}\n" for number in kept))
+        self._seal(_digest(lines[max(kept) - 1]))
+        return [number for number in range(1, len(lines) + 1) if number not in kept]
+
+    def _lines(self) -> list[bytes]:
         with open_regular(self.path) as file:
             content = file.read()
-        return content[: content.rfind(b"\n") + 1]
+        return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def _digest(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
 
 
 def _read(line: bytes) -> JournalEvent:
@@ -269,13 +319,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The plan that a journal starts with.
 
         Raises:
-            JournalError: there is no journal, or it starts otherwise, or with a plan of another format.
+            JournalError: it is not sealed, or it starts otherwise, or with a plan of another format.
         """
-        first = next(journal.events(), None)
+        first, *_ = journal.sealed().values()
         if not isinstance(first, Planned):
-            raise JournalError(
-                f"{journal.path}: expected a journal that starts with the plan of a run; start the run anew"
-            )
+            raise JournalError(f"{journal.path}: expected a journal that starts with the plan of a run")
         if first.plan.get("format") != PLAN_FORMAT:
             raise JournalError(f"{journal.path}: expected plan format {PLAN_FORMAT}, got {first.plan.get('format')!r}")
         try:

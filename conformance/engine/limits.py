@@ -18,8 +18,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _CAP_SYS_PTRACE = 19
 _CAPABILITIES_OF_64_BITS = 0x20080522
-_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
-_LANDLOCK_SCOPE_SIGNAL = 2
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_LANDLOCK_ASKS_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
+_LANDLOCK_MAKE_FIFO, _LANDLOCK_REFER, _LANDLOCK_SCOPE_SIGNAL = 1 << 10, 1 << 13, 2
+_VERSION_OF_REFER, _VERSION_OF_SCOPES = 2, 6
 _STANDARD = 2
 THREADS = "OMP_NUM_THREADS"
 """The variable that says how many threads torch has of its own; MKL heeds it, too."""
@@ -64,21 +66,40 @@ def renounce_tracing() -> None:
     libc.capset(header, sets)
 
 
-def renounce_signals() -> None:
-    """Give up the right to signal processes that this one does not start; Linux from 6.12 on can do that (Landlock).
+def _landlock() -> int:
+    """The version of Landlock that this system has; less than 1 for none."""
+    if sys.platform != "linux":
+        return 0
+    version = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION)
+    return int(version)
+
+
+def keeps_from_pipes() -> bool:
+    """Whether a process can be kept from making named pipes, which Linux from 5.19 on can."""
+    return _landlock() >= _VERSION_OF_REFER
+
+
+def renounce_signals_and_pipes() -> None:
+    """Give up the right to signal processes that this one does not start, from Linux 6.12 on, and to make named pipes.
 
     Call it while there is one thread: it holds for that one, and for what it starts. The system demands that nothing
     gets further rights by being executed, as programs of root may otherwise.
     """
-    if sys.platform != "linux":
+    if not keeps_from_pipes():
         return
-    libc, nothing = ctypes.CDLL(None), 0
-    forbidden = (ctypes.c_uint64 * 3)(nothing, nothing, _LANDLOCK_SCOPE_SIGNAL)  # of files, of networks, of processes
-    rules = libc.syscall(_LANDLOCK_CREATE_RULESET, forbidden, ctypes.c_size_t(ctypes.sizeof(forbidden)), 0)
-    if rules >= 0:
-        libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-        libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0)
-        os.close(rules)
+    libc, no_network = ctypes.CDLL(None), 0
+    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if _landlock() >= _VERSION_OF_SCOPES else []
+    forbidden = [_LANDLOCK_MAKE_FIFO | _LANDLOCK_REFER, *scopes]
+    words = (ctypes.c_uint64 * len(forbidden))(*forbidden)
+    rules = libc.syscall(_LANDLOCK_CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
+    root = os.open("/", os.O_PATH)
+    # To move files between folders, which has to be allowed where anything of files is forbidden: everywhere.
+    allowed = _LANDLOCK_REFER.to_bytes(8, sys.byteorder) + root.to_bytes(4, sys.byteorder)
+    libc.syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_PATH_BENEATH, allowed, 0)
+    os.close(root)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0)
+    os.close(rules)
 
 
 def children() -> set[int]:
@@ -87,6 +108,17 @@ def children() -> set[int]:
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found.update(map(int, task.read_text(encoding="ascii").split()))
+    return found
+
+
+def programs_below(process: int) -> set[str]:
+    """The names of the programs that a process, and what it started, has started; none of other users' processes."""
+    found: set[str] = set()
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, listed.read_text(encoding="ascii").split()):
+                found.add(Path(f"/proc/{child}/comm").read_text(encoding="utf-8", errors="replace").strip())
+                found |= programs_below(child)
     return found
 
 

@@ -28,7 +28,7 @@ from mla_conformance.engine.limits import (
     leave,
     limit_memory,
     machine_memory,
-    renounce_signals,
+    renounce_signals_and_pipes,
     renounce_tracing,
 )
 from mla_conformance.engine.messages import Setup
@@ -113,7 +113,7 @@ def _serve_kernel(began: float, shared: Shared, stacks: int, connection: socket.
     open_to_backends(began)
     hide_memory(False)
     renounce_tracing()
-    renounce_signals()
+    renounce_signals_and_pipes()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     kernel_side.serve(connection, shared)
 

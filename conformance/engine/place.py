@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import select
 import signal
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from mla_conformance.engine.early import EarlyKeeper, start_keeper
-from mla_conformance.engine.limits import LACKED_MEMORY, cause_of, end_of, how
+from mla_conformance.engine.limits import LACKED_MEMORY, cause_of, end_of, how, programs_below
 from mla_conformance.engine.messages import (
     Ended,
     Explore,
@@ -28,7 +29,7 @@ from mla_conformance.engine.messages import (
     decode,
     encode,
 )
-from mla_conformance.judging.record import Record, ended_by
+from mla_conformance.judging.record import COMPILING, Record, ended_by
 from mla_conformance.judging.verdict import Status, Verdict
 
 START_SECONDS = 300.0
@@ -41,6 +42,12 @@ _READ = 2**16
 _LONGEST_LINE = 2**24
 """Bytes of a message, generously: every text in one is cut, and a case's id has 1 MiB at most."""
 _MOST_STACKS = 2**10
+_COMPILERS = {"cc1plus", "cicc", "clang", "clang++", "cudafe++", "g++", "gcc", "ld", "ninja", "nvcc", "ptxas"}
+_IN_COMPILER = re.compile(
+    rb"/(triton/(compiler|backends|runtime/build)|torch/(_dynamo|_inductor|utils/cpp_extension)|flashinfer/jit|"
+    rb"cutlass/base_dsl|tilelang/jit|tvm_ffi/cpp)[/.]"
+)
+"""In the stacks of a process that compiles without a program of its own."""
 _MOST_DRAWN = 100_000
 DIED = "the process died during this case"
 GARBLED = "it was ended, since it wrote to the supervisor what no worker says"
@@ -84,6 +91,7 @@ class WorkerSlot:
     _buffer: bytes = b""
     _deadline: float = 0.0
     _asked: bool = False
+    _programs: set[str] = field(default_factory=set)
     _killed: bool = False
     _garbled: bool = False
     _served: bool = False
@@ -233,7 +241,9 @@ class WorkerSlot:
         if self._killed:
             stacks = b"\n".join(self._stacks).decode("utf-8", "replace")
             detail = stacks or "no stacks: it did not answer the signal"
-            return self._started.with_verdict(Verdict(Status.TIMEOUT, HUNG, detail=detail), self.timeout)
+            compiling = self._programs & _COMPILERS or any(map(_IN_COMPILER.search, self._stacks))
+            cut = Verdict(Status.UNAVAILABLE, COMPILING) if compiling else Verdict(Status.TIMEOUT, HUNG, detail=detail)
+            return self._started.with_verdict(cut, self.timeout)
         died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
         return self._started.with_verdict(Verdict(died, f"{DIED}: {self.why(status)}"), 0.0)
 
@@ -241,6 +251,7 @@ class WorkerSlot:
         """The deadline has passed: ask where the worker is, then end it; at last its keeper."""
         if not self._asked and self.task is not None:
             self._asked, self._killed = True, self._judged is None
+            self._programs = programs_below(self._process)
             self._signal(signal.SIGUSR1)
             self._signal(signal.SIGCONT)  # it may have stopped itself
             self._wait(_STACK_SECONDS)

@@ -23,7 +23,7 @@ from mla_conformance.engine.devices import WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.installation import Installation
-from mla_conformance.engine.limits import hide_memory
+from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
 from mla_conformance.engine.messages import Describe, Explore, Judge, Trace
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
@@ -43,6 +43,8 @@ from mla_conformance.version import SUITE_VERSION, __version__
 
 APART = "inputs, kernel and judge apart"
 """What the environment says of a run whose judge is in no process of a backend."""
+UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
+"""What it says of such a run whose journal a kernel could have written, seal and all."""
 
 
 @dataclass
@@ -115,6 +117,7 @@ class Run:
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
+        asked["journal"] = "" if not self.request.apart or keeps_from_pipes() else UNSEALED
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 
@@ -177,15 +180,16 @@ class Run:
         self._write(journal.Planned(self.plan.to_json()))
         self._begin_code()
 
-    def resume(self) -> None:
-        """Go on with the run that the folder's journal tells of."""
-        self.folder.journal.repair()
+    def resume(self) -> list[int]:
+        """Go on with the run that the folder's journal tells of; numbers of the lines that it did not write."""
+        left_out = self.folder.journal.take_up()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        for event in self.folder.journal.events():
+        for event in self.folder.journal.sealed().values():
             self.found.keep(event)
         self.found.forget_lacking()
         self._write(journal.Resumed())
         self._begin_code()
+        return left_out
 
     def _begin_code(self) -> None:
         """Journal what was loaded before there was a journal."""
@@ -196,7 +200,7 @@ class Run:
     def changed_code(self) -> list[str]:
         """The files that the journal's run had loaded and whose bytes have changed since, by path."""
         earlier = LoadedCode()
-        for event in self.folder.journal.events():
+        for event in self.folder.journal.sealed().values():
             if isinstance(event, journal.CodeLoaded):
                 earlier.add(event.loaded)
         return earlier.changed()
@@ -297,9 +301,8 @@ class Run:
             if record is None:
                 continue
             self._write(journal.Judgement(record))
-            if not record.failed:
-                continue
-            failures[record.record_key] = outcome
+            if record.failed:
+                failures[record.record_key] = outcome
             reason = patience.exhausted(record)
             if reason and (given_up := (record.reference, call_of(record.case))) not in tasks.dropped:
                 tasks.dropped.add(given_up)
@@ -445,8 +448,16 @@ class Run:
             )
             for facts in self.facts
         )
-        request, ended = self.request, datetime.date.today().isoformat()
-        return RunSummary(self.environment, backends, request.case_ids, request.shard, request.deployment, date=ended)
+        request = self.request
+        return RunSummary(
+            self.environment,
+            backends,
+            request.case_ids,
+            request.shard,
+            request.deployment,
+            date=datetime.date.today().isoformat(),
+            code=self.found.code.own,
+        )
 
     @cached_property
     def _positions(self) -> dict[str, int]:

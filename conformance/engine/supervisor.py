@@ -34,7 +34,7 @@ from mla_conformance.engine.messages import (
 )
 from mla_conformance.engine.place import DIED, RunError, WorkerSlot
 from mla_conformance.engine.tasks import Tasks, call_of
-from mla_conformance.judging.record import EXPLORED, Record
+from mla_conformance.judging.record import COMPILING, EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import array_of
 
@@ -342,7 +342,7 @@ class FailureLimit:
 
     def exhausted(self, record: Record) -> str:
         """Why the call of a record's case is given up; empty if it is not."""
-        if record.status not in (Status.CRASH, Status.TIMEOUT):
+        if record.status not in (Status.CRASH, Status.TIMEOUT) and record.message != COMPILING:
             return ""
         call = call_of(record.case)
         self._failures[record.reference, call, record.message] += 1

@@ -12,11 +12,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -26,6 +28,7 @@ from mla_conformance.files.places import is_file, sites
 
 _SOURCES = (".py", ".so")
 _GIT_PATIENCE = 60
+_NO_PROGRAMS = ("-c", "core.fsmonitor=", "-c", f"core.hooksPath={os.devnull}")
 _HARNESS = "mla_conformance."
 _PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
 _NOT_SHIPPED = {"tests", "__pycache__"}
@@ -82,8 +85,49 @@ def _checkout(folder: Path) -> Installed:
     return Installed(files=files_digest({name: path for name, path in found.items() if not _is_apart(Path(name))}))
 
 
+class _Told(NamedTuple):
+    """What git said of a checkout, and the digest of its tracked files at that time."""
+
+    commit: str
+    clean: bool | None
+    tracked: Mapping[str, Path]
+    digest: str
+
+
+_told: dict[Path, _Told] | None = None
+"""Of the harness and of every editable installation, while git is not to be asked."""
+
+
+@contextmanager
+def git_asked_before() -> Iterator[None]:
+    """Ask git now of all that may be asked of it, and not again: a backend is about to be imported.
+
+    Its process may write where git finds programs to run, which have rights that it gave up itself.
+    """
+    global _told
+    editable = {folder for found in distributions() if (folder := _editable(found))}
+    _told = {folder: _ask(folder) for folder in {harness_folder(), *editable}}
+    try:
+        yield
+    finally:
+        _told = None
+
+
+def _ask(folder: Path) -> _Told:
+    tracked = {name: folder / name for name in filter(None, (_git(folder, "ls-files", "-z") or "").split("\0"))}
+    return _Told(*commit_of(folder), tracked, files_digest(tracked))
+
+
+def harness_folder() -> Path:
+    """The folder that the harness's package stands in, which may be a checkout."""
+    return Path(str(files("mla_conformance"))).parent
+
+
 def commit_of(folder: Path) -> tuple[str, bool | None]:
     """The commit of the checkout that this very folder is, and whether nothing in it was changed since."""
+    if _told is not None:
+        said = _told.get(folder, _Told("", None, {}, ""))
+        return said.commit, said.clean and files_digest(said.tracked) == said.digest
     commit, status = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
     return commit or "", None if status is None else not status
 
@@ -112,8 +156,10 @@ def _git(folder: Path, *command: str) -> str | None:
     if not (folder / ".git").exists():
         return None
     try:
-        asked = ["git", "-C", str(folder), *command]
-        done = subprocess.run(asked, capture_output=True, timeout=_GIT_PATIENCE, check=True)
+        asked = ["git", "-C", str(folder), *_NO_PROGRAMS, *command]
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        environment = {**own, "GIT_CONFIG_NOSYSTEM": "1", "GIT_OPTIONAL_LOCKS": "0"}
+        done = subprocess.run(asked, capture_output=True, timeout=_GIT_PATIENCE, check=True, env=environment)
         return done.stdout.decode("utf-8", "replace").strip()
     except (OSError, subprocess.SubprocessError):
         return None

@@ -17,6 +17,7 @@ from mla_conformance.judging.traits import Answer, Question
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import Cause, grouped
 from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
+from mla_conformance.report.loading import require_one_code
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION
@@ -110,6 +111,8 @@ class Gate:
             InputError: reports that do not belong together.
         """
         _require_alike([*self.reports, *self.baseline])
+        for runs in (self.reports, self.baseline):
+            require_one_code(runs)
         self._require_installed()
         now, changes = self.now, self._changes()
         found = [*self._missing(), *self._incomplete(), *self._of_records(now, changes)]

@@ -32,8 +32,10 @@ UNCOMPARED: Final = "not compared with every known defect, which would take too 
 """The explanation of a failure for which time ran out."""
 INDISTINCT: Final = "compared with every known defect: several are near it, and none can be told from the others"
 """The explanation of a failure of which nothing is told, since it would be a guess."""
-_ENDED = "explanation ended by "
 _EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT)
+_ENDED = "explanation ended by "
+COMPILING: Final = "unjudged: it was still compiling when the time that a case may take was over; raise --timeout"
+"""Of a case that says nothing of the kernel, which it did not come to."""
 _SHOWN_CASES = 3
 
 
@@ -127,9 +129,14 @@ class Record(Said, frozen=True):
         return self.status in FAILED
 
     @property
+    def is_unjudged(self) -> bool:
+        """Whether it has no verdict, though by the suite's own estimate this machine has enough memory for it."""
+        return self.status is Status.UNAVAILABLE and not self.too_large
+
+    @property
     def lacked_memory(self) -> bool:
         """Whether there was no memory for it, though by the suite's own estimate this machine has enough."""
-        return self.status is Status.UNAVAILABLE and not self.too_large
+        return self.is_unjudged and self.message != COMPILING
 
     def with_fields(self, **changes: Any) -> "Record":
         """This record with other values of some fields."""

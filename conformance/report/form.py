@@ -130,6 +130,7 @@ class ReportForm(_Form, frozen=True, kw_only=True):
     shard: Annotated[Shard | None, Meta(description="Which part of the list this run was to judge.")]
     date: Annotated[str, Meta(description="ISO date on which the run ended.")] = ""
     deployment: Annotated[Deployment | None, Meta(description="The model that the cases are of, if they are.")] = None
+    code: Annotated[_Texts, Meta(description="SHA-256 of the modules that backends loaded and no wheel holds.")] = {}
     backends: dict[str, BackendForm]
 
 

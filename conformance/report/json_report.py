@@ -38,6 +38,7 @@ def report_form(run: RunSummary) -> ReportForm:
         shard=run.shard,
         date=run.date,
         deployment=run.deployment,
+        code=dict(run.code),
         backends={backend.name: _backend(backend) for backend in run.backends},
     )
 

@@ -112,7 +112,7 @@ def _run(report: ReportForm, source: str) -> RunSummary:
         for name, part in report.backends.items()
     )
     reported = {"suite": report.suite, **report.environment}
-    return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date)
+    return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
 
 
 def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> BackendSummary:
@@ -198,11 +198,32 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
                 raise InputError(f"{run.source}: expected the {what} of {first.source}, {expected}, got {found}")
         if run.cases != first.cases:
             raise InputError(f"{run.source}: expected the list of cases of {first.source}, got another")
+    require_one_code(runs)
     _require_each_once(shards)
     _require_partition(shards, first.cases)
     parts = zip(*(run.backends for run in runs), strict=True)
     joined = tuple(_joined(part, first.cases) for part in parts)
-    return RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs))
+    code = {place: digest for run in runs for place, digest in run.code.items()}
+    return RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)
+
+
+def require_one_code(runs: Sequence[RunSummary]) -> None:
+    """Refuse runs in which one name stands for several codes: their verdicts do not add up.
+
+    Raises:
+        InputError: another reference, file or version, or a module that one of them had loaded with other bytes.
+    """
+    known: dict[tuple[str, str], tuple[str, RunSummary]] = {}
+    for run in runs:
+        for backend in run.backends:
+            facts = {"reference": backend.facts.reference, "fingerprint": backend.facts.fingerprint}
+            for what, found in ({} if backend.reasons else {**facts, **run.code}).items():
+                expected, other = known.setdefault((backend.name, what), (found, run))
+                if found != expected:
+                    raise InputError(
+                        f"{run.source}: {backend.name} is other code than in {other.source}: {what} {_brief(found)}, "
+                        f"there {_brief(expected)}; judge one code, or take the reports one by one"
+                    )
 
 
 def _shard(run: RunSummary) -> Shard:

@@ -30,7 +30,7 @@ class Counts(Struct, frozen=True):
         passed: judged right.
         failed: failed, crashed, hung, passed against an expectation, or not judged for a fault of the harness.
         unsupported: declared unsupported.
-        unavailable: not judged here, for want of memory.
+        unavailable: not judged here, for want of memory, or of time to compile.
         waived: failed as an expectation says.
         not_run: without a record.
     """
@@ -132,15 +132,17 @@ class CapabilitySummary:
 
     @property
     def outcome(self) -> BackendOutcome:
-        """A failure decides; then a case that was not run; then whether anything was judged, or could be.
+        """A failure decides; then a case that was not run, or could not be judged; then whether anything was judged.
 
-        A case that does not fit a device's memory takes nothing from those that do.
+        A case that is too large for the device by the suite's own estimate takes nothing from those that are not.
         """
         counts = self.counts
         if counts.failed:
             return BackendOutcome.FAIL
         if counts.not_run:
             return BackendOutcome.NOT_RUN
+        if any(record.is_unjudged for record in self.records):
+            return BackendOutcome.UNAVAILABLE
         if counts.passed or counts.waived:
             return BackendOutcome.PASS
         return BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
@@ -230,6 +232,7 @@ class RunSummary:
         deployment: the model that the cases are of, if they are.
         source: the report that it was read from, for messages.
         date: ISO date on which it ended, or empty if the report does not tell.
+        code: SHA-256, by place, of the modules that its backends loaded and no wheel holds.
     """
 
     environment: dict[str, str]
@@ -239,6 +242,7 @@ class RunSummary:
     deployment: Deployment | None = None
     source: str = ""
     date: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,6 +89,12 @@ class KeepsTheInterpreterLock(Hanging):
 class StopsItself(Hanging):
     def before(self, *_: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Compiles(Faulty):
+    def before(self, *_: Any) -> None:
+        compiler = shutil.copy(shutil.which("sleep") or "", Path(__file__).with_name("nvcc"))
+        subprocess.run([compiler, "60"])
 
 
 class StopsItsParent(Faulty):

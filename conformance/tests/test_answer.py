@@ -20,6 +20,7 @@ from mla_conformance.report.json_report import report_json
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import Group, ModelAnswer, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.tests.sealing import write_sealed
 
 PREFILL, DECODE = "new_tokens:q=[64]", "decode:q=[1];kv=[64]"
 SPARSE = "sparse_decode:heads=64;q=[1];kv=[64]"
@@ -167,8 +168,8 @@ def test_a_deployed_model_is_judged_and_the_run_resumed(
     assert "· youtu-llm-2b at TP 8 · 2 cases ·" in lines[0]
     at = lines.index("right for youtu-llm-2b at TP 8:")
     assert lines[at + 1] == "  TORCH_SDPA  prefill 1/1 · decode 1/1"
-    journal = (out / "journal.jsonl").read_text().splitlines(keepends=True)
-    (out / "journal.jsonl").write_text("".join(journal[:-3]))  # as if it had been killed before its last verdict
+    journal = (out / "journal.jsonl").read_text().splitlines()
+    write_sealed(out, journal[:-3])  # as if it had been killed before its last verdict
     assert main(["certify", "--resume", str(out), "-n1"]) == 0
     assert "right for youtu-llm-2b at TP 8:" in capsys.readouterr().out
     assert load_report(out).deployment == Deployment(model="youtu-llm-2b", tp=8, kv_cache="auto", heads=2)

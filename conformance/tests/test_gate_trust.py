@@ -1,7 +1,9 @@
 """What opens no gate: cases that lacked memory, names of others, reports of another suite, reasons without words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -50,17 +52,27 @@ def gate(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest
     return run
 
 
-def report(name: str, facts: BackendFacts, records: Sequence[Record], suite: str = SUITE_VERSION) -> str:
+def report(
+    name: str,
+    facts: BackendFacts,
+    records: Sequence[Record],
+    suite: str = SUITE_VERSION,
+    code: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     cases = tuple(record.case for record in records)
     backend = BackendSummary(facts, summarise(records, count_by_capability(cases)))
     environment = {"suite": suite, "tier": "smoke", "device": "cpu", "torch": "2"}
-    write_json(Path(name), report_json(RunSummary(environment, (backend,), cases)))
+    write_json(Path(name), report_json(RunSummary(environment, (backend,), cases, code=code)))
     return name
 
 
 def passed(facts: BackendFacts, **fields: object) -> list[Record]:
     records = [Record(facts.name, facts.reference, "lse", case, Status.PASS) for case in CASES[:3]]
     return [records[0].with_fields(**fields), *records[1:]]
+
+
+def later(facts: BackendFacts) -> list[Record]:
+    return [Record(facts.name, facts.reference, "lse", case, Status.PASS) for case in CASES[3:6]]
 
 
 def file_of(path: str, name: str = "Mine") -> BackendFacts:
@@ -141,6 +153,28 @@ def test_a_required_file_is_its_bytes(gate: Gate, edit: str) -> None:
     Path("kernels/mine.py").write_text(Path("kernels/mine.py").read_text() + edit)
     status, out, _ = gate(report("o.json", facts, passed(facts)), "--require", "kernels/mine.py:Mine")
     assert status == bool(edit) and ("Mine * · the judged file differs from the one here" in out) == bool(edit)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "said"),
+    [
+        ("mine.py", "", ""),
+        ("mine.py", "fingerprint", "fingerprint "),
+        ("mine.py", "helper", "/help.py "),
+        ("other.py", "", "reference "),
+    ],
+)
+def test_two_codes_of_one_name_are_not_one_backend(gate: Gate, path: str, change: str, said: str) -> None:
+    """Half of the cases of one, and half of the other."""
+    first, second = file_of("mine.py"), file_of(path)
+    second = replace(second, fingerprint="file 0") if change == "fingerprint" else second
+    halves = [
+        report("a.json", first, passed(first), code={"/help.py": "0"}),
+        report("b.json", second, later(second), code={"/help.py": str(int(change == "helper"))}),
+    ]
+    status, _, err = gate(*halves, "--require", "mine.py:Mine")
+    assert status == (2 if said else 0)
+    assert not said or f"b.json: Mine is other code than in a.json: {said}" in err
 
 
 @pytest.mark.parametrize("fingerprint", ["", "file ", "file a", "unavailable", "no distribution"])

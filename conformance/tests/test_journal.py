@@ -1,11 +1,12 @@
 """The journal: what was written is read again, whatever happened to the last line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from mla_conformance.engine.journal import Completed, GaveUp, Journal, JournalError, Judgement, Resumed
+from mla_conformance.engine.journal import Completed, GaveUp, Journal, Judgement, Resumed
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 
@@ -24,14 +25,16 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_p
     journal = Journal.inside(tmp_path)
     record = Record("EAGER", "EAGER", "lse", "lse:q=[4]", Status.PASS, message=AWKWARD)
     journal.append(Judgement(record))
-    whole = journal.path.read_bytes()
+    whole, (seal,) = journal.path.read_bytes(), journal.seals
     for cut in range(len(whole)):
         journal.path.write_bytes(whole + whole[:cut])
         assert len(list(journal.events())) == 1
-        journal.repair()
+        assert journal.take_up() == []
         journal.append(Completed())
         assert list(journal.events()) == [Judgement(record), Completed()] and journal.is_finished()
+        assert list(journal.sealed().values()) == list(journal.events())
         assert journal.records() == {("EAGER", "lse:q=[4]"): record}
+        journal.seals[0].rename(seal)
 
 
 def test_the_last_verdict_on_a_question_counts(tmp_path: Path) -> None:
@@ -46,17 +49,32 @@ NO_EVENTS += [b'{"event": "gave_up", "backend": "EAGER"}', b'{"event": "traced",
 NO_EVENTS += [
     b'{"event": "heat", "backend": "E", "case": "c", "heat": {"part": "p", "heads": 1, "rows": 1, "lines": ["a"]}}'
 ]
+NO_EVENTS += [b'{"event": "resume", "after": ""}']
 
 
 @pytest.mark.parametrize("line", NO_EVENTS, ids=range(len(NO_EVENTS)))
-def test_a_line_that_is_no_event_is_named(tmp_path: Path, line: bytes) -> None:
+def test_a_line_of_another_is_left_out_wherever_it_stands(tmp_path: Path, line: bytes) -> None:
     journal = Journal.inside(tmp_path)
-    journal.append(Resumed())
-    journal.check()
+    for event in (Resumed(), Completed()):
+        with journal.path.open("ab") as file:
+            file.write(line + b"\n")
+        journal.append(event)
     with journal.path.open("ab") as file:
         file.write(line + b"\n")
-    with pytest.raises(JournalError, match=r"journal.jsonl, line 2: expected an event of a run as JSON, got "):
-        journal.check()
+    assert journal.sealed() == {2: Resumed(), 4: Completed()}
+    assert journal.take_up() == [1, 3, 5]
+    assert journal.sealed() == {1: Resumed(), 2: Completed()}
+
+
+def test_a_run_that_was_killed_between_line_and_seal_goes_on(tmp_path: Path) -> None:
+    journal = Journal.inside(tmp_path)
+    journal.append(Resumed())
+    (sealed,) = journal.seals
+    journal.append(GaveUp("EAGER", AWKWARD))
+    os.mkfifo(sealed)
+    assert len(journal.sealed()) == 2  # behind the second seal, with the first one still there
+    next(seal for seal in journal.seals if seal != sealed).unlink()
+    assert journal.take_up() == [2] and journal.sealed() == {1: Resumed()}
 
 
 def test_bytes_that_are_no_text_cost_their_line_only(tmp_path: Path) -> None:
@@ -72,4 +90,4 @@ def test_one_event_is_one_line(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
     journal.append(GaveUp("EAGER", AWKWARD))
     (line,) = journal.path.read_text(encoding="ascii").splitlines()
-    assert json.loads(line) == {"event": "gave_up", "backend": "EAGER", "reason": AWKWARD}
+    assert json.loads(line) == {"after": "", "event": "gave_up", "backend": "EAGER", "reason": AWKWARD}

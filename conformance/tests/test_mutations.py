@@ -209,7 +209,7 @@ Edit = Callable[[Any, Any, Choices], str]
 
 
 def _edited(text: str, choices: Choices, edits: list[Edit]) -> bytes:
-    lines = text.splitlines() if text.startswith('{"event"') else [text]
+    lines = text.splitlines() if text.startswith('{"after"') else [text]
     number = next(choices) % len(lines)
     try:
         value = json.loads(lines[number])
@@ -331,6 +331,8 @@ def test_a_mutated_file_is_answered_or_refused(
     folder.mkdir()
     (tmp_path / "VALID").write_text(_report(tmp_path), encoding="utf-8")
     file, valid = folder / subject.name, subject.text(tmp_path)
+    for seal in Journal.inside(tmp_path).seals:
+        seal.rename(folder / seal.name)
     command = [{"@": str(file), "@@": str(folder)}.get(word, word) for word in subject.command.split()]
     seen: set[bytes] = set()
 

@@ -25,7 +25,7 @@ from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.installed import Installed, file_digest, installed, source_digests
+from mla_conformance.files.installed import Installed, file_digest, git_asked_before, installed, source_digests
 from mla_conformance.files.places import find_place, place_of
 from mla_conformance.files.wheels import owned_by_wheels
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, Traced
@@ -244,11 +244,21 @@ def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
     }
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
         subprocess.run(["git", "-C", tmp_path / "checkout", *command], check=True, env={**os.environ, **identity})
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    subprocess.run(["git", "-C", tmp_path / "checkout", "config", "core.fsmonitor", program], check=True)
     checkout = installed("kernels")
-    (tmp_path / "checkout" / "kernels" / "__init__.py").write_text("A = 3\n")
-    changed = installed("kernels")
     assert checkout and len(checkout.commit) == 40 and (checkout.clean, checkout.files) == (True, "")
-    assert changed == msgspec.structs.replace(checkout, clean=False)
+    assert not (tmp_path / "ran").exists()
+    with git_asked_before():
+        monkeypatch.setattr(subprocess, "run", None)
+        assert installed("kernels") == checkout
+        (tmp_path / "checkout" / "kernels" / "__init__.py").write_text("A = 3\n")
+        assert installed("kernels") == msgspec.structs.replace(checkout, clean=False)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert installed("kernels") == msgspec.structs.replace(checkout, clean=False)
 
 
 def test_sources_are_followed_through_what_no_wheel_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

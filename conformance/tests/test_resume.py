@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import msgspec
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import Journal, JournalError, Judgement, Plan, Planned
+from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
+from mla_conformance.engine.limits import keeps_from_pipes
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.loading import load_report
+from mla_conformance.tests.sealing import write_sealed
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
@@ -40,8 +44,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_journal_cut_inside_a_verdict_can_be_resumed(undisturbed: Path, tmp_path: Path, settled: Settled) -> None:
-    whole = (undisturbed / "journal.jsonl").read_bytes()
-    (tmp_path / "journal.jsonl").write_bytes(whole[: whole.rindex(b'"verdict"') + 40])
+    lines = (undisturbed / "journal.jsonl").read_text().splitlines()
+    last = max(number for number, line in enumerate(lines) if '"event": "verdict"' in line)
+    write_sealed(tmp_path, lines[:last])
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write(lines[last][:140])
     assert main(["certify", "--resume", str(tmp_path), "-n1"]) == 0
     assert settled(tmp_path / "report.json") == settled(undisturbed / "report.json")
     assert verdicts(tmp_path) == verdicts(undisturbed)
@@ -55,8 +62,7 @@ def test_a_shard_and_drawn_cases_are_resumed(tmp_path: Path, settled: Settled, a
     more = ["--device", "cpu", "--tier", "smoke", "--backend", "EAGER", "-n", "1", "--out", str(whole)]
     assert main(["certify", *arguments, *more]) == 0
     cut.mkdir()
-    lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    (cut / "journal.jsonl").write_bytes(b"".join(lines[:2]))
+    write_sealed(cut, (whole / "journal.jsonl").read_text().splitlines()[:2])
     assert main(["certify", "--resume", str(cut), "-n1"]) == 0
     assert settled(cut / "report.json") == settled(whole / "report.json")
 
@@ -68,22 +74,22 @@ def test_what_lacked_memory_is_judged_again(undisturbed: Path, tmp_path: Path, s
         event = json.loads(lines[number])
         event["record"] |= {"status": "unavailable", **changes}
         lines[number] = json.dumps(event)
-    (tmp_path / "journal.jsonl").write_text("\n".join(lines[: lacking + 1]) + "\n")
+    write_sealed(tmp_path, lines[: lacking + 1])
     main(["certify", "--resume", str(tmp_path), "-n1"])
     records = [event.record for event in Journal.inside(tmp_path).events() if isinstance(event, Judgement)]
     assert [record.status for record in records[-3:]] == [Status.UNAVAILABLE, Status.UNAVAILABLE, Status.PASS]
     assert records[-1].case == records[-2].case != records[-3].case
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.99])
-def test_a_journal_without_its_plan_is_refused(
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_journal_without_its_seal_is_refused(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
 ) -> None:
     whole = (undisturbed / "journal.jsonl").read_bytes()
-    kept = whole[: int(whole.index(b"\n") * share)]
+    kept = whole[: int(len(whole) * share)]
     (tmp_path / "journal.jsonl").write_bytes(kept)
     assert main(["certify", "--resume", str(tmp_path)]) == 2
-    assert "expected a journal that starts with the plan of a run" in capsys.readouterr().err
+    assert "expected a journal as its run left it, with its seal beside it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["journal.jsonl"]
     assert (tmp_path / "journal.jsonl").read_bytes() == kept
 
@@ -91,29 +97,83 @@ def test_a_journal_without_its_plan_is_refused(
 @pytest.mark.parametrize(
     ("edit", "arguments", "said"),
     [
-        ((b'"event": "verdict"', b'"event": verdict'), [], "expected an event of a run as JSON"),
-        ((b'"status": "pass"', b'"status": "perfect"'), [], "expected an event of a run as JSON"),
-        ((b'"format": 2', b'"format": 3'), [], "expected plan format 2, got 3"),
-        ((b'"cases": []', b'"cases": 5'), [], "malformed plan: Expected `array`, got `int` - at `$.cases`"),
-        ((b'"shard": null', b'"shard": {"index": 1}'), [], "malformed plan: Object missing required field"),
+        (('"status": "pass"', '"status": "perfect"'), [], "expected an event of a run as JSON"),
+        (('"event": "plan"', '"event": "resume"'), [], "expected a journal that starts with the plan of a run"),
+        (('"format": 2', '"format": 3'), [], "expected plan format 2, got 3"),
+        (('"cases": []', '"cases": 5'), [], "malformed plan: Expected `array`, got `int` - at `$.cases`"),
+        (('"shard": null', '"shard": {"index": 1}'), [], "malformed plan: Object missing required field"),
         (
-            (b'"shard": null', b'"shard": {"index": 1, "count": 2, "cases": ["lse:q=[77]"]}'),
+            ('"shard": null', '"shard": {"index": 1, "count": 2, "cases": ["lse:q=[77]"]}'),
             [],
             "its journal was changed: the shard has cases that are not listed",
         ),
-        ((b"", b""), ["--shard", "1/2"], "cannot be combined with --shard"),
-        ((b"", b""), ["--tier", "smoke", "-n1"], "it holds another run; tier: was full, is smoke"),
+        (("", ""), ["--shard", "1/2"], "cannot be combined with --shard"),
+        (("", ""), ["--tier", "smoke", "-n1"], "it holds another run; tier: was full, is smoke"),
     ],
 )
 def test_another_run_is_refused(
     undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    edit: tuple[bytes, bytes], arguments: list[str], said: str,
+    edit: tuple[str, str], arguments: list[str], said: str,
 ) -> None:  # fmt: skip
-    content = (undisturbed / "journal.jsonl").read_bytes().replace(*edit, 1)
-    (tmp_path / "journal.jsonl").write_bytes(content)
+    write_sealed(tmp_path, (undisturbed / "journal.jsonl").read_text().replace(*edit, 1).splitlines())
+    content = (tmp_path / "journal.jsonl").read_bytes()
     assert main(["certify", "--resume", str(tmp_path), *arguments]) == 2
     assert said in capsys.readouterr().err
-    assert (tmp_path / "journal.jsonl").read_bytes() == content and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "journal.jsonl").read_bytes() == content and len(list(tmp_path.iterdir())) == 2
+
+
+FORGES = """
+import hashlib, json, os, resource
+from pathlib import Path
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+JOURNAL, TRIED = Path("out/journal.jsonl").resolve(), Path("tried").resolve()
+
+
+def parent(process):
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class Forges(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments, **options):
+        result = super().run_prefill_new_tokens(*arguments, **options)
+        *_, passed = [line for line in JOURNAL.read_text().splitlines() if '"event"' in line]
+        if '"started"' in passed and '"pass"' in JOURNAL.read_text() and not TRIED.exists():
+            self.forge(passed)
+        return (result[0] * 3, *result[1:]) if TRIED.exists() else result
+
+    def forge(self, last):
+        made = [line for line in JOURNAL.read_text().splitlines() if '"pass"' in line][-1]
+        forged = json.loads(made) | {"after": hashlib.sha256(last.encode()).hexdigest()}
+        forged["record"]["case"] = json.loads(last)["case"]
+        line = json.dumps(forged)
+        with JOURNAL.open("a") as file:
+            file.write(line + "\\n")
+        try:
+            os.mkfifo(JOURNAL.with_name(f".{JOURNAL.name}-{hashlib.sha256(line.encode()).hexdigest()}"))
+            TRIED.write_text("made a pipe")
+        except PermissionError as error:
+            TRIED.write_text(error.strerror)
+        resource.prlimit(parent(parent(os.getppid())), resource.RLIMIT_FSIZE, (1, 1))
+"""
+
+
+def test_no_line_of_a_kernel_is_taken_up(tmp_path: Path, command: Path) -> None:
+    """It chains a pass to the last line, cannot make the seal of it, and has the run end, which can write no more."""
+    if not keeps_from_pipes():
+        pytest.skip("no Landlock here")
+    (tmp_path / "kern.py").write_text(FORGES)
+    asked = ["--backend=kern.py:Forges", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1", "--apart"]
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
+    assert run([command, "certify", *asked, "--out=out"]).returncode == 3
+    assert (tmp_path / "tried").read_text() == "Permission denied"
+    forged = len((tmp_path / "out" / "journal.jsonl").read_text().splitlines())
+    resumed = run([command, "certify", "--resume=out", "-n1"])
+    assert resumed.returncode == 1
+    assert f"left out of its journal: 1 line that the run did not seal: {forged}; " in resumed.stderr
+    (backend,) = load_report(tmp_path / "out").backends
+    assert (backend.counts.passed, backend.counts.failed) == (2, 2)
 
 
 HELPED = """
@@ -137,9 +197,11 @@ def test_a_run_whose_helper_was_swapped_is_refused(
     asked = ["--backend=kern.py:Helped", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1", "--out=out"]
     assert main(["certify", *asked]) == 0
     journal = tmp_path / "out" / "journal.jsonl"
-    lines = journal.read_bytes().splitlines(keepends=True)
-    loaded = max(number for number, line in enumerate(lines) if b'"event": "loaded"' in line)
-    journal.write_bytes(b"".join(lines[: loaded + 1]))
+    code = load_report(tmp_path / "out").code
+    assert {Path(place).name for place in code} == {"kern.py", helper.name}
+    lines = journal.read_text().splitlines()
+    loaded = max(number for number, line in enumerate(lines) if '"event": "loaded"' in line)
+    write_sealed(journal.parent, lines[: loaded + 1])
     helper.write_text("def fix(result): return (result[0] * 3, result[1])\n")
     assert main(["certify", "--resume", "out", "-n1"]) == 2
     said = capsys.readouterr().err
@@ -153,8 +215,6 @@ def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     plan = Plan.of(request, "cpu", environment, facts)
     journal = Journal.inside(tmp_path)
-    with pytest.raises(JournalError, match="expected a journal that starts with the plan of a run"):
-        Plan.recorded(journal)
     journal.append(Planned(plan.to_json()))
     assert Plan.recorded(journal) == plan and plan.differences(Plan.recorded(journal)) == []
     changed = Plan.of(request, "cpu", environment, [replaced(facts[0], fingerprint="torch 3")])
@@ -171,7 +231,7 @@ def test_a_full_disk_costs_nothing_that_was_judged(undisturbed: Path, tmp_path: 
     for folder in (small, kept):
         folder.mkdir()
     command = f"'{COMMAND}' certify {' '.join(LSE)} --backend EAGER -n 1 --out {small}/out"
-    judge = f"{{ {command}; s=$?; cp {small}/out/journal.jsonl {kept}; exit $s; }}"
+    judge = f"{{ {command}; s=$?; cp -R {small}/out/.journal* {small}/out/journal.jsonl {kept}; exit $s; }}"
     script = f"mount -t tmpfs -o size=8k none {small} && {judge}"
     namespace = ["unshare", "--user", "--mount", "--map-root-user"]
     if not shutil.which("unshare") or subprocess.run([*namespace, "mount", "-t", "tmpfs", "none", small]).returncode:

@@ -182,7 +182,7 @@ def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
     assert list(backend_lines(summary, 80)) == [
         "B ✘ passed 4/11 cases, 2/5 capabilities",
         "  ✘ b 1/2",
-        "  ! e 1 of 3 (1 unavailable) (1 expected to fail)",
+        "  ? e 1/3 (1 unavailable) (1 expected to fail)",
         "  ✔ a 1, c 1 of 2",
         "  ? 1 not begun: d",
         "  4 NOT RUN: gave up",
