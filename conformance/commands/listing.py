@@ -198,7 +198,6 @@ def _known() -> dict[str, Sequence[str]]:
     return {
         "backend": backends,
         "require": backends,
-        "runs": backends,
         "capability": list(CAPABILITIES),
         "tier": list(Tier),
         "device": DEVICES,
