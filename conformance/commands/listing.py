@@ -14,7 +14,6 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import DEVICES, RunRequest, known_names
 from mla_conformance.engine.run import Run
-from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
@@ -68,17 +67,11 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """Two lines for every model, or all that is known of one, or the golden layer held against their code.
+    """Two lines for every model, or all that is known of one.
 
     Raises:
-        InputError: there is no model of that name, a file has no markers, or options do not fit together.
+        InputError: there is no model of that name, or a file has no markers.
     """
-    if options.proof:
-        from mla_conformance.commands.proof import prove, prove_by_author
-
-        return prove_by_author(options.oracle) if options.oracle else prove(options.docs)
-    if options.oracle:
-        raise InputError("--oracle: expected together with --proof")
     if options.docs:
         Section.of(options.docs, "models").write("\n".join(_table()))
     elif options.name:

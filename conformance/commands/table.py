@@ -198,14 +198,10 @@ COMMANDS = (
         "mla_conformance.commands.listing:list_models",
         (
             option("name", "NAME", "show everything about this model", nargs="?"),
-            flag("--proof", "instead, compare the golden layer with the models' own code"),
-            (
-                path("--oracle", "FILE", "with --proof: compare with this file of an author"),
-                path("--docs", "FILE", _SECTION),
-            ),
+            path("--docs", "FILE", _SECTION),
         ),
-        ("", "deepseek-r1", "--proof --oracle DeepSeek-V3/inference/model.py"),
-        "0 listed, or all agree; 1 a difference of --proof is too large; 2 usage",
+        ("", "deepseek-r1"),
+        "0 listed; 2 usage",
     ),
     Command(
         "defects",

@@ -35,9 +35,6 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
 from mla_conformance.problems.cpu_room import ZONE
 from mla_conformance.problems.fences import ALIGNMENT
-from mla_conformance.proof.families import CLASS_EPSILON, CONFIGURED_EPSILON
-from mla_conformance.proof.layers import CALLS
-from mla_conformance.proof.prove import FAR
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.report.compare import DRIFT
 from mla_conformance.report.terminal import MESSAGE, columns
@@ -112,19 +109,6 @@ def of_models() -> Iterator[str]:
     yield f"has a window of {window.topk} keys"
 
 
-def of_the_proof() -> Iterator[str]:
-    """What is said of the calls and of the stored table."""
-    first, _, last = (stop - start for start, stop in CALLS)
-    yield f"a prefill of {first} tokens, a decode step, and {last} tokens more"
-    yield f"Its epsilon is {short(CLASS_EPSILON)} in all of these classes"
-    yield f"sets that to {short(CONFIGURED_EPSILON)} everywhere"
-    yield f"its {CALLS[-1][1]} tokens reach"
-    table = (DOCS / "models.md").read_text("utf-8").partition("stays in float32")[2].partition("<!-- proof:end")[0]
-    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines() if line.startswith("|")]
-    far = [float(row[rows[0].index(f"angles from {FAR:,}")]) for row in rows[2:] if row[3] != "–"]
-    yield f"at position {FAR:,} outputs and index scores are off by {short(min(far))} to {short(max(far))}."
-
-
 def of_mixed_entries() -> str:
     """The bytes of an entry of fp8_ds_mla."""
     form = TILED_FORMATS["fp8_ds_mla"]
@@ -157,7 +141,6 @@ def stated() -> dict[str, list[str]]:
             f"cut messages to {MESSAGE // 2**10} KiB",
         ],
         "docs/known-defects.md": [f"promises {PROMISED[Tier.SMOKE]:.0%} of them".replace("%", " %")],
-        "docs/models.md": [*of_the_proof()],
         "docs/python-api.md": [of_mixed_entries()],
         "docs/reading-a-report.md": [
             f"reproduces {100 * ALIKE:.0f} % of the wrong numbers",
