@@ -292,7 +292,7 @@ COMMANDS = (
             flag("--signature", "require a signature of one of the --signers"),
             path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
         ),
-        ("submissions/2026.4", "certificate.json --rerun 20 --device cuda"),
+        ("submissions/2026.5", "certificate.json --rerun 20 --device cuda"),
         "0 all hold; 1 one does not; 2 usage",
     ),
     Command(
