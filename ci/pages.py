@@ -1,19 +1,12 @@
-"""What pages show of the code, and of what commands printed: ``python ci/pages.py``.
-
-What every command's help says, every field of a case id, from ``ci/seen`` (``ci/seen.py``) outputs and times, and from
-``ci/bench`` how soon races are found.
-"""
+"""What pages show of the code, what every command's help says and each field of a case id: ``python ci/pages.py``."""
 
 import inspect
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import chain
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 from mla_conformance.cases.cached import CachedCase
@@ -22,7 +15,6 @@ from mla_conformance.cli import _parser
 from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
-from mla_conformance.report.terminal import typed
 from mla_conformance.roles.cache.case import CacheCase
 from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.decode.case import DecodeCase
@@ -35,7 +27,6 @@ from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.topk.case import TopKCase
 
 ROOT = Path(__file__).parents[1]
-_LONG_SECONDS = 60
 _NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n", re.MULTILINE)
 """Usage, which repeats the options, headings, and the option that every command has."""
 _WIDTH = 80
@@ -101,59 +92,14 @@ def _attributes(case: type[Case]) -> dict[str, str]:
     return found
 
 
-def stored() -> dict[str, dict[str, Any]]:
-    """What commands printed, by name."""
-    return {path.stem: tomllib.loads(path.read_text("utf-8")) for path in sorted((ROOT / "ci" / "seen").glob("*.toml"))}
-
-
-def printed(seen: dict[str, Any]) -> str:
-    """A command with its output, where and when."""
-    lines = [f"$ {seen['command']}", *seen["output"].splitlines()]
-    text = "\n".join(chain.from_iterable(map(_narrow, lines)))
-    return f"```text\n{text}\n```\n\n*{seen['on']}, {seen['date']}*"
-
-
-def _narrow(line: str) -> list[str]:
-    """A line; a command, which is printed whole, in lines that a shell takes as one."""
-    if len(line) <= _WIDTH or not (found := re.match(r"( *)((?:\$|replay:) .*)", line)):
-        return [line]
-    return typed(found[2], _WIDTH, found[1])
-
-
-def times(runs: list[dict[str, Any]]) -> str:
-    """A row for each command, by machines."""
-    rows = ["| command | on | seconds | CPU seconds |", "|---|---|---|---|"]
-    for seen in sorted(runs, key=lambda run: (run["on"], run["command"])):
-        cpu = f"{seen['cpu_seconds']:.0f}" if seen["cpu_seconds"] else "not taken"
-        rows.append(f"| `{seen['command']}` | {seen['on']} | {seen['seconds']:.0f} | {cpu} |")
-    return "\n".join(rows)
-
-
-def races() -> str:
-    """Of what ``ci/races.py`` measured: a row for each frequency, that of its slowest kernel."""
-    where, _, *table = (ROOT / "ci" / "bench" / "cpu-races.txt").read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")][1:5] for line in table[2:]]
-    slowest = {row[0]: row for row in sorted(cells, key=lambda row: float(row[2]))}
-    rows = sorted(slowest.values(), key=lambda row: int(row[0].replace(",", "")))
-    lines = [["wrong once in", "calls", "seconds", "found with"], ["---"] * 4, *rows]
-    return "\n".join(f"|{'|'.join(row)}|" for row in lines) + f"\n\n*{where}*"
-
-
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
     """The sections of the pages under ``root``, each with what it should hold.
 
     Raises:
         InputError: a section's markers are missing.
     """
-    docs, seen = root / "docs", stored()
-    yield Section.of(docs / "commands.md", "commands"), commands()
-    yield Section.of(docs / "case-ids.md", "fields"), case_fields()
-    ours = [run for run in seen.values() if run["command"].startswith("mla-conformance")]
-    yield Section.of(docs / "cost.md", "times"), times([run for run in ours if run["seconds"] >= _LONG_SECONDS])
-    yield Section.of(docs / "races.md", "races"), races()
-    for page in (root / "README.md", *sorted(docs.rglob("*.md"))):
-        for name in re.findall(r"<!-- seen:([\w-]+):begin -->", page.read_text("utf-8")):
-            yield Section.of(page, f"seen:{name}"), printed(seen[name])
+    yield Section.of(root / "docs" / "commands.md", "commands"), commands()
+    yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
 
 
 def main() -> None:

@@ -67,15 +67,11 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """Two lines for every model, or all that is known of one, or the golden layer held against their code.
+    """Two lines for every model, or all that is known of one.
 
     Raises:
         InputError: there is no model of that name, or a file has no markers.
     """
-    if options.proof:
-        from mla_conformance.commands.proof import prove, prove_by_author
-
-        return prove_by_author(options.oracle) if options.oracle else prove(options.docs)
     if options.docs:
         Section.of(options.docs, "models").write("\n".join(_table()))
     elif options.name:
@@ -195,6 +191,5 @@ def _known() -> dict[str, Sequence[str]]:
     return {
         "backend": backends,
         "require": backends,
-        "runs": backends,
         "capability": list(CAPABILITIES),
     }

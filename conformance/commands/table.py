@@ -213,14 +213,10 @@ COMMANDS = (
         "mla_conformance.commands.listing:list_models",
         (
             option("name", "NAME", "show everything about this model", nargs="?"),
-            flag("--proof", "instead, compare the golden layer with the models' own code"),
-            (
-                path("--oracle", "FILE", "with --proof: compare with this file of an author", only_with="--proof"),
-                path("--docs", "FILE", _SECTION),
-            ),
+            path("--docs", "FILE", _SECTION),
         ),
-        ("", "deepseek-r1", "--proof --oracle DeepSeek-V3/inference/model.py"),
-        "0 listed, or all agree; 1 a difference of --proof is too large; 2 usage",
+        ("", "deepseek-r1"),
+        "0 listed; 2 usage",
     ),
     Command(
         "defects",
@@ -241,25 +237,6 @@ COMMANDS = (
         (_JSON, path("--table", "FILE", _SECTION)),
         ("",),
         "0 all fare as expected; 1 one does not; 2 usage",
-    ),
-    Command(
-        "bench",
-        "time and memory of the golden pass and of the suite, as ratios",
-        "mla_conformance.commands.bench:run_bench",
-        (
-            _DEVICE,
-            flag("--scale", "measure the golden pass over contexts and numbers of heads"),
-            flag("--sparse", "measure the golden sparse pass and a masked dense one"),
-            flag("--kernels", "measure the throughput of backends that can run here"),
-            option("--suite", "NAME", "show where the time of a run on this backend goes"),
-            option("--runs", "BACKEND", "time runs of each backend, of all, and of all by one worker", nargs="+"),
-            flag("--apart", "with --runs: time all once more, judged apart"),
-            option("--tier", _TIERS, "with --suite or --runs; by default smoke", default="smoke"),
-            several("--capability", "NAME", "with --suite or --runs; by default all"),
-            several("--case", "ID", "with --suite: this case, not a tier"),
-        ),
-        ("--suite TORCH_SDPA --tier smoke", "--kernels --device cuda"),
-        "0 measured; 2 usage",
     ),
     Command(
         "gate",
@@ -336,7 +313,7 @@ COMMANDS = (
             flag("--signature", "require a signature of one of the --signers", only_with="--signers"),
             path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
         ),
-        ("submissions/2026.4", "certificate.json --rerun 20 --device cuda"),
+        ("submissions/2026.5", "certificate.json --rerun 20 --device cuda"),
         "0 all hold; 1 one does not; 2 usage",
     ),
     Command(

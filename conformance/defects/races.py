@@ -1,6 +1,6 @@
 """Kernels that are wrong, or only other in their bits, once in many calls, as races are; too rare for twenty repeats.
 
-They stand beside the known defects, which one run of the suite has to find; ``ci/races.py`` measures how long it takes.
+They stand beside the known defects, which one run of the suite has to find.
 """
 
 from random import Random

@@ -15,7 +15,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import limits
 from mla_conformance.engine import run as running
-from mla_conformance.engine.devices import VISIBLE, WHOLE, GpuPart, part_of, visible_gpus
+from mla_conformance.engine.devices import VISIBLE, GpuPart, part_of, visible_gpus
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Hello, Judge, Setup, TaskReply
 from mla_conformance.engine.pool import Limits
@@ -26,7 +26,6 @@ from mla_conformance.engine.tasks import Tasks
 from mla_conformance.judging.needs import memory_need, needed_bytes
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.memory import wait_for_memory
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject, device_reasons
@@ -127,18 +126,6 @@ def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= set(threads)
 
 
-@pytest.mark.parametrize(("workers", "share", "most"), [(2, 18, 56), (6, 5, 39), (9, 3, 33)])
-def test_half_of_a_gpus_memory_is_shared_out_and_the_rest_is_for_what_exceeds_a_share(
-    workers: int, share: int, most: int
-) -> None:
-    found = part_of(79 * GIB, workers)
-    assert (found.share or 0) // GIB == share and found.most // GIB == most and not found.is_alone
-
-
-def test_who_shares_a_gpu_with_nobody_has_all_of_it() -> None:
-    assert part_of(79 * GIB, 1) == WHOLE
-
-
 @pytest.mark.parametrize(
     ("gpus", "memory", "asked", "judging", "compiling"),
     [
@@ -176,11 +163,6 @@ def test_as_many_workers_as_asked_for_have_a_gpu_in_turn(
     assert VISIBLE not in first and [environment[VISIBLE] for environment in further] == seen
 
 
-def test_there_are_no_more_workers_than_cases(with_gpus: Callable[..., Places]) -> None:
-    places = with_gpus(Places("0", "1"), capability="streams")
-    assert len(places.environments) == len(CAPABILITIES["streams"].cases) == 8
-
-
 def test_threads_that_the_user_has_chosen_stay(
     with_gpus: Callable[..., Places], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,13 +177,6 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, named: str, found: tuple[
     monkeypatch.setenv(VISIBLE, named)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert visible_gpus() == found
-
-
-def test_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = iter([10, 20, 30])
-    monkeypatch.setattr("mla_conformance.problems.memory.free_memory", lambda device: next(free))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert wait_for_memory(CUDA, 25, 60) == 30
 
 
 def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,22 +204,6 @@ def test_a_case_that_no_wait_would_make_fit_is_too_large_at_once(monkeypatch: py
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
     assert record.status is Status.UNAVAILABLE and record.too_large
     assert re.fullmatch(r"out of memory: may need \d+ MiB, this device has 1 MiB", record.message)
-
-
-def test_the_need_grows_with_the_case() -> None:
-    small, large = (memory_need(Case.of(capability="lse", q=(tokens,)), "cuda") for tokens in (1, 100_000))
-    assert 2**28 < small < 2**29 < large
-
-
-def test_what_several_ranks_keep_is_counted() -> None:
-    alone, shared = (
-        memory_need(
-            Case.of(capability="dcp", call="decode", heads=128, q=(9,) * 300, kv=(17,) * 300, ranks=ranks), "cuda"
-        )
-        for ranks in (1, 8)
-    )
-    results = 8 * 9 * 300 * 128 * 128
-    assert shared - alone == 8 * 10 * results
 
 
 def test_far_operands_want_a_large_device_and_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,7 @@ def told(trial: Trial, record: Record, patience: float = PATIENCE) -> str:
 
 
 EXPLAINED = ("empty_rows", "decode_multi_token", "indexer_topk")
-"""Capabilities of one case of each kind; ``ci/diagnosis.py`` tries every defect on its own."""
+"""Capabilities of one case of each kind."""
 
 
 @pytest.mark.parametrize("text", [text for text in CASES if text.partition(":")[0] in EXPLAINED])

@@ -1,4 +1,4 @@
-"""The golden layer that ``models --proof`` holds against others is the one that judges layers: its result is theirs."""
+"""The golden layer that ``test_proof.py`` holds against others is the one that judges layers: its result is theirs."""
 
 from typing import get_args
 

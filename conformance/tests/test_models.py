@@ -15,7 +15,6 @@ import pytest
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.commands import proof
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.config import read_config
@@ -259,18 +258,6 @@ def test_the_docs_list_the_known_architectures() -> None:
     reported = (Path(__file__).parents[2] / "docs" / "certify-a-model.md").read_text(encoding="utf-8")
     listed = reported.partition("Known architectures (`model_type`): ")[2].partition(". Any other")[0]
     assert [name.strip("`") for name in listed.replace("\n", " ").split(", ")] == list(FAMILIES)
-
-
-def test_proof_is_carried_out_by_its_own_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Path | None] = []
-
-    def prove(docs: Path | None) -> int:
-        asked.append(docs)
-        return 1
-
-    monkeypatch.setattr(proof, "prove", prove)
-    assert main(["models", "--proof"]) == 1 and main(["models", "--proof", "--docs", "a.md"]) == 1
-    assert asked == [None, Path("a.md")]
 
 
 def test_a_model_is_told_in_detail(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,7 +157,6 @@ def test_a_step_that_only_raises_has_not_ended_its_process() -> None:
         ["certify", "--backend", "EAGER"],
         ["export", "lse:q=[4]", "--backend", "EAGER", "--out", "x.py"],
         ["replay", "lse:q=[4]", "--backend", "EAGER"],
-        ["bench"],
         ["backends"],
     ],
 )
@@ -166,7 +165,7 @@ def test_a_missing_torch_is_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
-    for name in ("commands.export", "commands.bench", "commands.replay"):
+    for name in ("commands.export", "commands.replay"):
         monkeypatch.delitem(sys.modules, f"mla_conformance.{name}", raising=False)
     assert main(arguments) == 2 and not list(tmp_path.iterdir())
     told = capsys.readouterr().err

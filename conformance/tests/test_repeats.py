@@ -1,6 +1,5 @@
 """Many calls of one case: what is rare is found and counted, what is right is not suspected."""
 
-import runpy
 import threading
 from pathlib import Path
 from typing import Any
@@ -72,14 +71,6 @@ def test_what_else_goes_on_is_part_of_what_is_found(tmp_path: Path, kernel: str,
     (tmp_path / "kernels.py").write_text(KERNELS.replace("THREADS", str(threading.active_count())))
     found = of(f"{tmp_path}/kernels.py:{kernel}", PREFILL, 60)
     assert found.first in numbers and found.what.endswith(where) and "output is" in found.wrong
-
-
-def test_races_are_measured_up_to_one_in_ten_thousand() -> None:
-    measured = runpy.run_path(str(Path(__file__).parents[2] / "ci" / "races.py"))
-    kernels = measured["KERNELS"]
-    assert [kernel.one_in for kernel in kernels] == [100, 100, 300, 1_000, 1_000, 5_000, 10_000]
-    cells = list(measured["_cells"](kernels[0], measured["_repeated"](kernels[0], 100, torch.device("cpu"))))
-    assert cells[:3] == ["OrderOfAdditions", "100", "100"] and cells[-1] == "right, with other bits"
 
 
 def test_a_kernel_that_is_always_wrong_is_not_repeated() -> None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from mla_conformance.proof.families import INDEX_HEADS, INDEX_WIDTH, ProofFamily
 from mla_conformance.reference.index_scores import index_scores
 from mla_conformance.reference.kv_cache import PagedContext, write_latents
 from mla_conformance.reference.layer import LayerSpec, latents, mla_layer, query_latent
@@ -23,6 +22,7 @@ from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights, i
 from mla_conformance.reference.mla import Path
 from mla_conformance.reference.projections import MLAWeights, split_kv_b_proj
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.tests.proof.families import INDEX_HEADS, INDEX_WIDTH, ProofFamily
 
 CALLS = (0, 14), (14, 15), (15, 21)
 """First token and end of each call of a layer that caches."""
