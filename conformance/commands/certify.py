@@ -14,8 +14,8 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
 from mla_conformance.certificate.pins import Pins, libraries
+from mla_conformance.certificate.records import require_records, write_record
 from mla_conformance.certificate.signature import require_key, sign, signature_of
-from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.commands.sanitize import Sanitizing, sanitize
 from mla_conformance.engine.folder import RunFolder
@@ -193,7 +193,7 @@ class Issuing:
         """What the options ask for; None for nothing.
 
         Raises:
-            InputError: there is nothing to sign, or nothing to sign with.
+            InputError: there is nothing to sign, nothing to sign with, or no file of records to write into.
         """
         kinds = ("certificate", "record", "submission")
         kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
@@ -201,6 +201,8 @@ class Issuing:
             if path is None:
                 raise InputError("--sign: expected together with --certificate, --record or --submission")
             require_key(options.sign)
+        if path and kind == "submission":
+            require_records(path)
         return Issuing(kind, path, options.sign) if path else None
 
     def obstacle(self, run: Run) -> str:
@@ -222,10 +224,8 @@ class Issuing:
             certificate = self._certificate(run, loaded)
         except Refused as reason:
             return self._refused(str(reason), 1)
-        path = self._written(certificate)
-        if self.key:
-            sign(path, self.key)
-        say(f"wrote {path}", error=True)
+        self._write(certificate)
+        say(f"wrote {self.path}", error=True)
         return 0
 
     def _certificate(self, run: RunSummary, loaded: Mapping[str, str]) -> Certificate:
@@ -241,12 +241,15 @@ class Issuing:
             raise Refused(str(error)) from error
         return form(run, datetime.date.today(), pins, libraries(loaded, parse_reference(facts.reference)))
 
-    def _written(self, certificate: Certificate) -> Path:
+    def _write(self, certificate: Certificate) -> None:
         if self.kind == "submission":
-            return write_submission(self.path, certificate)
-        write_output(self.path, to_text(certificate.to_json()))
+            write_record(self.path, certificate, sign(certificate.seal, self.key) if self.key else "")
+            return
+        text = to_text(certificate.to_json())
+        write_output(self.path, text)
         signature_of(self.path).unlink(missing_ok=True)
-        return self.path
+        if self.key:
+            write_output(signature_of(self.path), sign(text, self.key))
 
     def _refused(self, reason: str, status: int) -> int:
         say(f"mla-conformance: no {self.kind}: {reason}", error=True)

@@ -4,16 +4,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from mla_conformance.certificate.lines import KeptRecord
+from mla_conformance.certificate.records import change_records, is_records, kept_records
 from mla_conformance.cli import main
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
-ROOT = Path(__file__).parents[2]
-RECORD = ROOT / "submissions" / "2026.4" / "TRITON_MLA" / "record.json"
+HANDED_IN = Path(__file__).parents[2] / "fixtures" / "records" / "2026.5.jsonl"
 CASE = "decode_lse:call=decode;q=[1];kv=[{}]"
 SEEN = "decode: LSE is 16.4 at request 2, query 0, head 1, expected 11.3: 4.83e+04 × its error budget, wrong in 1 row"
 
@@ -72,12 +74,17 @@ def test_what_is_excused_follows_and_a_number_too_large_lists_them(
     assert "expected --failure 1 to 2, got 3: 1. MINE: The LSE is doubled" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", [RECORD, RECORD.parent], ids=["record", "submission"])
-def test_every_finding_of_a_record_has_an_issue(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["record.json", "records.jsonl"])
+def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = (each.certificate for each in kept_records(HANDED_IN) if each.certificate.backend == "TRITON_MLA")
+    if is_records(path := tmp_path / name):
+        change_records(path, lambda _: [KeptRecord(record)])
+    else:
+        path.write_bytes(msgspec.json.encode(record))
     assert main(["export", "--issue", str(path)]) == 0
     issue = sections(capsys.readouterr().out)
     assert issue["title"].startswith("TRITON_MLA: bug: TritonMLAImpl.forward_mqa allocates the LSE in the query's")
-    assert "- vllm 0.33.0\n" in issue["Versions"] and "- device NVIDIA H200\n" in issue["Versions"]
+    assert "- vllm 0.33.0\n" in issue["Versions"] and "- device NVIDIA H100 80GB HBM3\n" in issue["Versions"]
     assert "mla-conformance replay " in issue["Reproducer"] and "LSE is" in issue["Seen"]
 
 
