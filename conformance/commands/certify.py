@@ -48,6 +48,8 @@ def certify(options: argparse.Namespace) -> int:
         InputError: an option is not right, or the folder is not free.
     """
     began, issuing = time.monotonic(), Issuing.asked(options)
+    if options.submission:
+        require_records(options.submission)
     plan = _recorded(options.resume) if options.resume else None
     request = _resumed(options, plan) if plan else _new(options)
     if options.sanitize:
@@ -193,7 +195,7 @@ class Issuing:
         """What the options ask for; None for nothing.
 
         Raises:
-            InputError: there is nothing to sign, nothing to sign with, or no file of records to write into.
+            InputError: there is nothing to sign, or nothing to sign with.
         """
         kinds = ("certificate", "record", "submission")
         kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
@@ -201,8 +203,6 @@ class Issuing:
             if path is None:
                 raise InputError("--sign: expected together with --certificate, --record or --submission")
             require_key(options.sign)
-        if path and kind == "submission":
-            require_records(path)
         return Issuing(kind, path, options.sign) if path else None
 
     def obstacle(self, run: Run) -> str:

@@ -158,7 +158,7 @@ COMMANDS = (
         "mla_conformance.commands.export:export",
         (
             _CASE_IF_ANY,
-            path("--issue", "REPORT", "instead, write a cause in this report, record or file of records as an issue"),
+            path("--issue", "REPORT", "instead, write a cause in this report or record as an issue"),
             _FAILURE,
             _BACKEND,
             _DEVICE,
@@ -307,12 +307,12 @@ COMMANDS = (
         "check certificates and records, and what of them is here",
         "mla_conformance.commands.verify:verify",
         (
-            path("certificates", "FILE", "certificates, records, or files of many records", nargs="+"),
+            path("certificates", "FILE", "certificates or files of records", nargs="+"),
             option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
             option(
                 "--backend",
                 "BACKEND",
-                "run this backend again; by default the record's; of many, its own",
+                "run this backend again; by default the certificate's",
             ),
             _DEVICE,
             option("--salt", "TEXT", "draw their inputs from this text"),
@@ -393,7 +393,7 @@ COMMANDS = (
         "records of many kernels as a static site",
         "mla_conformance.scoreboard.site:scoreboard",
         (
-            path("records", "FILE|DIR", "records, files of many, or reports of certify --model", nargs="+"),
+            path("records", "FILE|DIR", "records, or reports of certify --model", nargs="+"),
             path("--out", "DIR", "write the site here", required=True),
         ),
         ("fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
