@@ -2,9 +2,9 @@
 
 BEFORE and AFTER are locks that ``ci/lock.py write`` wrote, by sources that the suite's version lists and by those that
 are here; each RECORD is a file of ``certify --record``, of a kernel that these sources judged on a GPU of the compute
-capability of its record in ``fixtures/records``. Nothing is listed unless the rows of the locks are equal but for messages, and at least four records give
-the statuses and the worst uses of those handed in. Exit status: 0 listed, 1 something differs, 2 usage or a file
-that is not what it should be.
+capability of its record in ``fixtures/records``. Nothing is listed unless the rows of the locks are equal but for
+messages and cases that were added, and at least four records give the statuses and the worst uses of those handed in.
+Exit status: 0 listed, 1 something differs, 2 usage or a file that is not what it should be.
 """
 
 import argparse
