@@ -1,10 +1,10 @@
 """List the sources that are here among those that judge alike: ``python ci/accept.py BEFORE AFTER RECORD...``.
 
 BEFORE and AFTER are locks that ``ci/lock.py write`` wrote, by sources that the suite's version lists and by those that
-are here; each RECORD is the ``record.json`` of a kernel that these sources judged on a GPU of its submission's compute
-capability. Nothing is listed unless the rows of the locks are equal but for messages, and at least four records give
-the statuses and the worst uses of their submissions. Exit status: 0 listed, 1 something differs, 2 usage or a file
-that is not what it should be.
+are here; each RECORD is a file of ``certify --record``, of a kernel that these sources judged on a GPU of the compute
+capability of its record in ``fixtures/records``. Nothing is listed unless the rows of the locks are equal but for
+messages and cases that were added, and at least four records give the statuses and the worst uses of those handed in.
+Exit status: 0 listed, 1 something differs, 2 usage or a file that is not what it should be.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from pathlib import Path
 
 import lock
 
-from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
+from mla_conformance.certificate.certificate import RECORDS, Certificate, Outdated, read_certificate
 from mla_conformance.certificate.digests import FITTED, LOCKED, installed_digests, locked_digests, seal
-from mla_conformance.certificate.submission import RECORD_NAME, folder_of
+from mla_conformance.certificate.records import kept_records
 from mla_conformance.defects.report import deciding_digest
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import write_whole
@@ -54,10 +54,14 @@ def _unlike(here: Certificate) -> Iterator[str]:
     """Where a record differs from that of its submission; what one of them had no memory for is not compared."""
     if here.seal != seal(here):
         yield f"{here.backend}: the seal does not fit the record: it was changed after it was issued"
-    submitted = read_certificate(ROOT / "submissions" / folder_of(SUITE_VERSION, here.backend) / RECORD_NAME)
-    expected = installed_digests() | {FITTED: submitted.digests[FITTED]}
-    if here.digests != expected or here.environment.get(_GPU) != submitted.environment.get(_GPU):
-        yield f"{here.backend}: expected a record of these sources and a GPU like {submitted.device}, got {here.device}"
+    known = [each.certificate for each in kept_records(ROOT / RECORDS) if each.certificate.backend == here.backend]
+    alike = [each for each in known if each.environment.get(_GPU) == here.environment.get(_GPU)]
+    submitted = max(alike, key=lambda each: (each.pins.versions == here.pins.versions, each.date), default=None)
+    if submitted is None or here.digests != installed_digests() | {FITTED: submitted.digests[FITTED]}:
+        devices = ", ".join(each.device for each in known) or "none"
+        yield f"{here.backend}: expected a record of these sources and a GPU like {devices}, got {here.device}"
+    if submitted is None:
+        return
     for case, status in submitted.cases.items():
         pair = {status, here.cases.get(case)}
         if len(pair) > 1 and Status.UNAVAILABLE not in pair:

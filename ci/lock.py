@@ -135,11 +135,14 @@ def compare(before: Path, after: Path) -> int:
     if other:
         sys.stderr.write(f"not compared: expected two locks of one machine, got {'; '.join(other)}\n")
         return 2
-    differences = sorted(_differences(was, now), key=lambda each: each.message_alone)
+    known = {case for case, *_ in was}
+    judged = {key: row for key, row in now.items() if key[0] in known}
+    differences = sorted(_differences(was, judged), key=lambda each: each.message_alone)
     for each in differences[:_MOST_SHOWN]:
         sys.stdout.write(f"{each.line}\n")
     messages = sum(each.message_alone for each in differences)
-    sys.stdout.write(f"{len(was)} rows, {len(differences)} different, {messages} of them in messages alone\n")
+    added = f", {len(now) - len(judged)} of cases that were added" if len(now) > len(judged) else ""
+    sys.stdout.write(f"{len(was)} rows, {len(differences)} different, {messages} of them in messages alone{added}\n")
     return 1 if len(differences) > messages else 0
 
 

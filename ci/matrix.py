@@ -1,4 +1,4 @@
-"""What README and pages show of the submissions, of each kernel its newest: ``python ci/matrix.py``.
+"""What README and pages show of the records, of each kernel its newest: ``python ci/matrix.py``.
 
 Every figure is read from a record; a table says which suite judged it, on what device, and when.
 """
@@ -9,28 +9,39 @@ from pathlib import Path
 
 from msgspec import structs
 
-from mla_conformance.certificate.certificate import Finding, Shown, read_shown
-from mla_conformance.certificate.submission import RECORD_NAME
+from mla_conformance.certificate.certificate import Finding, Shown, shown_of
+from mla_conformance.certificate.records import RecordLine, read_records, suite_order
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
+from mla_conformance.report.causes import grouped
+from mla_conformance.scoreboard.entry import Entry
 
 ROOT = Path(__file__).parents[1]
-SUBMISSIONS = ROOT / "submissions"
+RECORDS = ROOT / "fixtures" / "records"
 _KERNELS = "| kernel | version | passed | known to fail | worst of budget |\n|---|---|---|---|---|"
 _OVERVIEW = "| library | right | some known to fail |\n|---|---|---|"
 _FAILURES = "| kernels, cases | for example | why |\n|---|---|---|"
 
 
-def newest(submissions: Path) -> list[Shown]:
-    """The newest record of each kernel, by the names of their folders; of other versions' kernels these say which."""
-    suites = sorted(submissions.iterdir(), key=lambda path: _number(path.name))
-    found = {path.parent.name: path for suite in suites for path in suite.glob(f"*/{RECORD_NAME}")}
-    return [_named(read_shown(found[name]), "@" in name) for name in sorted(found)]
+def newest(folder: Path) -> list[Shown]:
+    """The newest record of each kernel, and those of its suite in other versions or on other devices, which say so."""
+    records = [_shown(line) for path in sorted(folder.glob("*.jsonl")) for line in read_records(path)]
+    found = []
+    for _, group in sorted(grouped(records, lambda record: record.backend).items()):
+        first, *others = sorted(group, key=lambda record: Entry(record, "").order, reverse=True)
+        found += [first, *(_named(each, first) for each in others if each.suite == first.suite)]
+    return found
 
 
-def _named(record: Shown, of_other_versions: bool) -> Shown:
-    version = next(iter(record.distributions.values()), "")
-    return structs.replace(record, backend=f"{record.backend} ({version})") if of_other_versions else record
+def _shown(line: RecordLine) -> Shown:
+    if line.kept is None:
+        raise InputError(line.why)
+    return shown_of(line.kept.certificate)
+
+
+def _named(record: Shown, first: Shown) -> Shown:
+    version, known = (next(iter(each.distributions.values()), "") for each in (record, first))
+    return structs.replace(record, backend=f"{record.backend} ({version if version != known else record.device})")
 
 
 def overview(records: list[Shown]) -> str:
@@ -52,12 +63,8 @@ def outdated(records: list[Shown]) -> str:
 
 
 def _of_newest(records: list[Shown]) -> list[Shown]:
-    latest = max((record.suite for record in records), key=_number)
+    latest = max((record.suite for record in records), key=suite_order)
     return [record for record in records if record.suite == latest]
-
-
-def _number(suite: str) -> tuple[int, ...]:
-    return tuple(map(int, suite.split(".")))
 
 
 def _brief(library: str, records: list[Shown]) -> str:
@@ -124,7 +131,7 @@ def sections(root: Path) -> list[tuple[Section, str]]:
     Raises:
         InputError: a record is none, or a section's markers are missing.
     """
-    records = newest(SUBMISSIONS)
+    records = newest(RECORDS)
     return [
         (Section.of(root / "README.md", "h200"), overview(records)),
         (Section.of(root / "docs" / "findings.md", "h200"), kernels(records)),

@@ -2,13 +2,16 @@
 
 What stands under other versions stays as it is. Once there are records of a version, sources that judge otherwise want
 another version, in ``conformance/version.py``: ``mla-conformance verify`` would say so of each record. Sources that
-judge alike are appended to the version's lists by ``ci/accept.py``.
+judge alike are appended to the version's lists by ``ci/accept.py``. A list of cases that grew leaves records valid for
+what they judged: its digest before is kept.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from mla_conformance.certificate.digests import must_pass_digest, version_digests
+from mla_conformance.certificate.digests import EARLIER, LOCKED, must_pass_digest, version_digests
 from mla_conformance.files.inputs import read_text
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.version import SUITE_VERSION
@@ -16,17 +19,26 @@ from mla_conformance.version import SUITE_VERSION
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
-def store(name: str, value: object) -> None:
-    """Write an entry of this version into a file of the fixtures."""
+def store(name: str, change: Callable[[Any], object]) -> None:
+    """Write an entry of this version into a file of the fixtures, given the one that stands there or None."""
     path = FIXTURES / name
     known = json.loads(read_text(path)) if path.exists() else {}
-    write_whole(path, json.dumps({**known, SUITE_VERSION: value}, indent=1) + "\n")
+    write_whole(path, json.dumps({**known, SUITE_VERSION: change(known.get(SUITE_VERSION))}, indent=1) + "\n")
+
+
+def grown(known: dict[str, Any] | None) -> dict[str, Any]:
+    """What the version stands for: of one that is known the sources that judge alike, and the lists before this one."""
+    here = version_digests()
+    if not known:
+        return here
+    earlier = [each for each in (*known.get(EARLIER, ()), known["cases"]) if each != here["cases"]]
+    return {**here, **{name: known[name] for name in LOCKED}, **({EARLIER: earlier} if earlier else {})}
 
 
 def main() -> None:
     """Store the digests of the must-pass list and of everything else that decides."""
-    store("mustpass.json", must_pass_digest())
-    store("suites.json", version_digests())
+    store("mustpass.json", lambda _: must_pass_digest())
+    store("suites.json", grown)
 
 
 if __name__ == "__main__":

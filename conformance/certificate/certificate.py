@@ -18,6 +18,8 @@ from mla_conformance.report.form import DeviationForm
 from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 
+RECORDS = f"fixtures/records/{SUITE_VERSION}.jsonl"
+"""The file of this suite's records, in a checkout."""
 _NAME, _VERSION = "mla-conformance-certificate", 6
 SCHEMA = f"{_NAME}/{_VERSION}"
 
@@ -95,7 +97,7 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 def renewal(reference: str, device: str) -> str:
     """The command that certifies a backend anew on a device of this kind."""
     kind = "cpu" if device == "cpu" else "cuda"
-    return f"mla-conformance certify --backend {shlex.quote(reference)} --device {kind} --submission submissions"
+    return f"mla-conformance certify --backend {shlex.quote(reference)} --device {kind} --submission {RECORDS}"
 
 
 class Outdated(Exception):
@@ -170,6 +172,11 @@ class Shown(Struct, frozen=True, kw_only=True):
     def worst_share(self) -> float:
         """The largest share of its error budget that a passed case used; 0 without one."""
         return max((entry.share for entry in self.worst.values()), default=0.0)
+
+
+def shown_of(certificate: Certificate) -> Shown:
+    """What is shown of a record of the present form."""
+    return msgspec.convert(certificate.to_json(), Shown)
 
 
 def read_shown(path: Path) -> Shown:

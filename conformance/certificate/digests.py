@@ -3,9 +3,10 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -19,6 +20,9 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 LOCKED = ("judging", "reference")
 """Of the sources: another digest of these may judge alike, which a lock shows; those of cases and SPEC may not."""
+
+EARLIER = "earlier_cases"
+"""In ``suites.json``, the digests of a suite's list before cases were added: what was judged on it stays valid."""
 
 FITTED = "fitted"
 """Of the spaces and of the cases that were fitted to a backend, a digest of its own."""
@@ -48,13 +52,34 @@ def version_digests() -> dict[str, str | list[str]]:
 @cache
 def locked_digests() -> dict[str, tuple[str, ...]]:
     """The digests of this suite version that were seen to judge alike, the oldest first, by what they are of."""
+    return {name: tuple(_stored().get(name, ())) for name in LOCKED}
+
+
+@cache
+def _stored() -> dict[str, Any]:
     stored = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text(encoding="utf-8"))
-    return {name: tuple(stored.get(SUITE_VERSION, {}).get(name, ())) for name in LOCKED}
+    return dict(stored.get(SUITE_VERSION, {}))
 
 
-def unlike(stated: dict[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
+def judged_list(certificate: Certificate) -> frozenset[str]:
+    """The ids of the list that a record was judged on: the list here, or what that was before cases were added."""
+    listed = listed_ids()
+    known, stated = listed.intersection(certificate.cases), certificate.digests.get("cases")
+    return known if stated in _stored().get(EARLIER, ()) and stated == _cases_digest(known) else listed
+
+
+@cache
+def listed_ids() -> frozenset[str]:
+    """The ids of the suite's list."""
+    return frozenset(case.id for entry in CAPABILITIES.values() for case in entry.cases)
+
+
+def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
     """What is otherwise here, by name: the digest here, and the stated one."""
+    among, stated = judged_list(certificate), certificate.digests
     here = installed_digests()
+    if among != listed_ids():
+        here |= {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}
     for name in sorted(here.keys() | stated.keys() - {FITTED}):
         alike = {here.get(name), stated.get(name)}
         if len(alike) > 1 and not alike <= set(locked_digests().get(name, ())):
@@ -64,7 +89,13 @@ def unlike(stated: dict[str, str]) -> Iterator[tuple[str, str | None, str | None
 @cache
 def cases_digest() -> str:
     """SHA-256 of the list of cases."""
-    return meaning_digest((), "\n".join(case.digest + case.id for e in CAPABILITIES.values() for case in e.cases))
+    return _cases_digest(listed_ids())
+
+
+@lru_cache(maxsize=8)
+def _cases_digest(among: frozenset[str]) -> str:
+    cases = (case for entry in CAPABILITIES.values() for case in entry.cases if case.id in among)
+    return meaning_digest((), "\n".join(case.digest + case.id for case in cases))
 
 
 @cache

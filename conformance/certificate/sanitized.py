@@ -1,17 +1,12 @@
-"""What a tool of compute-sanitizer reported of a kernel, as a file beside its record; no verdict rests on it."""
+"""What a tool of compute-sanitizer reported of a kernel, kept with its record; no verdict rests on it."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from mla_conformance.certificate.certificate import Certificate, Text
-from mla_conformance.certificate.submission import RECORD_NAME, SANITIZED_NAMES, folder_of
-from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.files.outputs import write_output
-from mla_conformance.report.json_report import to_text
+from mla_conformance.traits.sanitizer import TOOLS
 
 SCHEMA = "mla-conformance-sanitized/1"
 
@@ -40,7 +35,7 @@ class SanitizedKernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A kernel under one tool.
 
     Attributes:
-        schema: of the file.
+        schema: of the report.
         suite: version of the suite.
         version: of this project.
         date: ISO date.
@@ -74,47 +69,14 @@ class SanitizedKernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     errors: tuple[SanitizerFinding, ...] = ()
 
 
-def write_sanitized(root: Path, found: SanitizedKernel) -> Path:
-    """Write it where the kernel's record is, or will be, below ``root``.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    path = root / folder_of(found.suite, found.backend) / SANITIZED_NAMES[found.tool]
-    write_output(path, to_text(msgspec.to_builtins(found)))
-    return path
-
-
-def read_sanitized(record: Path) -> list[SanitizedKernel]:
-    """What lies beside the record of a submission, tool by tool.
-
-    Raises:
-        InputError: a file cannot be read, or is none of this form.
-    """
-    if record.name != RECORD_NAME:
-        return []
-    return [_read(path) for path in map(record.with_name, SANITIZED_NAMES.values()) if path.exists()]
-
-
-def _read(path: Path) -> SanitizedKernel:
-    found = decode(read_text(path), SanitizedKernel, str(path))
-    if found.schema != SCHEMA:
-        raise InputError(f"{path}: expected schema {SCHEMA}, got {found.schema!r}")
-    if path.name != SANITIZED_NAMES.get(found.tool):
-        raise InputError(f"{path}: expected what {path.stem.partition('-')[2]} reported, got tool {found.tool!r}")
-    return found
-
-
-def sanitized_problems(record: Path, certificate: Certificate) -> Iterator[str]:
-    """What lies beside a record and is of another kernel, suite or version."""
-    try:
-        found = read_sanitized(record)
-    except InputError as error:
-        yield str(error)
-        return
-    for each in found:
-        stated = {"backend": each.backend, "suite": each.suite, **each.versions}
+def sanitized_problems(certificate: Certificate, sanitized: Sequence[SanitizedKernel]) -> Iterator[str]:
+    """What tools reported of another kernel, suite or version than a record's, or in no form that is known."""
+    for found in sanitized:
+        if found.schema != SCHEMA or found.tool not in TOOLS:
+            known = f"{SCHEMA} of one of {', '.join(TOOLS)}"
+            yield f"a sanitizer's report: expected {known}, got {found.schema!r} of {found.tool!r}"
+        stated = {"backend": found.backend, "suite": found.suite, **found.versions}
         expected = {"backend": certificate.backend, "suite": certificate.suite, **certificate.pins.versions}
         for name in sorted(stated.keys() & expected.keys()):
             if stated[name] != expected[name]:
-                yield f"{SANITIZED_NAMES[each.tool]} is of {name} {stated[name]}, the record of {expected[name]}"
+                yield f"the report of {found.tool} is of {name} {stated[name]}, the record of {expected[name]}"

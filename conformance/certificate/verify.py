@@ -7,14 +7,14 @@ from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
-from mla_conformance.certificate.digests import FITTED, LOCKED, locked_digests, seal, unlike
+from mla_conformance.certificate.digests import FITTED, LOCKED, judged_list, listed_ids, locked_digests, seal, unlike
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+from mla_conformance.vocabulary.capabilities import Tier
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
@@ -41,7 +41,7 @@ def age(certificate: Certificate) -> str:
 
 
 def _digests(certificate: Certificate) -> Iterator[str]:
-    for name, here, stated in unlike(certificate.digests):
+    for name, here, stated in unlike(certificate):
         yield f"digest '{name}': expected {here} as installed here, got {stated}{_unlocked(certificate, name, here)}"
     if certificate.tier != Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
@@ -61,24 +61,28 @@ def _unlocked(certificate: Certificate, name: str, here: str | None) -> str:
 def _cases(certificate: Certificate) -> Iterator[str]:
     fitted = fitted_of(certificate.cases)
     foreign = {case for case in fitted if not could_be_fitted(case)}
-    for what, odd in (("missing", _listed() - certificate.cases.keys()), ("not in the suite's list", foreign)):
+    for what, odd in (
+        ("missing", judged_list(certificate) - certificate.cases.keys()),
+        ("not in the suite's list", foreign),
+    ):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
     if not foreign and certificate.digests.get(FITTED) != digest_of(fitted):
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
-def _listed() -> set[str]:
-    return {case.id for entry in CAPABILITIES.values() for case in entry.cases}
+def not_yet_judged(certificate: Certificate) -> frozenset[str]:
+    """Ids of the cases that were added to the suite's list since; none of a record of another suite."""
+    return listed_ids() - judged_list(certificate) if certificate.is_current else frozenset()
 
 
 def fitted_of(cases: Collection[str]) -> list[str]:
     """Ids of the cases that were fitted to a kernel: those of a record of this suite that its list lacks, sorted."""
-    return sorted(set(cases) - _listed())
+    return sorted(set(cases) - listed_ids())
 
 
 def _counts(certificate: Certificate) -> Iterator[str]:
-    counted = Counts.of(_records(certificate), len(_listed() | certificate.cases.keys()))
+    counted = Counts.of(_records(certificate), len(judged_list(certificate) | certificate.cases.keys()))
     for name in Counts.__struct_fields__:
         expected, stated = getattr(counted, name), getattr(certificate.counts, name)
         if expected != stated:
@@ -94,7 +98,7 @@ def _records(certificate: Certificate) -> list[Record]:
 
 def _must_pass(certificate: Certificate) -> Iterator[str]:
     records = {record.case: record for record in _records(certificate)}
-    missing = dict(MustPass.of_suite().missing(records, waivable=True))
+    missing = dict(MustPass.of_suite(judged_list(certificate)).missing(records, waivable=True))
     undecided = [case for case in missing if case not in certificate.lacking]
     if undecided:
         yield f"{len(undecided)} must-pass cases did not pass, for example {undecided[0]} ({missing[undecided[0]]})"

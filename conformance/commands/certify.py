@@ -14,8 +14,8 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
 from mla_conformance.certificate.pins import Pins, libraries
+from mla_conformance.certificate.records import require_records, write_record
 from mla_conformance.certificate.signature import require_key, sign, signature_of
-from mla_conformance.certificate.submission import write_submission
 from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.commands.sanitize import Sanitizing, sanitize
 from mla_conformance.engine.folder import RunFolder
@@ -49,6 +49,8 @@ def certify(options: argparse.Namespace) -> int:
         InputError: an option is not right, or the folder is not free.
     """
     began, issuing = time.monotonic(), Issuing.asked(options)
+    if options.submission:
+        require_records(options.submission)
     plan = _recorded(options.resume) if options.resume else None
     request = _resumed(options, plan) if plan else _new(options)
     if options.sanitize:
@@ -222,10 +224,8 @@ class Issuing:
             certificate = self._certificate(run, loaded)
         except Refused as reason:
             return self._refused(str(reason), 1)
-        path = self._written(certificate)
-        if self.key:
-            sign(path, self.key)
-        say(f"wrote {path}", error=True)
+        self._write(certificate)
+        say(f"wrote {self.path}", error=True)
         return status
 
     def _certificate(self, run: RunSummary, loaded: Mapping[str, str]) -> Certificate:
@@ -240,12 +240,15 @@ class Issuing:
             raise Refused(str(error)) from error
         return form(run, datetime.date.today(), pins, libraries(loaded, parse_reference(facts.reference)))
 
-    def _written(self, certificate: Certificate) -> Path:
+    def _write(self, certificate: Certificate) -> None:
         if self.kind == "submission":
-            return write_submission(self.path, certificate)
-        write_output(self.path, to_text(certificate.to_json()))
+            write_record(self.path, certificate, sign(certificate.seal, self.key) if self.key else "")
+            return
+        text = to_text(certificate.to_json())
+        write_output(self.path, text)
         signature_of(self.path).unlink(missing_ok=True)
-        return self.path
+        if self.key:
+            write_output(signature_of(self.path), sign(text, self.key))
 
     def _refused(self, reason: str, status: int) -> int:
         say(f"mla-conformance: no {self.kind}: {reason}", error=True)

@@ -1,10 +1,10 @@
-"""``export --issue``: a failure of a run or of a submitted record as the text of an issue."""
+"""``export --issue``: a failure of a run or of a record as the text of an issue."""
 
 import argparse
 from pathlib import Path
 
-from mla_conformance.certificate.certificate import Shown, read_shown
-from mla_conformance.certificate.submission import RECORD_NAME
+from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
+from mla_conformance.certificate.records import is_records, kept_records
 from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
@@ -34,13 +34,12 @@ def write_issue(options: argparse.Namespace) -> int:
 
 
 def _issues(path: Path) -> list[Issue]:
-    """Of a run's report, of a record, or of the submission that a folder holds."""
-    record = path / RECORD_NAME
-    path = record if record.is_file() else report_file(path)
+    """Of a run's report, of a record, or of all records of a file."""
     if is_report(path):
         return issues_of(load_report(path))
-    shown = read_shown(path)
-    return [_of_failure(failure, shown) for failure in Entry(shown, "").failures]
+    path = report_file(path)
+    found = [shown_of(each.certificate) for each in kept_records(path)] if is_records(path) else [read_shown(path)]
+    return [_of_failure(failure, shown) for shown in found for failure in Entry(shown, "").failures]
 
 
 def _of_failure(failure: Failure, shown: Shown) -> Issue:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding, write_sanitized
+from mla_conformance.certificate.records import write_sanitized
+from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.commands.console import BROKEN
 from mla_conformance.commands.sanitized_cases import choose
 from mla_conformance.engine.devices import this_machine
@@ -29,20 +30,20 @@ class Sanitizing:
         check: the tool of compute-sanitizer.
         named: whether capabilities were named.
         timeout: seconds for a process; None for what a case may take on a GPU.
-        root: folder of submissions, which tells kernels and receives what is found; None for none.
+        records: file of records, which tells kernels and receives what is found; None for none.
     """
 
     check: str
     named: bool
     timeout: float | None = None
-    root: Path | None = None
+    records: Path | None = None
 
 
 def sanitize(request: RunRequest, asked: Sanitizing) -> int:
     """Carry it out; the exit status is that of a run that judged nothing wherever the tool could not watch.
 
     Raises:
-        InputError: a record cannot be read, or what was found not be written.
+        InputError: the records cannot be read, or what was found not be written.
     """
     try:
         if request.device == "cpu":
@@ -57,7 +58,7 @@ def sanitize(request: RunRequest, asked: Sanitizing) -> int:
 
 def _sanitized(tool: Tool, request: RunRequest, asked: Sanitizing, backend: BackendReference) -> int:
     """One backend; its exit status."""
-    chosen = choose(request, asked.named, asked.root, backend.name)
+    chosen = choose(request, asked.named, asked.records, backend.name)
     if chosen.what:
         _say(f"{asked.check} {backend.name}: {chosen.what}")
     watch = Watch(tool, asked.check, backend.reference, "cuda", asked.timeout or GPU_TIMEOUT)
@@ -65,8 +66,9 @@ def _sanitized(tool: Tool, request: RunRequest, asked: Sanitizing, backend: Back
     for text in lines(watch, backend, found):
         _say(text)
     watched = [each for each in found.cases if not each.unavailable]
-    if watched and asked.root:
-        say(f"wrote {write_sanitized(asked.root, _kernel(watch, backend, found))}", error=True)
+    if watched and asked.records:
+        write_sanitized(asked.records, _kernel(watch, backend, found))
+        say(f"wrote {asked.records}", error=True)
     if any(each.errors for each in watched):
         return 1
     return 0 if watched and len(watched) == len(found.cases) else BROKEN
@@ -113,7 +115,7 @@ def _by(watch: Watch, found: Watched) -> str:
 
 
 def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> SanitizedKernel:
-    """As a file holds it."""
+    """As its record's line holds it."""
     assert found.begin is not None  # what was watched has begun
     return SanitizedKernel(
         suite=SUITE_VERSION,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import is_light, work_of
-from mla_conformance.certificate.traced import TracedRecord, newest_traced
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.records import kept_records
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import Traced
 from mla_conformance.judging.verdict import Status
@@ -35,23 +36,23 @@ class ChosenCases:
     what: str = ""
 
 
-def choose(request: RunRequest, named: bool, root: Path | None, backend: str) -> ChosenCases:
+def choose(request: RunRequest, named: bool, records: Path | None, backend: str) -> ChosenCases:
     """The cases for a backend.
 
     Args:
         request: names capabilities or cases.
         named: whether capabilities were named.
-        root: folder of submissions, whose record of the backend tells its kernels.
+        records: file of records, of which the newest of the backend that names kernels tells them; it may not be there.
         backend: its name.
 
     Raises:
-        InputError: the record cannot be read.
+        InputError: the file is none of records.
     """
     if request.cases:
         cases = sorted(request.cases, key=work_of)
         left = f"the {MOST} smallest of {len(cases)} cases" if len(cases) > MOST else ""
         return ChosenCases(tuple(cases[:MOST]), what=left)
-    record = None if named or root is None else newest_traced(root, backend)
+    record = None if named or records is None or not records.exists() else _newest_traced(records, backend)
     if record is not None and (found := _variants(record, request.cases_of)):
         said = counted(len(found), "set"), min(MOST, len(found))
         what = f"a case for {said[1]} of {said[0]} of kernels that a profiler saw for suite {record.suite}"
@@ -61,7 +62,13 @@ def choose(request: RunRequest, named: bool, root: Path | None, backend: str) ->
     return ChosenCases(tuple(small), _OF_A_ROLE)
 
 
-def _variants(record: TracedRecord, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:
+def _newest_traced(records: Path, backend: str) -> Certificate | None:
+    """The newest record of a backend that names kernels."""
+    known = (each.certificate for each in kept_records(records) if each.certificate.backend == backend)
+    return max((each for each in known if each.traced.kernels), key=lambda each: each.date, default=None)
+
+
+def _variants(record: Certificate, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:
     """The smallest case of each set of kernels; those in front add kernels that none before them runs."""
     smallest: dict[frozenset[str], Case] = {}
     for kernels, case in _traced_cases(record, cases_of):
@@ -74,7 +81,7 @@ def _variants(record: TracedRecord, cases_of: Callable[[str], Sequence[Case]]) -
 
 
 def _traced_cases(
-    record: TracedRecord, cases_of: Callable[[str], Sequence[Case]]
+    record: Certificate, cases_of: Callable[[str], Sequence[Case]]
 ) -> Iterator[tuple[frozenset[str], Case]]:
     """The kernels of each capability, and its smallest case that passed; none of those that must be refused."""
     for name, kernels in record.traced.kernels.items():

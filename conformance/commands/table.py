@@ -110,7 +110,7 @@ COMMANDS = (
             _EXPECTATIONS,
             (
                 path("--certificate", "FILE", "certify a complete run of one backend"),
-                path("--submission", "DIR", "write its record below DIR, to hand in"),
+                path("--submission", "FILE", "write its record into FILE.jsonl, to hand in"),
                 path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
             ),
             path("--sign", "KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
@@ -173,7 +173,7 @@ COMMANDS = (
         "mla_conformance.commands.export:export",
         (
             _CASE_IF_ANY,
-            path("--issue", "REPORT", "instead, write a cause in this report, record or submission as an issue"),
+            path("--issue", "REPORT", "instead, write a cause in this report or record as an issue"),
             _failure("--issue"),
             _BACKEND,
             _DEVICE,
@@ -297,15 +297,15 @@ COMMANDS = (
         "write reasons that were found after a run into its record, which must be signed again",
         "mla_conformance.commands.verify:write_reasons",
         (path("records", "RECORD", "records that verify", nargs="+"), _EXPECTATIONS),
-        ("submissions/2026.5/FLASHMLA/record.json --expectations expectations",),
+        ("fixtures/records/2026.5.jsonl --expectations expectations",),
         "0 written; 2 usage",
     ),
     Command(
         "verify",
-        "check certificates and submissions, and what of them is here",
+        "check certificates and records, and what of them is here",
         "mla_conformance.commands.verify:verify",
         (
-            path("certificates", "FILE|DIR", "certificates, records or submissions", nargs="+"),
+            path("certificates", "FILE", "certificates or files of records", nargs="+"),
             option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
             option("--backend", "BACKEND", "run this backend again; by default the certificate's"),
             option("--device", help_text="by default a GPU, if present", only_with="--rerun", **_DEVICES),
@@ -313,7 +313,7 @@ COMMANDS = (
             flag("--signature", "require a signature of one of the --signers", only_with="--signers"),
             path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
         ),
-        ("submissions/2026.5", "certificate.json --rerun 20 --device cuda"),
+        ("fixtures/records/2026.5.jsonl", "certificate.json --rerun 20 --device cuda"),
         "0 all hold; 1 one does not; 2 usage",
     ),
     Command(
@@ -387,10 +387,10 @@ COMMANDS = (
         "records of many kernels as a static site",
         "mla_conformance.scoreboard.site:scoreboard",
         (
-            path("records", "FILE|DIR", "records, submissions, or reports of certify --model", nargs="+"),
+            path("records", "FILE|DIR", "records, or reports of certify --model", nargs="+"),
             path("--out", "DIR", "write the site here", required=True),
         ),
-        ("submissions --out site", "before.json after.json --out site"),
+        ("fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
         "0 written; 1 written without records that cannot be read; 2 usage",
     ),
     Command(

@@ -5,19 +5,20 @@ import datetime
 import secrets
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
 from mla_conformance.certificate.compare import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.digests import unlike
+from mla_conformance.certificate.lines import KeptRecord
 from mla_conformance.certificate.reasons import with_reasons
+from mla_conformance.certificate.records import change_records, is_records, read_records
 from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.sanitized import sanitized_problems
-from mla_conformance.certificate.signature import SignatureError, signature_of, signer_of
-from mla_conformance.certificate.submission import folder_problems, records_below, strays
-from mla_conformance.certificate.verify import problems
+from mla_conformance.certificate.signature import SignatureError, Signed, signature_of
+from mla_conformance.certificate.verify import not_yet_judged, problems
 from mla_conformance.engine.devices import this_machine
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError
@@ -28,7 +29,7 @@ from mla_conformance.report.terminal import say
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check certificates and folders of submissions; the exit status."""
+    """Check certificates and files of records; the exit status."""
     with git_asked_before() if options.rerun > 0 else nullcontext():
         return max([status for path in options.certificates for status in _statuses(path, options)])
 
@@ -37,14 +38,24 @@ def write_reasons(options: argparse.Namespace) -> int:
     """Write into records what is known by now of their failures; the exit status."""
     known = Expectations.load([shipped(), *options.expectations])
     for path in options.records:
-        before = _current(path)
-        after = with_reasons(before, known, datetime.date.today())
-        changed = sum(one != other for one, other in zip(before.findings, after.findings, strict=True))
-        if changed:
-            write_output(path, to_text(after.to_json()))
+        if is_records(path):
+            change_records(path, lambda records: [_explained(each, known) for each in records])
+            continue
+        before = KeptRecord(_current(path))
+        after = _explained(before, known)
+        if after is not before:
+            write_output(path, to_text(after.certificate.to_json()))
             signature_of(path).unlink(missing_ok=True)
-        say(f"{path}: {changed} of {len(after.findings)} failures have another reason than before")
     return 0
+
+
+def _explained(kept: KeptRecord, known: Expectations) -> KeptRecord:
+    """The record with reasons, unsigned if there are others than before; says how many are."""
+    before, after = kept.certificate, with_reasons(kept.certificate, known, datetime.date.today())
+    changed = sum(one != other for one, other in zip(before.findings, after.findings, strict=True))
+    said = f"{changed} of {len(after.findings)} failures have another reason than before"
+    say(f"{before.backend} on {before.device}: {said}")
+    return replace(kept, certificate=after, signature="") if changed else kept
 
 
 def _current(path: Path) -> Certificate:
@@ -55,35 +66,48 @@ def _current(path: Path) -> Certificate:
 
 
 def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
-    if not path.is_dir():
-        yield _verify(path, options, in_folder=False)
+    if not is_records(path):
+        yield _verify_file(path, options)
         return
-    records = records_below(path)
-    for stray in strays(path, records):
-        say(f"{path}: {stray}", error=True)
-        yield 1
-    for record in records:
-        yield _verify(record, options, in_folder=True)
+    lines = read_records(path)
+    wanted = parse_reference(options.backend).name if options.backend else ""
+    if wanted:
+        lines = [line for line in lines if line.kept and line.kept.certificate.backend == wanted]
+    if not lines:
+        raise InputError(f"{path}: expected a record of {wanted}, got none")
+    for line in lines:
+        if line.kept is None:
+            say(line.why, error=True)
+            yield 2
+        else:
+            signed = Signed(line.kept.certificate.seal, line.kept.signature or None, "signature")
+            yield _verify(line.source, line.kept, signed, options)
 
 
-def _verify(path: Path, options: argparse.Namespace, in_folder: bool) -> int:
+def _verify_file(path: Path, options: argparse.Namespace) -> int:
     try:
         certificate = read_certificate(path)
     except Outdated as old:
         say(f"{path}: {old}", error=True)
         return 1
+    return _verify(str(path), KeptRecord(certificate), Signed.of(path), options)
+
+
+def _verify(source: str, kept: KeptRecord, signed: Signed, options: argparse.Namespace) -> int:
+    certificate = kept.certificate
     salt = secrets.token_hex(8) if options.salt is None else options.salt
     found = _Found(certificate, again=options.rerun > 0)
     found.against += problems(certificate, datetime.date.today())
-    if in_folder:
-        found.against += [*folder_problems(path, certificate), *sanitized_problems(path, certificate)]
-    found.take(_signature(path, options))
+    found.against += sanitized_problems(certificate, kept.sanitized)
+    found.take(_signature(signed, options))
+    if new := not_yet_judged(certificate):
+        found.reported.append(f"{len(new)} cases of the suite's list are not yet judged, for example {min(new)}")
     if certificate.is_current:
         found.take(_beside_this_machine(certificate, options))
     if options.rerun > 0 and not found.against:
         backend = parse_reference(options.backend or certificate.reference)
         found.take(rerun(certificate, options.rerun, backend, options.device, salt))
-    return found.tell(path, _closing(certificate, min(options.rerun, len(judged_cases(certificate))), salt))
+    return found.tell(source, _closing(certificate, min(options.rerun, len(judged_cases(certificate))), salt))
 
 
 @dataclass
@@ -110,25 +134,25 @@ class _Found:
                 inherits = ", not of what is installed here" if weight is Weight.OTHER_BUILD else ""
                 self.reported.append(sentence + inherits)
 
-    def tell(self, path: Path, closing: str) -> int:
+    def tell(self, source: str, closing: str) -> int:
         """Print everything; the exit status."""
         for sentence in self.reported:
-            say(f"{path}: {sentence}")
+            say(f"{source}: {sentence}")
         for sentence in self.against:
-            say(f"{path}: {sentence}", error=True)
+            say(f"{source}: {sentence}", error=True)
         if not self.against:
-            say(f"{path}: {closing}")
+            say(f"{source}: {closing}")
         return 1 if self.against else 0
 
 
-def _signature(path: Path, options: argparse.Namespace) -> Iterator[Remark]:
+def _signature(signed: Signed, options: argparse.Namespace) -> Iterator[Remark]:
     if options.signers is not None:
         try:
-            yield Remark(Weight.REPORTED, f"signed by {signer_of(path, options.signers)}")
+            yield Remark(Weight.REPORTED, f"signed by {signed.signer(options.signers)}")
         except SignatureError as error:
             yield Remark(Weight.AGAINST, str(error))
-    elif signature_of(path).is_file():
-        yield Remark(Weight.REPORTED, f"{signature_of(path).name} was not checked; add --signers FILE")
+    elif signed.signature is not None:
+        yield Remark(Weight.REPORTED, f"{signed.name} was not checked; add --signers FILE")
 
 
 def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) -> Iterator[Remark]:
@@ -142,7 +166,7 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
     _require_name(certificate, backend)
     if options.rerun <= 0:  # the run tells more
         yield from compare_machines(certificate.environment, this_machine())
-    yield from compare(certificate.pins, certificate.traced, backend, judged_alike=not any(unlike(certificate.digests)))
+    yield from compare(certificate.pins, certificate.traced, backend, judged_alike=not any(unlike(certificate)))
 
 
 def _require_name(certificate: Certificate, backend: BackendReference) -> None:

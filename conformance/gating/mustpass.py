@@ -8,7 +8,7 @@ unsupported.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
@@ -59,14 +59,14 @@ class MustPass:
     demanded: tuple[str, ...] = ()
 
     @staticmethod
-    def of_vocabulary() -> "MustPass":
-        """The list that the vocabulary gives; ``mla-conformance mustpass`` prints it."""
+    def of_vocabulary(among: Collection[str] | None = None) -> "MustPass":
+        """The list that the vocabulary gives, or its cases among these; ``mla-conformance mustpass`` prints it."""
         cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
-        return MustPass.of((profile_of(case), case.id) for case in cases)
+        return MustPass.of((profile_of(case), case.id) for case in cases if among is None or case.id in among)
 
     @staticmethod
-    def of_suite() -> "MustPass":
-        """The list of this suite version: the one that the vocabulary gives, if it still is that.
+    def of_suite(among: Collection[str] | None = None) -> "MustPass":
+        """The list of this suite version, or its cases among these: what the vocabulary gives, if it still is that.
 
         Raises:
             InputError: it is another one.
@@ -80,7 +80,7 @@ class MustPass:
                 f"{source}: expected digest {expected.get(SUITE_VERSION)} of the must-pass list of suite "
                 f"{SUITE_VERSION}, got {found.digest} from the vocabulary; a changed list needs a new version"
             )
-        return found
+        return found if among is None else MustPass.of_vocabulary(among)
 
     @staticmethod
     def asked(texts: Sequence[str]) -> "MustPass":

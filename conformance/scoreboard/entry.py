@@ -2,16 +2,25 @@
 
 import datetime
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.certificate.certificate import Finding, Outdated, Shown, read_certificate, read_shown, records_of
-from mla_conformance.certificate.sanitized import SanitizedKernel, read_sanitized, sanitized_problems
-from mla_conformance.certificate.submission import records_below, suite_order
-from mla_conformance.certificate.verify import age, fitted_of, problems
+from mla_conformance.certificate.certificate import (
+    Finding,
+    Outdated,
+    Shown,
+    read_certificate,
+    read_shown,
+    records_of,
+    shown_of,
+)
+from mla_conformance.certificate.lines import KeptRecord
+from mla_conformance.certificate.records import is_records, read_records, suite_order
+from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_problems
+from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -27,9 +36,9 @@ _PAIRS = 3
 
 @dataclass(frozen=True)
 class RefusedRecord:
-    """A file that is not shown as a record, and why."""
+    """A file, or a line of one, that is not shown as a record, and why."""
 
-    path: Path
+    source: str
     why: str
 
 
@@ -64,11 +73,13 @@ class Entry:
         record: what of it is shown.
         old: why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that.
         sanitized: what tools of compute-sanitizer reported of the kernel.
+        not_yet: number of cases that were added to its suite's list since.
     """
 
     record: Shown
     old: str
     sanitized: tuple[SanitizedKernel, ...] = ()
+    not_yet: int = 0
 
     @property
     def versions(self) -> str:
@@ -103,8 +114,10 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """Of which suite it is, and that this is an old one, if so."""
-        return f"of suite {self.record.suite}: outdated" if self.old else f"suite {self.record.suite}"
+        """Of which suite it is, that this is an old one, if so, and how many of its cases are not yet judged."""
+        if self.old:
+            return f"of suite {self.record.suite}: outdated"
+        return f"suite {self.record.suite}" + (f", {self.not_yet} cases not yet judged" if self.not_yet else "")
 
     @cached_property
     def pairs(self) -> JudgedPairs | None:
@@ -165,40 +178,39 @@ def _capabilities(records: list[Record]) -> dict[str, CapabilitySummary]:
 
 
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
-    """The records of files and of folders of submissions, and what cannot be taken for one.
+    """The records of files, and what cannot be taken for one.
 
     Raises:
-        InputError: a folder holds no record.
+        InputError: a file of many records is none.
     """
-    entries: list[Entry] = []
-    refused: list[RefusedRecord] = []
-    for record in (record for path in paths for record in (records_below(path) if path.is_dir() else [path])):
-        found = _read(record)
-        if isinstance(found, Entry):
-            entries.append(found)
-        else:
-            refused.append(found)
-    return entries, refused
+    found = [each for path in paths for each in (_of_lines(path) if is_records(path) else [_of_file(path)])]
+    entries = [each for each in found if isinstance(each, Entry)]
+    return entries, [each for each in found if isinstance(each, RefusedRecord)]
 
 
-def _read(path: Path) -> Entry | RefusedRecord:
+def _of_lines(path: Path) -> Iterator[Entry | RefusedRecord]:
+    for line in read_records(path):
+        yield _entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why)
+
+
+def _of_file(path: Path) -> Entry | RefusedRecord:
+    """One record; of an earlier form it is shown as far as it can be read."""
     try:
-        certificate = read_certificate(path)
+        return _entry(str(path), KeptRecord(read_certificate(path)))
     except Outdated as outdated:
-        return _read_earlier(path, str(outdated))
+        try:
+            return Entry(read_shown(path), str(outdated))
+        except InputError as error:
+            return RefusedRecord(str(path), f"{outdated} ({error})")
     except InputError as error:
-        return RefusedRecord(path, str(error))
+        return RefusedRecord(str(path), str(error))
+
+
+def _entry(source: str, kept: KeptRecord) -> Entry | RefusedRecord:
+    certificate = kept.certificate
     old = age(certificate)
     against = [problem for problem in problems(certificate, datetime.date.today()) if problem != old]
-    against += sanitized_problems(path, certificate)
+    against += sanitized_problems(certificate, kept.sanitized)
     if against:
-        return RefusedRecord(path, "; ".join(against))
-    return Entry(read_shown(path), old, tuple(read_sanitized(path)))
-
-
-def _read_earlier(path: Path, outdated: str) -> Entry | RefusedRecord:
-    """A record of an earlier form, which is shown as far as it can be read."""
-    try:
-        return Entry(read_shown(path), outdated)
-    except InputError as error:
-        return RefusedRecord(path, f"{outdated} ({error})")
+        return RefusedRecord(source, "; ".join(against))
+    return Entry(shown_of(certificate), old, kept.sanitized, len(not_yet_judged(certificate)))

@@ -5,6 +5,7 @@ The page needs no network and no other file; viewers of static analyses read SAR
 
 import argparse
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from html import escape
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.certificate.certificate import Finding
-from mla_conformance.certificate.submission import folder_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import replay_line
@@ -46,7 +46,7 @@ def scoreboard(options: argparse.Namespace) -> int:
     board = Board(tuple(entries), tuple(refused), profiles(), deployed)
     write_site(board, options.out)
     for each in board.refused:
-        say(f"{each.path}: not shown: {each.why}", error=True)
+        say(f"{each.source}: not shown: {each.why}", error=True)
     old = sum(bool(entry.old) for entry in entries)
     say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them outdated, {len(refused)} not shown")
     return 1 if refused else 0
@@ -66,10 +66,11 @@ def write_site(board: Board, out: Path) -> None:
 
 
 def _badges(board: Board) -> dict[str, str]:
-    """By the name of the file, which is that of the kernel's folder among submissions."""
+    """By the name of the file, which is the kernel's without signs that a file's must not have."""
     found: dict[str, str] = {}
     for kernel, entry in board.by_kernel.items():
-        name = f"{folder_of('', kernel).name or 'kernel'}.svg"
+        plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip("-")
+        name = f"{plain or 'kernel'}.svg"
         if name in found:
             raise InputError(f"{kernel}: expected another name, a second kernel has the badge {name}")
         found[name] = badge(entry)

@@ -153,7 +153,7 @@ def scoreboard() -> str:
         _entry(LONG, cases, cases[::200]),
     ]
     old = Entry(entries[0].record, "of suite 1; renew it: mla-conformance certify")
-    return page(Board((*entries, old), (RefusedRecord(Path(LONG), LONG),), profiles()))
+    return page(Board((*entries, old), (RefusedRecord(LONG, LONG),), profiles()))
 
 
 def _entry(backend: str, cases: list[str], wrong: list[str]) -> Entry:

@@ -21,6 +21,7 @@ from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.records import kept_records
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
@@ -402,14 +403,15 @@ def all_but_two(folder: Path) -> None:
 def test_a_run_is_certified_verified_and_run_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submissions = tmp_path / "submissions"
-    file = submissions / SUITE_VERSION / "TORCH_SDPA" / "record.json"
+    records = tmp_path / "records.jsonl"
     all_but_two(tmp_path)
-    assert main(["certify", "--resume", str(tmp_path), "-n1", "--submission", str(submissions)]) == 0
+    assert main(["certify", "--resume", str(tmp_path), "-n1", "--submission", str(records)]) == 0
     assert main(["gate", str(tmp_path), "--must-pass", "--require", "TORCH_SDPA"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTS["all"][:number])
-    assert main(["verify", str(submissions), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0
+    assert main(["verify", str(records), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0
     assert "TORCH_SDPA on cpu" in (said := capsys.readouterr().out) and "holds · 2 run again with salt s1" in said
+    file = tmp_path / "record.json"
+    file.write_bytes(msgspec.json.encode(kept_records(records)[0].certificate))
     assert main(["verify", str(file), "--rerun", "1", "--backend", "EAGER", "--device", "cpu"]) == 2
     assert "expected the certificate's backend, TORCH_SDPA, got EAGER" in capsys.readouterr().err

@@ -7,17 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from mla_conformance.certificate.certificate import Certificate, Finding
-from mla_conformance.certificate.digests import seal
-from mla_conformance.certificate.pins import Pins
-from mla_conformance.certificate.submission import write_submission
+from mla_conformance.certificate.lines import KeptRecord
+from mla_conformance.certificate.records import change_records, is_records, kept_records
 from mla_conformance.cli import main
-from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import report_json, to_text
-from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.version import SUITE_VERSION
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
+HANDED_IN = Path(__file__).parents[2] / "fixtures" / "records" / "2026.5.jsonl"
 CASE = "decode_lse:call=decode;q=[1];kv=[{}]"
 SEEN = "decode: LSE is 16.4 at request 2, query 0, head 1, expected 11.3: 4.83e+04 × its error budget, wrong in 1 row"
 
@@ -76,24 +74,18 @@ def test_what_is_excused_follows_and_a_number_too_large_lists_them(
     assert "expected --failure 1 to 2, got 3: 1. MINE: The LSE is doubled" in capsys.readouterr().err
 
 
-def test_a_finding_of_a_record_or_of_its_submission_has_an_issue(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case = CASE.format(40)
-    record = Certificate(
-        suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="MINE", reference="mine.py:Mine",
-        device="NVIDIA H200", environment={"device": "NVIDIA H200", "torch": "2.11.0"}, rounding={}, deviations=(),
-        pins=Pins(versions={"mine": "1.2"}), evidence=(), traced=NOTHING_TRACED, digests={},
-        counts=Counts(), worst={}, seconds=1.0, unjudged=(), lacking={}, cases={case: Status.EXPECTED_FAILURE},
-        findings=(Finding(case, Status.FAIL, "lse", SEEN, "file: bug: the LSE is doubled"),),
-    )  # fmt: skip
-    file = write_submission(tmp_path, msgspec.structs.replace(record, seal=seal(record)))
-    for path in (file, file.parent):
-        assert main(["export", "--issue", str(path)]) == 0
-        issue = sections(capsys.readouterr().out)
-        assert issue["title"].startswith("MINE: bug: the LSE is doubled")
-        assert "- mine 1.2\n" in issue["Versions"] and "- device NVIDIA H200\n" in issue["Versions"]
-        assert f"mla-conformance replay '{case}'" in issue["Reproducer"] and SEEN in issue["Seen"]
+@pytest.mark.parametrize("name", ["record.json", "records.jsonl"])
+def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = (each.certificate for each in kept_records(HANDED_IN) if each.certificate.backend == "TRITON_MLA")
+    if is_records(path := tmp_path / name):
+        change_records(path, lambda _: [KeptRecord(record)])
+    else:
+        path.write_bytes(msgspec.json.encode(record))
+    assert main(["export", "--issue", str(path)]) == 0
+    issue = sections(capsys.readouterr().out)
+    assert issue["title"].startswith("TRITON_MLA: bug: TritonMLAImpl.forward_mqa allocates the LSE in the query's")
+    assert "- vllm 0.33.0\n" in issue["Versions"] and "- device NVIDIA H100 80GB HBM3\n" in issue["Versions"]
+    assert "mla-conformance replay " in issue["Reproducer"] and "LSE is" in issue["Seen"]
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from mla_conformance.certificate.certificate import read_certificate
+from mla_conformance.certificate.certificate import RECORDS, Certificate
 from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
+from mla_conformance.certificate.records import kept_records
 from mla_conformance.version import SUITE_VERSION
 
 CI = Path(__file__).parents[2] / "ci"
-RECORD = CI.parent / "submissions" / SUITE_VERSION / "TORCH_SDPA" / "record.json"
-of_this_suite = pytest.mark.skipif(not RECORD.exists(), reason=f"no record of suite {SUITE_VERSION} is handed in yet")
+RECORDS_FILE = CI.parent / RECORDS
+of_this_suite = pytest.mark.skipif(
+    not RECORDS_FILE.exists(), reason=f"no record of suite {SUITE_VERSION} is handed in yet"
+)
 HEADER = {"cpu": "one", "torch": "2.13", "threads": 1, "small": False, "digests": dict.fromkeys(LOCKED, "")}
 ROW = {"case": "lse:q=[64]", "kernel": "EAGER", "status": "pass", "used": {"lse": "0.1"}}
+
+
+def handed_in(path: Path, records: list[Certificate]) -> list[Path]:
+    """Records as files of their own."""
+    files = [path / f"{number}.json" for number in range(len(records))]
+    for file, record in zip(files, records, strict=True):
+        file.write_bytes(msgspec.json.encode(record))
+    return files
 
 
 def written(path: Path, header: dict[str, Any], *rows: dict[str, Any]) -> Path:
@@ -38,6 +50,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
         ({}, [{**ROW, "message": "lse off"}], 0, "1 rows, 1 different, 1 of them in messages alone"),
         ({}, [{**ROW, "message": "lse off", "status": "fail"}], 1, "1 rows, 1 different, 0 of them in messages alone"),
         ({}, [{**ROW, "kernel": "TORCH_SDPA"}], 1, "lse:q=[64] EAGER: is missing in one"),
+        ({}, [ROW, {**ROW, "case": "lse:q=[65]"}], 0, "0 of them in messages alone, 1 of cases that were added"),
+        ({}, [{**ROW, "case": "lse:q=[65]"}], 1, "lse:q=[64] EAGER: is missing in one"),
         ({"cpu": "another"}, [ROW], 2, "expected two locks of one machine, got cpu: 'one' and 'another'"),
         ({"torch": "2.14", "threads": 2}, [ROW], 2, "torch: '2.13' and '2.14'; threads: 1 and 2"),
     ],
@@ -60,27 +74,26 @@ def test_two_locks_are_compared_to_the_last_digit(
 def test_nothing_is_listed_without_equal_locks_and_four_records(tmp_path: Path, script: Callable[[str], Any]) -> None:
     accept = script("accept")
     listed = {**HEADER, "digests": {name: locked_digests()[name][0] for name in LOCKED}}
+    records = handed_in(tmp_path, [kept_records(RECORDS_FILE)[0].certificate])
     same = written(tmp_path / "same", HEADER, ROW)
-    known = list(accept.problems(written(tmp_path / "before", listed, ROW), same, [RECORD]))
+    known = list(accept.problems(written(tmp_path / "before", listed, ROW), same, records))
     assert any("expected records of 4 kernels or more, got 1" in problem for problem in known)
     unknown = written(tmp_path / "unknown", {**HEADER, "digests": dict.fromkeys(LOCKED, "0" * 64)}, ROW)
     said = f"'judging' of suite {SUITE_VERSION}: expected one of {locked_digests()['judging'][0]}"
-    assert any(said in problem for problem in accept.problems(unknown, same, [RECORD]))
+    assert any(said in problem for problem in accept.problems(unknown, same, records))
 
 
 @of_this_suite
-def test_equal_locks_and_four_records_like_their_submissions_are_enough(
+def test_equal_locks_and_four_records_like_those_handed_in_are_enough(
     tmp_path: Path, script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accept = script("accept")
-    alike: dict[str, list[Path]] = {}
-    for path in sorted(RECORD.parents[1].glob("*/record.json")):
-        if "@" in path.parent.name:  # of other versions, whose submission is another record
-            continue
-        digests = read_certificate(path).digests
-        alike.setdefault(json.dumps({name: digests[name] for name in installed_digests()}), []).append(path)
+    alike: dict[str, list[Certificate]] = {}
+    for record in (kept.certificate for kept in kept_records(RECORDS_FILE)):
+        digests = {name: record.digests[name] for name in installed_digests()}
+        alike.setdefault(json.dumps(digests), []).append(record)
     judged, records = max(alike.items(), key=lambda item: len(item[1]))
     monkeypatch.setattr(accept, "installed_digests", lambda: json.loads(judged))
     before = written(tmp_path / "before", {**HEADER, "digests": {n: locked_digests()[n][0] for n in LOCKED}}, ROW)
     after = written(tmp_path / "after", {**HEADER, "digests": json.loads(judged)}, ROW)
-    assert list(accept.problems(before, after, records)) == []
+    assert list(accept.problems(before, after, handed_in(tmp_path, records))) == []

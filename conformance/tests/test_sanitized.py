@@ -1,6 +1,5 @@
 """What a sanitizer reported, as a file beside a record: which cases it is of, written, checked and shown."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +8,16 @@ import pytest
 
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.digests import record_digests, seal
-from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding, write_sanitized
-from mla_conformance.certificate.submission import write_submission
+from mla_conformance.certificate.lines import KeptRecord, pack
+from mla_conformance.certificate.records import kept_records, write_record, write_sanitized
+from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
 from mla_conformance.commands.sanitized_cases import MOST, choose
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import Traced
 from mla_conformance.judging.verdict import Status
-from mla_conformance.tests.test_submission import COUNTS, PINS
+from mla_conformance.tests.test_handed_in import COUNTS, PINS
 from mla_conformance.traits.called import CallsBegin
 from mla_conformance.traits.sanitizer import Sanitized, Tool, Watch, Watched
 from mla_conformance.traits.sanitizer_output import SanitizerError
@@ -57,23 +57,23 @@ def reported(**changes: Any) -> SanitizedKernel:
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    write_submission(tmp_path / "submissions", record())
-    return tmp_path / "submissions"
+def records(tmp_path: Path) -> Path:
+    write_record(tmp_path / "records.jsonl", record())
+    return tmp_path / "records.jsonl"
 
 
-def test_each_set_of_kernels_that_a_record_tells_has_its_smallest_case(root: Path) -> None:
+def test_each_set_of_kernels_that_a_record_tells_has_its_smallest_case(records: Path) -> None:
     request = RunRequest.of(["TORCH_SDPA"], device="cuda")
-    chosen = choose(request, False, root, "TORCH_SDPA")
+    chosen = choose(request, False, records, "TORCH_SDPA")
     assert [case.capability for case in chosen.cases].count("context_chunk") == 1 and len(chosen.cases) == 3
     assert {case.capability for case in chosen.cases} <= {"new_tokens", "lse", "context_chunk", "decode"}
     assert chosen.most == 0 and f"3 of 3 sets of kernels that a profiler saw for suite {SUITE_VERSION}" in chosen.what
 
 
-def test_without_a_record_a_few_cases_of_each_role_are_offered(root: Path) -> None:
-    chosen = choose(RunRequest.of(["EAGER"], device="cuda"), False, root, "EAGER")
+def test_without_a_record_a_few_cases_of_each_role_are_offered(records: Path) -> None:
+    chosen = choose(RunRequest.of(["EAGER"], device="cuda"), False, records, "EAGER")
     assert chosen.most == 2 and {case.capability for case in chosen.cases} == {"memory_bounds"}
-    named = choose(RunRequest.of(["EAGER"], ["lse"]), True, root, "TORCH_SDPA")
+    named = choose(RunRequest.of(["EAGER"], ["lse"]), True, records, "TORCH_SDPA")
     assert named.most == 2 and {case.capability for case in named.cases} == {"lse"}
 
 
@@ -82,11 +82,11 @@ def test_of_many_cases_the_smallest_are_called() -> None:
     assert len(chosen.cases) == MOST and "8 smallest of 20 cases" in chosen.what
 
 
-def test_many_sets_are_bounded_and_new_kernels_come_first(root: Path) -> None:
+def test_many_sets_are_bounded_and_new_kernels_come_first(records: Path) -> None:
     names = [name for name in CAPABILITIES if name not in ("refusals", "large_offsets")][: MOST + 3]
     kernels = {name: (f"kernel {number}",) for number, name in enumerate(names[:-1])}
-    write_submission(root, record(traced=Traced({**kernels, names[-1]: ("kernel 0", "kernel 1")})))
-    chosen = choose(RunRequest.of(["TORCH_SDPA"], device="cuda"), False, root, "TORCH_SDPA")
+    write_record(records, record(traced=Traced({**kernels, names[-1]: ("kernel 0", "kernel 1")})))
+    chosen = choose(RunRequest.of(["TORCH_SDPA"], device="cuda"), False, records, "TORCH_SDPA")
     assert len(chosen.cases) == MOST and names[-1] not in {case.capability for case in chosen.cases}
 
 
@@ -103,59 +103,57 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("found")
-def test_the_command_writes_what_was_found_beside_the_record(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["certify", "--backend", "TORCH_SDPA", "--sanitize", "memcheck", "--submission", str(root)]) == 1
-    path = root / SUITE_VERSION / "TORCH_SDPA" / "sanitize-memcheck.json"
-    assert f"wrote {path}" in capsys.readouterr().err
-    written = json.loads(path.read_text("utf-8"))
-    assert (written["tool"], written["tool_version"], written["tool_cuda"]) == ("memcheck", "2025.3.1.0", "13.0.1")
-    assert (written["device"], written["versions"]) == ("NVIDIA H200", {"torch": "2.11"})
-    assert len(written["checked"]) == 2 and list(written["unchecked"].values()) == ["too slow"]
-    (error,) = written["errors"]
-    assert (error["kernel"], error["count"], error["launch"]) == ("oob<T>", 2, "/src/mine.py:7")
-    assert "driver" in written["environment"] and written["suite"] == SUITE_VERSION
+def test_the_command_writes_what_was_found_into_the_record(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--backend", "TORCH_SDPA", "--sanitize", "memcheck", "--submission", str(records)]) == 1
+    assert f"wrote {records}" in capsys.readouterr().err
+    (kept,) = kept_records(records)
+    (written,) = kept.sanitized
+    assert (written.tool, written.tool_version, written.tool_cuda) == ("memcheck", "2025.3.1.0", "13.0.1")
+    assert (written.device, written.versions) == ("NVIDIA H200", {"torch": "2.11"})
+    assert len(written.checked) == 2 and list(written.unchecked.values()) == ["too slow"]
+    (error,) = written.errors
+    assert (error.kernel, error.count, error.launch) == ("oob<T>", 2, "/src/mine.py:7")
+    assert "driver" in written.environment and kept.certificate == record()
 
 
-def test_a_submission_with_it_holds(root: Path) -> None:
-    write_sanitized(root, reported())
-    assert main(["verify", str(root)]) == 0
+@pytest.mark.usefixtures("found")
+def test_what_was_found_wants_a_record_of_the_kernel(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["certify", "--backend", "EAGER", "--sanitize", "memcheck", "--submission", str(records)]) == 2
+    assert "expected a record of EAGER in these versions; certify it first" in capsys.readouterr().err
+
+
+def test_a_record_with_it_holds(records: Path) -> None:
+    write_sanitized(records, reported())
+    assert main(["verify", str(records)]) == 0
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "status", "said"),
     [
-        ({"versions": {"msgspec": "0"}}, "sanitize-memcheck.json is of msgspec 0, the record of"),
-        ({"backend": "FLASHMLA"}, "sanitize-memcheck.json is of backend FLASHMLA, the record of TORCH_SDPA"),
-        ({"tool": "racecheck"}, "expected what memcheck reported, got tool 'racecheck'"),
-        ({"schema": "mla-conformance-sanitized/9"}, "expected schema mla-conformance-sanitized/1"),
-        ({"checked": {}}, "checked: expected `object` of length >= 1"),
-        ({"more": 1}, "object contains unknown field `more`"),
+        ({"versions": {"msgspec": "0"}}, 1, "the report of memcheck is of msgspec 0, the record of"),
+        ({"backend": "FLASHMLA"}, 1, "the report of memcheck is of backend FLASHMLA, the record of TORCH_SDPA"),
+        ({"tool": "nocheck"}, 1, "one of memcheck, racecheck, initcheck, synccheck, got"),
+        ({"schema": "mla-conformance-sanitized/9"}, 1, "expected mla-conformance-sanitized/1 of one of"),
+        ({"checked": {}}, 2, "checked: expected `object` of length >= 1"),
     ],
 )
-def test_what_is_of_another_kernel_or_form_is_refused(
-    root: Path, changes: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+def test_what_is_of_another_kernel_or_form_is_refused_and_not_shown(
+    records: Path, tmp_path: Path, changes: dict[str, Any], status: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = root / SUITE_VERSION / "TORCH_SDPA" / "sanitize-memcheck.json"
-    path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(reported()), **changes}))
-    assert main(["verify", str(root)]) == 1
+    head = records.read_text("utf-8").partition("\n")[0]
+    records.write_text(f"{head}\n{pack(KeptRecord(record(), (reported(**changes),)), CASES)}\n", "utf-8")
+    assert main(["verify", str(records)]) == status
+    assert said in capsys.readouterr().err
+    assert main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 1
     assert said in capsys.readouterr().err
 
 
-def test_the_scoreboard_shows_it(root: Path, tmp_path: Path) -> None:
-    write_sanitized(root, reported(environment={}))
-    write_sanitized(root, reported(tool="racecheck", errors=(), unchecked={}))
-    assert main(["scoreboard", str(root), "--out", str(tmp_path / "site")]) == 0
+def test_the_scoreboard_shows_it(records: Path, tmp_path: Path) -> None:
+    write_sanitized(records, reported(environment={}))
+    write_sanitized(records, reported(tool="racecheck", errors=(), unchecked={}))
+    assert main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 0
     page = (tmp_path / "site" / "index.html").read_text("utf-8")
     rows = page.partition('<h2 id="sanitizers">')[2].partition("</section>")[0].split("<tr")[2:]
     assert "✘ 1 error of 2 cases" in rows[0] and "oob&lt;T&gt;: Invalid read, 2 times, mla.cu:40" in rows[0]
     assert "replay &#39;lse:q=[4]&#39; --backend TORCH_SDPA" in rows[0] and "not watched: 1 case" in rows[0]
     assert "✔ nothing of 2 cases" in rows[1] and "driver 580.1" in rows[1] and "not stated" in rows[0]
-
-
-def test_the_scoreboard_does_not_show_what_does_not_hold(
-    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_sanitized(root, reported())
-    (root / SUITE_VERSION / "TORCH_SDPA" / "sanitize-memcheck.json").write_text("{}")
-    assert main(["scoreboard", str(root), "--out", str(tmp_path / "site")]) == 1
-    assert "sanitize-memcheck.json: object missing required field" in capsys.readouterr().err

@@ -213,7 +213,7 @@ def test_with_the_tool_and_without_a_gpu_too(tmp_path: Path, monkeypatch: Any, c
     tool(tmp_path, output())
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["certify", "--backend", "EAGER", "--sanitize", "memcheck", "--submission", f"{tmp_path}/s"]) == 3
+    assert main(["certify", "--backend", "EAGER", "--sanitize", "memcheck", "--submission", f"{tmp_path}/s.jsonl"]) == 3
     out = " ".join(capsys.readouterr().out.split())
     assert "memcheck EAGER unavailable: compute-sanitizer 2025.3.1.0: torch sees no CUDA device" in out
-    assert not (tmp_path / "s").exists()
+    assert not (tmp_path / "s.jsonl").exists()

@@ -212,7 +212,7 @@ def test_an_old_record_without_what_is_shown_says_how_to_renew_it(
 ) -> None:
     record = {name: value for name, value in earlier(certificate("FLASHMLA")).items() if name != "cases"}
     (tmp_path / "record.json").write_text(json.dumps(record))
-    assert main(["scoreboard", str(tmp_path), "--out", str(tmp_path / "site")]) == 1
+    assert main(["scoreboard", str(tmp_path / "record.json"), "--out", str(tmp_path / "site")]) == 1
     said = capsys.readouterr().err
     assert "renew it: mla-conformance certify --backend FLASHMLA" in said and "cases" in said
 

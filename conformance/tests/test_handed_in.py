@@ -1,0 +1,340 @@
+"""Records handed in: a file that one command writes and one command checks, line by line, signed or not."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.certificate import digests
+from mla_conformance.certificate.certificate import Certificate, Finding, read_certificate
+from mla_conformance.certificate.digests import record_digests, seal
+from mla_conformance.certificate.lines import KeptRecord, folded, pack
+from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.records import change_records, kept_records, write_record
+from mla_conformance.certificate.signature import sign
+from mla_conformance.cli import main
+from mla_conformance.files.inputs import InputError
+from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.judging.record import NOTHING_TRACED
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.summary import Counts
+from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.capabilities import CAPABILITIES
+
+CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
+COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))
+PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
+GPU = {"device": "some GPU", "environment": {"device": "some GPU", "suite": SUITE_VERSION}}
+needs_keys = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="ssh-keygen is not installed here")
+
+
+def certificate(**changes: Any) -> Certificate:
+    made = Certificate(
+        suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="TORCH_SDPA", reference="TORCH_SDPA",
+        device="cpu", environment={"device": "cpu", "suite": SUITE_VERSION}, pins=PINS, rounding={}, deviations=(),
+        evidence=(), traced=NOTHING_TRACED, digests=record_digests(()), counts=COUNTS, worst={}, seconds=1.0,
+        findings=(), unjudged=(), lacking={}, cases=dict.fromkeys(CASES, Status.PASS),
+    )  # fmt: skip
+    made = msgspec.structs.replace(made, **changes)
+    return msgspec.structs.replace(made, seal=seal(made))
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> Path:
+    """A file with records of a kernel on two devices."""
+    write_record(tmp_path / "records.jsonl", certificate())
+    write_record(tmp_path / "records.jsonl", certificate(**GPU))
+    return tmp_path / "records.jsonl"
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    path = tmp_path / "record.json"
+    path.write_bytes(msgspec.json.encode(certificate()))
+    return path
+
+
+def test_what_is_written_holds_line_by_line(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(records)]) == 0
+    said = capsys.readouterr().out
+    assert f"{records}: line 2: TORCH_SDPA on cpu" in said and f"{records}: line 3: TORCH_SDPA on some GPU" in said
+    assert main(["verify", str(records), "--backend", "EAGER"]) == 2
+    assert "expected a record of EAGER, got none" in capsys.readouterr().err
+
+
+def edited(line: str, record: bool = True, **changes: Any) -> str:
+    plain = json.loads(line)
+    (plain["record"] if record else plain).update(changes)
+    return json.dumps(plain)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "said"),
+    [
+        (lambda line: line[:900], 2, "line 2: not JSON (cut off?)"),
+        (lambda line: edited(line, statuses="p7", record=False), 2, "its statuses are not those of"),
+        (lambda line: edited(line, fitted=["x"], record=False), 2, "line 2: expected a record as `certify --sub"),
+        (lambda line: edited(line, tier="@99"), 2, "line 2: expected a record as `certify --submission` writes it"),
+        (lambda line: edited(line, schema="other/1"), 2, "line 2: expected a record of schema"),
+        (lambda line: edited(line, suite="2026.1"), 2, f"expected a record of suite {SUITE_VERSION}, got"),
+        (lambda line: edited(line, seconds=2.0), 1, "the seal does not fit the content"),
+        (lambda line: edited(line, statuses=f"u1p{len(CASES) - 1}", record=False), 1, "the seal does not fit"),
+        (lambda line: f"{line}\n{line}", 2, "line 3: expected another kernel, version or device than line 2"),
+    ],
+)  # fmt: skip
+def test_a_line_that_is_torn_or_edited_is_refused_and_the_others_hold(
+    records: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    spoil: Callable[[str], str],
+    status: int,
+    said: str,
+) -> None:
+    head, first, second, _ = records.read_text().split("\n")
+    records.write_text("\n".join([head, spoil(first), second, ""]))
+    assert main(["verify", str(records)]) == status
+    printed = capsys.readouterr()
+    assert said in printed.err and "TORCH_SDPA on some GPU" in printed.out
+    assert main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 1
+    assert said in capsys.readouterr().err
+    write_record(records, certificate(**GPU, seconds=3.0))
+    assert {*spoil(first).split("\n")} - {first} <= {*records.read_text().split("\n")}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "line 1: not JSON (cut off?)"),
+        ('{"schema": "other/1", "suite": "1", "cases": []}\n', "line 1: expected schema mla-conformance-records/1"),
+        ('{"schema": "mla-conformance-records/1", "suite": "1", "cases": ["x"]}', "expected ids as `certify --sub"),
+        ('{"schema": "mla-conformance-records/1", "suite": "1", "cases": []}\n', "expected a line for each record"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_without_records_is_bad_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    path = tmp_path / "records.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert main(["verify", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("submissions", None, "expected a file of records, such as fixtures/records/"),
+        ("old.jsonl", '{"schema": "mla-conformance-records/1", "suite": "2026.1", "cases": []}', "got those of 2026.1"),
+        ("torn.jsonl", "{", "torn.jsonl: line 1: not JSON"),
+    ],
+)
+def test_where_no_record_can_be_written_is_said_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["certify", "--backend", "TORCH_SDPA", "--submission", str(tmp_path / name)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"schema": "mla-conformance-certificate/5"}, "whose form mla-conformance-certificate/5 pins too little"),
+        ({"suite": "2026.1"}, f"of suite 2026.1, outdated by {SUITE_VERSION}, which is installed here"),
+    ],
+)
+def test_an_old_record_is_told_to_be_old_with_how_to_renew_it(
+    record: Path, capsys: pytest.CaptureFixture[str], content: dict[str, str], said: str
+) -> None:
+    old = {**certificate().to_json(), **content}
+    record.write_bytes(msgspec.json.encode(old))
+    assert main(["verify", str(record)]) == 1
+    printed = capsys.readouterr().err
+    assert said in printed and "renew it: mla-conformance certify --backend TORCH_SDPA --device cpu --subm" in printed
+
+
+def test_a_record_replaces_one_of_its_kernel_versions_and_device_alone(records: Path) -> None:
+    before = records.read_text().split("\n")
+    pins = msgspec.structs.replace(PINS, versions={"msgspec": "0.1"})
+    for made in (certificate(seconds=2.0), certificate(pins=pins), certificate(device="another GPU")):
+        write_record(records, made, signature="somebody's")
+    kept = [each for each in kept_records(records) if each.certificate.backend == "TORCH_SDPA"]
+    assert [each.signature for each in kept].count("somebody's") == 3 and len(kept) == 4
+    assert {each.certificate.seconds for each in kept if each.certificate.device == "cpu"} == {1.0, 2.0}
+    after = records.read_text().split("\n")
+    assert before[2] in after and before[1] not in after and len(after) == len(before) + 2
+
+
+def test_kernels_that_are_certified_at_once_are_all_written(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    made = [certificate(backend=f"K{number}") for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda each: write_record(path, each), made))
+    assert [each.certificate for each in kept_records(path)] == made
+
+
+def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
+    added, *before = CASES
+    earlier, must_pass = digests._cases_digest(frozenset(before)), MustPass.of_vocabulary(before).digest
+    old = certificate(
+        cases=dict.fromkeys(before, Status.PASS),
+        counts=msgspec.structs.replace(COUNTS, listed=len(before), passed=len(before)),
+        digests={**record_digests(()), "cases": earlier, "must_pass": must_pass},
+    )
+    path, line = tmp_path / "records.jsonl", pack(KeptRecord(old), before)
+    head = {"schema": "mla-conformance-records/1", "suite": SUITE_VERSION, "cases": [*folded(before)]}
+    path.write_text(f"{json.dumps(head)}\n{line}\n")
+    write_record(path, certificate(**GPU))
+    assert line in path.read_text().split("\n")
+    assert main(["verify", str(path)]) == 1 and "digest 'cases': expected" in capsys.readouterr().err
+    stored = digests._stored()
+    monkeypatch.setattr(digests, "_stored", lambda: {**stored, digests.EARLIER: [earlier]})
+    assert main(["verify", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("not yet judged") == 1 and f"not yet judged, for example {added}" in said
+    assert main(["scoreboard", str(path), "--out", str(tmp_path / "site")]) == 0
+    assert f"suite {SUITE_VERSION}, 1 cases not yet judged" in (tmp_path / "site" / "index.html").read_text("utf-8")
+
+
+FAILED = "new_tokens:q=[1];data=needle;lse=0"
+ENTRY = f"""[[expectation]]
+backend = "TORCH_SDPA"
+case = "{FAILED}"
+check = "lse"
+reason = "its rows are added in bf16"
+"""
+
+
+@pytest.fixture
+def failing(record: Path) -> Path:
+    """A record of a kernel with one known failure, whose cause nobody knew when it was run."""
+    finding = Finding(FAILED, Status.FAIL, "lse", "LSE is 1.5, expected 1", "old.toml entry 1: bug: not looked into")
+    known = msgspec.structs.replace(
+        certificate(),
+        cases={**certificate().cases, FAILED: Status.EXPECTED_FAILURE},
+        counts=msgspec.structs.replace(COUNTS, passed=COUNTS.passed - 1, waived=1),
+        findings=(finding,),
+    )
+    record.write_bytes(msgspec.json.encode(msgspec.structs.replace(known, seal=seal(known)).to_json()))
+    return record
+
+
+def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_signed_again(
+    failing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "known.toml").write_text(ENTRY)
+    failing.with_name("record.json.sig").touch()
+    before = read_certificate(failing)
+    assert main(["expectations", "explain", str(failing), "--expectations", str(tmp_path)]) == 0
+    assert "1 of 1 failures have another reason than before" in capsys.readouterr().out
+    after = read_certificate(failing)
+    assert after.findings[0].expectation.endswith("its rows are added in bf16")
+    assert msgspec.structs.replace(after, findings=before.findings, seal=before.seal) == before
+    assert main(["verify", str(failing)]) == 0 and not failing.with_name("record.json.sig").exists()
+
+
+def test_reasons_are_written_into_a_file_of_records(
+    failing: Path, records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "known.toml").write_text(ENTRY)
+    write_record(records, read_certificate(failing), "a signature")
+    untouched = records.read_text().split("\n")[2]
+    assert main(["expectations", "explain", str(records), "--expectations", str(tmp_path)]) == 0
+    assert "TORCH_SDPA on cpu: 1 of 1 failures have another" in capsys.readouterr().out
+    kept, _ = kept_records(records)
+    assert kept.certificate.findings[0].expectation.endswith("its rows are added in bf16") and not kept.signature
+    assert untouched in records.read_text().split("\n") and main(["verify", str(records)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("record_says", "entry_says", "said"),
+    [
+        ("1.5", "output", f"expected an entry for fail of {FAILED}, got none"),
+        ("1.6", "lse", "expected a record that verifies; the seal does not fit the content"),
+    ],
+)
+def test_what_no_entry_foresees_and_what_does_not_verify_is_not_explained(
+    failing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_says: str, entry_says: str, said: str
+) -> None:
+    (tmp_path / "known.toml").write_text(ENTRY.replace('check = "lse"', f'check = "{entry_says}"'))
+    failing.write_text(failing.read_text().replace("LSE is 1.5", f"LSE is {record_says}"))
+    written = failing.read_bytes()
+    assert main(["expectations", "explain", str(failing), "--expectations", str(tmp_path)]) == 2
+    assert said in capsys.readouterr().err and failing.read_bytes() == written
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, Path]:
+    """An SSH key, and the file that allows what it signs."""
+    key = tmp_path / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    signers = tmp_path / "signers"
+    signers.write_text(f'me@example.org namespaces="mla-conformance" {key.with_suffix(".pub").read_text()}')
+    return key, signers
+
+
+@needs_keys
+def test_a_signature_holds_for_its_content_and_its_signer(
+    record: Path, keys: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, signers = keys
+    asked = ["verify", str(record), "--signature", "--signers", str(signers)]
+    assert main(asked) == 1 and "it is not signed: there is no record.json.sig" in capsys.readouterr().err
+    record.with_name("record.json.sig").write_text(sign(record.read_text(), key))
+    assert main(asked) == 0 and "signed by me@example.org" in capsys.readouterr().out
+    assert main(["verify", str(record)]) == 0 and "record.json.sig was not checked" in capsys.readouterr().out
+    record.write_bytes(record.read_bytes() + b"\n")
+    assert main(asked) == 1 and "is no signature of me@example.org under this content" in capsys.readouterr().err
+    signers.write_text("")
+    assert main(asked) == 1 and f"is of none of the signers of {signers}" in capsys.readouterr().err
+    assert main([*asked[:-1], str(tmp_path / "none")]) == 2 and "expected a file of allowed" in capsys.readouterr().err
+
+
+@needs_keys
+def test_a_line_is_signed_by_its_seal(
+    records: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, signers = keys
+    for each in kept_records(records):
+        write_record(records, each.certificate, sign(each.certificate.seal, key))
+    asked = ["verify", str(records), "--signature", "--signers", str(signers)]
+    assert main(asked) == 0 and capsys.readouterr().out.count("signed by me@example.org") == 2
+    changed = certificate(seconds=2.0)
+    change_records(records, lambda kept: [replace(each, certificate=changed) for each in kept[:1]] + kept[1:])
+    assert main(asked) == 1 and "line 2: signature is no signature of me@example.org" in capsys.readouterr().err
+
+
+@needs_keys
+def test_a_key_that_cannot_sign_is_refused(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text").write_text("no key")
+    with pytest.raises(InputError, match="ssh-keygen refuses it"):
+        sign("content", tmp_path / "text")
+    certify = ["certify", "--backend=TORCH_SDPA", "--device=cpu", "--record=r.json", "--sign", str(tmp_path / "none")]
+    assert main(certify) == 2 and "expected the file of an SSH key" in capsys.readouterr().err
+    assert main([*certify[:3], *certify[4:]]) == 2 and "with --certificate, --record or" in capsys.readouterr().err
+
+
+def test_without_ssh_keygen_a_signature_is_said_to_need_it(
+    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    for name in ("record.json.sig", "signers"):
+        record.with_name(name).touch()
+    assert main(["verify", str(record), "--signers", str(record.with_name("signers"))]) == 2
+    assert "ssh-keygen, which is not here" in capsys.readouterr().err
+    assert main(["verify", str(record), "--signature"]) == 2
+    assert "expected together with --signers FILE" in capsys.readouterr().err
