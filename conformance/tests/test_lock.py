@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate
