@@ -27,13 +27,14 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class Finding(Struct, frozen=True, forbid_unknown_fields=True):
-    """A failure that an expectation waives."""
+    """A failure that an expectation waives; what it looks like is missing in records that were made before that was."""
 
     case: str
     status: Status | None
     check: str
     message: str
     expectation: str
+    explanation: str | UnsetType = UNSET
 
 
 class Unjudged(Struct, frozen=True, forbid_unknown_fields=True):

@@ -121,7 +121,7 @@ def record(
         worst=_worst(backend.records),
         seconds=round(sum(record.seconds for record in backend.records), 1),
         findings=tuple(
-            Finding(r.case, r.judged, r.check, r.message, r.expectation)
+            Finding(r.case, r.judged, r.check, r.message, r.expectation, r.explanation)
             for r in backend.records
             if r.status is Status.EXPECTED_FAILURE
         ),

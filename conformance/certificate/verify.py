@@ -10,7 +10,7 @@ from mla_conformance.certificate.certificate import Certificate, records_of, ren
 from mla_conformance.certificate.digests import FITTED, LOCKED, judged_list, listed_ids, locked_digests, seal, unlike
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
@@ -116,6 +116,10 @@ def _findings(certificate: Certificate) -> Iterator[str]:
     for case in sorted(waived & found.keys()):
         if not found[case].expectation:
             yield f"the finding on {case} gives no reason"
+    # A run explains some of a kernel's wrong numbers, or says why it does not; older records are silent about all.
+    wrong = [each for each in certificate.findings if each.status is Status.FAIL and each.check in COMPARED]
+    if wrong and all(each.explanation == "" for each in wrong):
+        yield f"{len(wrong)} findings are wrong numbers, and of none it is told what it looks like"
 
 
 def _unjudged(certificate: Certificate) -> Iterator[str]:

@@ -59,7 +59,7 @@ def outcome(case: Any) -> Record:
         return record(case.id, Status.UNSUPPORTED)
     if case.id == WAIVED:
         return record(case.id, Status.EXPECTED_FAILURE).with_fields(
-            judged=Status.FAIL, check="lse", expectation="known"
+            judged=Status.FAIL, check="lse", expectation="known", explanation="the LSE is in base 2"
         )
     return record(case.id)
 
@@ -218,6 +218,10 @@ TAMPERED: list[tuple[Callable[[Json], None], str]] = [
     (relabel(WAIVED, "pass", "passed"), f"a finding waives {WAIVED}, which is not waived among the cases"),
     (set_to("findings", to=[]), f"case {WAIVED} is waived, but no finding says why"),
     (set_to("findings", to=[{**FINDING, "expectation": ""}]), f"the finding on {WAIVED} gives no reason"),
+    (
+        set_to("findings", to=[{**FINDING, "expectation": "known", "explanation": ""}]),
+        "1 findings are wrong numbers, and of none it is told what it looks like",
+    ),
     (set_to("backend", to="EAGER"), "backend EAGER is an emulated kernel, which is never certified"),
     (set_to("device", to="NVIDIA B200"), "the certificate of NVIDIA B200"),
     (set_to("date", to="2027-01-01"), "date 2027-01-01 lies in the future"),
