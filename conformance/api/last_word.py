@@ -28,7 +28,7 @@ def is_main_program() -> bool:
 
 def mentions(paths: Iterable[str]) -> bool:
     """Whether a Python file in these files and folders names this package, as one does that uses its cases."""
-    for path in (Path(text.partition("::")[0]) for text in paths):
+    for path in (Path(str(text).partition("::")[0]) for text in paths):
         for folder, folders, files in os.walk(path) if path.is_dir() else [(path.parent, [], [path.name])]:
             folders[:] = [name for name in folders if name not in _PRUNED and not name.startswith(".")]
             for name in files:

@@ -83,7 +83,12 @@ def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(command: str, t
 def test_no_defect_touches_memory_that_is_not_this_processs(touch: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device's address may be mapped here all the same, and then is somebody else's: no page is even asked about."""
     asked: list[object] = []
-    monkeypatch.setattr("mla_conformance.defects.bounds._libc.mincore", lambda *page: asked.append(page) or 1)
+
+    def not_mapped(*page: object) -> int:
+        asked.append(page)
+        return 1
+
+    monkeypatch.setattr("mla_conformance.defects.bounds._libc.mincore", not_mapped)
     touch(torch.empty(8, device="meta"), -16, 16)  # type: ignore[operator]
     assert not asked
     touch(torch.empty(8), -16, 16)  # type: ignore[operator]
