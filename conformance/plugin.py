@@ -19,6 +19,7 @@ from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
 
 if TYPE_CHECKING:
+    from mla_conformance.engine.beside import Judging
     from mla_conformance.engine.request import RunRequest
 
 PROPERTY = "mla_conformance"
@@ -26,7 +27,7 @@ SUITE = "mla_conformance.suite"
 TIER = "mla_tier"
 _NOTHING, _SMOKE = "none", "smoke"
 _REQUEST = pytest.StashKey["RunRequest"]()
-_JUDGING = pytest.StashKey["Judging"]()
+_JUDGING: "pytest.StashKey[Judging]" = pytest.StashKey()
 _RECORD = pytest.StashKey[Record]()
 _RECORDS = pytest.StashKey[list[Record]]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")

@@ -7,7 +7,8 @@ for workers has that already: there a worker that ends is a failure.
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,17 +29,23 @@ def is_main_program() -> bool:
 
 def mentions(paths: Iterable[str]) -> bool:
     """Whether a Python file in these files and folders names this package, as one does that uses its cases."""
-    for path in (Path(str(text).partition("::")[0]) for text in paths):
-        for folder, folders, files in os.walk(path) if path.is_dir() else [(path.parent, [], [path.name])]:
-            folders[:] = [name for name in folders if name not in _PRUNED and not name.startswith(".")]
-            for name in files:
-                if name.endswith(".py") and ("test" in name or name == path.name):
-                    try:
-                        if NAME in (Path(folder) / name).read_bytes():
-                            return True
-                    except OSError:
-                        continue  # pytest says what is wrong with it
-    return False
+    return any(map(_names_it, chain.from_iterable(_tests_of(text.partition("::")[0]) for text in paths)))
+
+
+def _tests_of(path: str) -> Iterator[str]:
+    """A file, or those of a folder that pytest may collect."""
+    if not Path(path).is_dir():
+        yield path
+    for folder, folders, files in os.walk(path):
+        folders[:] = [name for name in folders if name not in _PRUNED and not name.startswith(".")]
+        yield from (f"{folder}/{name}" for name in files if name.endswith(".py") and "test" in name)
+
+
+def _names_it(path: str) -> bool:
+    try:
+        return NAME in Path(path).read_bytes()
+    except OSError:  # pytest says what is wrong with it
+        return False
 
 
 def give_way() -> Callable[[int], Any] | None:
