@@ -2,9 +2,9 @@
 
 from collections import defaultdict
 
-from mla_conformance.api.explainer import EXPLAINER
 from mla_conformance.api.own_tests import is_alone, running_test
 from mla_conformance.diagnosis.explain import Failure, is_comparable
+from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ZERO
 from mla_conformance.trials.trial import Trial

@@ -119,7 +119,7 @@ def _findings(certificate: Certificate) -> Iterator[str]:
     # A run explains some of a kernel's wrong numbers, or says why it does not; older records are silent about all.
     wrong = [each for each in certificate.findings if each.status is Status.FAIL and each.check in COMPARED]
     if wrong and all(each.explanation == "" for each in wrong):
-        yield f"{len(wrong)} findings are wrong numbers, and of none it is told what it looks like"
+        yield f"{len(wrong)} findings are wrong numbers, and none of them says what it looks like"
 
 
 def _unjudged(certificate: Certificate) -> Iterator[str]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from mla_conformance.api.explainer import EXPLAINER
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
@@ -17,6 +16,7 @@ from mla_conformance.commands.issue import write_issue
 from mla_conformance.commands.replay import case_id
 from mla_conformance.diagnosis.explain import Failure, is_comparable
 from mla_conformance.engine.describe import find_device
+from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.program import NotWritable, TooLong

@@ -30,7 +30,7 @@ UNLIKE: Final = "unlike every known defect"
 """The explanation of a failure that nothing explains."""
 UNCOMPARED: Final = "not compared with every known defect, which would take too long"
 """The explanation of a failure for which time ran out."""
-INDISTINCT: Final = "compared with every known defect: several are near it, and none can be told from the others"
+INDISTINCT: Final = "compared with every known defect: several fit about as well, so that none is named"
 """The explanation of a failure of which nothing is told, since it would be a guess."""
 _EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT)
 _ENDED = "explanation ended by "

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import mla_conformance as mla
-from mla_conformance.api import explainer, looks_like, verdicts
+from mla_conformance.api import looks_like, verdicts
 from mla_conformance.api.function_case import why_no_function
 from mla_conformance.api.selection import AT_DEFAULT
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
@@ -26,6 +26,7 @@ from mla_conformance.defects.known import known_defects
 from mla_conformance.diagnosis import explain
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.explain import Failure
+from mla_conformance.engine import explainer
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status

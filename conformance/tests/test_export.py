@@ -19,6 +19,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import _parser, main
 from mla_conformance.commands import export as command
 from mla_conformance.diagnosis.candidates import candidates
+from mla_conformance.diagnosis.explain import explain
 from mla_conformance.export.dump import dump, require_empty
 from mla_conformance.export.failing import reproduced
 from mla_conformance.export.inputs import MOST_BYTES
@@ -86,6 +87,7 @@ def test_the_command_writes_a_script_that_fails_alone(
 ) -> None:
     few = [each for each in candidates(Role.PREFILL) if "base 2" in each.reported]
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: few)
+    monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: explain(failure))
     path = folder / "scripts" / "repro.py"
     arguments = ["export", CASE, "--backend", f"{folder / 'base2.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
     assert main(arguments) == 0
@@ -154,7 +156,7 @@ def test_a_script_that_finds_something_else_or_nothing_is_not_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ran: Ran, said: str
 ) -> None:
     monkeypatch.setattr(command, "run_alone", lambda script: ran)
-    monkeypatch.setattr(command, "explain", lambda trial, record: "")
+    monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: "")
     path = folder / "none.py"
     arguments = ["--backend", f"{folder / 'scaled.py'}:MyBackend", "--device", "cpu", "--out", str(path)]
     assert main(["export", CASE, *arguments]) == 2
@@ -166,7 +168,7 @@ def test_a_failure_that_nothing_explains_is_not_said_to_look_like_anything(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a case in a file, whose script prints more behind its verdict."""
-    monkeypatch.setattr(command, "explain", lambda trial, record: UNLIKE)
+    monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: UNLIKE)
     monkeypatch.setattr(command, "run_alone", lambda script: Ran(1, "WRONG\nsaid at exit\n"))
     write_case(tmp_path / "case.json", Case.parse(CASE))
     arguments = ["--backend", f"{folder / 'scaled.py'}:MyBackend", "--device", "cpu", "--out", str(tmp_path / "x.py")]
