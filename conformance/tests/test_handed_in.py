@@ -325,7 +325,10 @@ def test_a_key_that_cannot_sign_is_refused(record: Path, tmp_path: Path, capsys:
         sign("content", tmp_path / "text")
     certify = ["certify", "--backend=TORCH_SDPA", "--device=cpu", "--record=r.json", "--sign", str(tmp_path / "none")]
     assert main(certify) == 2 and "expected the file of an SSH key" in capsys.readouterr().err
-    assert main([*certify[:3], *certify[4:]]) == 2 and "with --certificate, --record or" in capsys.readouterr().err
+    assert (
+        main([*certify[:3], *certify[4:]]) == 2
+        and "with --certificate or --submission or --record" in capsys.readouterr().err
+    )
 
 
 def test_without_ssh_keygen_a_signature_is_said_to_need_it(
