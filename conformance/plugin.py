@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
+from glob import glob
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -57,8 +58,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         args += ["--pyargs", SUITE]
         option.file_or_dir, option.pyargs = [SUITE], True
     elif _is_watched(early_config):
-        paths = option.file_or_dir or early_config.getini("testpaths") or [str(early_config.invocation_params.dir)]
-        if last_word.mentions(paths) and (said := last_word.give_way()):
+        found = [path for each in early_config.getini("testpaths") for path in glob(each, recursive=True)]  # noqa: PTH207
+        paths = option.file_or_dir or found or [str(early_config.invocation_params.dir)]
+        if (option.pyargs or last_word.mentions(paths)) and (said := last_word.give_way()):
             early_config.pluginmanager.register(_LastWord(said))
     return (yield)
 

@@ -7,7 +7,7 @@ for workers has that already: there a worker that ends is a failure.
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,23 +22,32 @@ ENDED: Final = (
 
 def is_main_program() -> bool:
     """Whether this process is pytest, rather than a program that calls it and goes on afterwards."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return Path(sys.argv[0]).name in ("pytest", "py.test") or getattr(spec, "name", "").startswith("pytest")
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # Debian calls it pytest-3
+    return Path(sys.argv[0]).name.startswith(("pytest", "py.test")) or getattr(spec, "name", "").startswith("pytest")
 
 
 def mentions(paths: Iterable[str]) -> bool:
-    """Whether a Python file in these files and folders names this package, as one does that uses its cases."""
+    """Whether a Python file in these folders, or beside these files, names this package, as one does that uses it."""
     for path in (Path(text.partition("::")[0]) for text in paths):
-        for folder, folders, files in os.walk(path) if path.is_dir() else [(path.parent, [], [path.name])]:
-            folders[:] = [name for name in folders if name not in _PRUNED and not name.startswith(".")]
-            for name in files:
-                if name.endswith(".py") and ("test" in name or name == path.name):
-                    try:
-                        if NAME in (Path(folder) / name).read_bytes():
-                            return True
-                    except OSError:
-                        continue  # pytest says what is wrong with it
+        for file in _below(path) if path.is_dir() else path.parent.glob("*.py"):
+            try:
+                if NAME in file.read_bytes():
+                    return True
+            except OSError:
+                continue  # pytest says what is wrong with it
     return False
+
+
+def _below(path: Path) -> Iterator[Path]:
+    """The Python files of a folder, through links as pytest finds them, but each folder once."""
+    seen = {os.path.realpath(path)}
+    for folder, folders, files in os.walk(path, followlinks=True):
+        found = {os.path.realpath(Path(folder) / name): name for name in folders}
+        folders[:] = [
+            name for real, name in found.items() if not (real in seen or name in _PRUNED or name.startswith("."))
+        ]
+        seen |= found.keys()
+        yield from (Path(folder) / name for name in files if name.endswith(".py"))
 
 
 def give_way() -> Callable[[int], Any] | None:

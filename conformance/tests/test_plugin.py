@@ -32,23 +32,27 @@ class EAGER_2(EagerPrefillBackend): ...
 Listing = Callable[..., tuple[int, list[str]]]
 
 
-def pytest_in(folder: Path, *arguments: str) -> tuple[int, str]:
+def pytest_in(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """Exit status and output of pytest in a process and folder of its own, with no settings from outside."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def judged(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """The folder of one run of four backends in two processes: what it printed, its status, its JUnit file."""
+    """The folder of one run of four backends in two processes: what it printed, its status, its JUnit file.
+
+    Python leaves assertions out of it, which fail no test then.
+    """
 
     def fill(folder: Path) -> None:
         (folder / "wrong.py").write_text(WRONG)
         names = ["EAGER", "TORCH_SDPA", "FLASH_ATTN", "wrong.py:WRONG"]
         backends = [argument for name in names for argument in ("--backend", name)]
-        status, printed = pytest_in(folder, *SUITE, *backends, "-n2", "-v", "--junitxml=junit.xml", "-rs")
+        options = "-n2", "-v", "--junitxml=junit.xml", "-rs", "--assert=plain"
+        status, printed = pytest_in(folder, *SUITE, *backends, *options, PYTHONOPTIMIZE="1")
         (folder / "status").write_text(str(status))
         (folder / "printed").write_text(printed)
 
@@ -219,6 +223,22 @@ def test_who_ends_the_process_as_a_success_has_none(
     assert status == 1, printed
     if way == "at_once" and not as_suite:
         assert "ended with exit status 0 before pytest had a result" in printed
+
+
+def test_who_ends_the_process_is_seen_wherever_the_tests_and_their_cases_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WAY", "at_once")
+    for folder in ("real", "checks"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "checks" / "linked").symlink_to("../real")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = ch*\npython_files = check_*.py\n")
+    own = {"ending.py": ENDING, "shared.py": OWN, "check_own.py": "from shared import test_mine\n"}
+    for name, text in own.items():
+        (tmp_path / "real" / name).write_text(text)
+    for arguments in ([], ["real/check_own.py"]):
+        status, printed = pytest_in(tmp_path, "-q", *arguments)
+        assert status == 1 and "ended with exit status 0 before pytest had a result" in printed, printed
 
 
 def test_ctrl_c_while_a_failure_runs_again_alone_leaves_the_summary(tmp_path: Path) -> None:
