@@ -112,11 +112,10 @@ class OwnTests:
         """Whether a test passes in a process of its own; not if that cannot be seen."""
         if seconds <= 0 or self._interrupted or self._config.option.usepdb:
             return False
-        with TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pytest", *self._arguments(), test, *self._apart(folder)]
-            try:
+        try:
+            with TemporaryDirectory() as folder:
                 done = subprocess.run(
-                    command,
+                    [sys.executable, "-m", "pytest", *self._arguments(), test, *self._apart(folder)],
                     cwd=self._config.invocation_params.dir,
                     env={**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"},
                     stdin=subprocess.DEVNULL,
@@ -125,11 +124,11 @@ class OwnTests:
                     check=False,
                     timeout=seconds,
                 )
-            except subprocess.TimeoutExpired:
-                return False
-            except KeyboardInterrupt:  # a person waits for this, and not for the others either
-                self._interrupted = True
-                return False
+        except (subprocess.TimeoutExpired, OSError):  # a function may have left no room for files or processes
+            return False
+        except KeyboardInterrupt:  # a person waits for this, and not for the others either
+            self._interrupted = True
+            return False
         return done.returncode == pytest.ExitCode.OK and "1 passed" in done.stdout
 
     def _arguments(self) -> list[str]:

@@ -241,10 +241,11 @@ def test_who_ends_the_process_is_seen_wherever_the_tests_and_their_cases_stand(
         assert status == 1 and "ended with exit status 0 before pytest had a result" in printed, printed
 
 
-def test_ctrl_c_while_a_failure_runs_again_alone_leaves_the_summary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", ["KeyboardInterrupt", "OSError"])
+def test_what_keeps_a_failure_from_running_again_alone_leaves_the_summary(kept: str, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.replace("from ending import WAY", "WAY = lambda: None"))
     (tmp_path / "conftest.py").write_text(
-        "import subprocess\n\ndef interrupted(*args, **kwargs):\n    raise KeyboardInterrupt\n\n"
+        f"import subprocess\n\ndef interrupted(*args, **kwargs):\n    raise {kept}\n\n"
         "def pytest_sessionfinish():\n    subprocess.run = interrupted\n"
     )
     status, printed = pytest_in(tmp_path, "-q", "test_own.py")
