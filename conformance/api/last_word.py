@@ -57,6 +57,7 @@ def give_way() -> Callable[[int], Any] | None:
     """
     told, word = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a caller ignored it, nothing would tell of the child's end
     child = os.fork()
     if child:
         os.close(word)

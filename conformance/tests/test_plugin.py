@@ -241,6 +241,15 @@ def test_who_ends_the_process_is_seen_wherever_the_tests_and_their_cases_stand(
         assert status == 1 and "ended with exit status 0 before pytest had a result" in printed, printed
 
 
+def test_a_run_ends_where_its_caller_ignores_the_ends_of_children(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text("# mla_conformance\n\ndef test_nothing(): ...\n")
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv)"
+    )
+    line = [sys.executable, "-c", ignoring, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
+    assert subprocess.run(line, cwd=tmp_path, check=False, timeout=120).returncode == 0
+
+
 @pytest.mark.parametrize("kept", ["KeyboardInterrupt", "OSError"])
 def test_what_keeps_a_failure_from_running_again_alone_leaves_the_summary(kept: str, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.replace("from ending import WAY", "WAY = lambda: None"))
