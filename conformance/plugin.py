@@ -18,6 +18,7 @@ from mla_conformance.api import last_word
 from mla_conformance.api.own_tests import OwnTests, is_alone
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.terminal import shown_lines
 
 if TYPE_CHECKING:
     from mla_conformance.engine.request import RunRequest
@@ -212,7 +213,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
         record = item.stash[_RECORD]
         del item.stash[_RECORD]
         if record.failed and record.status is not Status.HARNESS_ERROR:
-            report.longrepr = describe_failure(record)
+            report.longrepr = shown_lines(describe_failure(record))
         report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
     return report
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from mla_conformance.engine.limits import end_with_parent
+
 NAME: Final = b"mla_conformance"
 _PRUNED = {"build", "dist", "node_modules", "venv", "__pycache__", "site-packages"}
 _HEEDED = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -58,10 +60,11 @@ def give_way() -> Callable[[int], Any] | None:
     told, word = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a caller ignored it, nothing would tell of the child's end
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child:
         os.close(word)
         _wait(child, told)
+    end_with_parent(parent, signal.SIGKILL)  # as whoever kills pytest means it
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(told)
     return lambda status: os.write(word, bytes([status & 0xFF]))
