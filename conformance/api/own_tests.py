@@ -60,13 +60,22 @@ class OwnTests:
         self._interrupted = False
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Take the end of the run as a success, which a function has no right to, as a failure of its test."""
+        try:
+            return (yield)
+        except pytest.exit.Exception as ended:
+            if ended.returncode == 0 and _case_of(item):
+                raise AssertionError(f"the test ended the run as a success: {ended.msg}") from ended
+            raise
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: "pytest.CallInfo[None]") -> Generator[None, Any, Any]:
         """Attach what became of a case to the report of its test."""
         # pytest.skip is the author's; unittest's exception is no word that a test of a function has for anything.
         raised = call.excinfo if call.excinfo and call.excinfo.errisinstance(unittest.SkipTest) else None
         report = yield
-        arguments = getattr(getattr(item, "callspec", None), "params", {})
-        case = next((value.id for value in arguments.values() if hasattr(value, "suite_case")), "")
+        case = _case_of(item)
         if case and call.when == "call" and (raised or not report.skipped):
             call.excinfo = raised or call.excinfo  # pytest has put its own in the place of it
             record = _record_of(report, call, case)
@@ -148,6 +157,12 @@ class OwnTests:
         }
         yield from (option for name, option in options.items() if hasattr(self._config.option, name))
         yield from ("-o", f"cache_dir={folder}/cache")
+
+
+def _case_of(item: pytest.Item) -> str:
+    """The id of the case that a test is of; empty of any other test."""
+    arguments = getattr(getattr(item, "callspec", None), "params", {})
+    return next((value.id for value in arguments.values() if hasattr(value, "suite_case")), "")
 
 
 def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: str) -> Record:

@@ -185,11 +185,13 @@ def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
 
 ENDING = """
 import atexit, os, threading, time, unittest
+import pytest
 from mla_conformance.backends.eager import EagerPrefillBackend
 
 def at_once(): os._exit(0)
 def at_exit(): atexit.register(os._exit, 0)
 def skips(): raise unittest.SkipTest("later\\x1b[2J")
+def exits(): pytest.exit("done", returncode=0)
 def later(): threading.Thread(target=lambda: (time.sleep(0.2), os._exit(0)), daemon=True).start()
 WAY = globals()[os.environ["WAY"]]
 
@@ -210,7 +212,7 @@ def test_mine(case):
 """
 
 
-@pytest.mark.parametrize("way", ["at_once", "at_exit", "skips", "later"])
+@pytest.mark.parametrize("way", ["at_once", "at_exit", "skips", "exits", "later"])
 @pytest.mark.parametrize("as_suite", [True, False], ids=["class", "function"])
 def test_who_ends_the_process_as_a_success_has_none(
     way: str, as_suite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
