@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _print_anywhere()
     try:
         options = _parser().parse_args(arguments)
+        _require_docstrings()
         _require_current_folder()
         status: int = options.run(options)
     except (InputError, BackendReferenceError, ForeignError) as error:
@@ -59,6 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuse(_NAME, "interrupted")
         return _INTERRUPTED
     return status
+
+
+def _require_docstrings() -> None:
+    """Refuse Python without them: they say what known defects are, which no process of a run can then import."""
+    if sys.flags.optimize > 1:
+        raise InputError("expected Python with docstrings; leave out its option -OO, or PYTHONOPTIMIZE=2")
 
 
 def _require_current_folder() -> None:

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
+from glob import glob
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,6 +18,7 @@ from mla_conformance.api import last_word
 from mla_conformance.api.own_tests import OwnTests, is_alone
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.terminal import shown_lines
 
 if TYPE_CHECKING:
     from mla_conformance.engine.beside import Judging
@@ -58,8 +60,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         args += ["--pyargs", SUITE]
         option.file_or_dir, option.pyargs = [SUITE], True
     elif _is_watched(early_config):
-        paths = option.file_or_dir or early_config.getini("testpaths") or [str(early_config.invocation_params.dir)]
-        if last_word.mentions(paths) and (said := last_word.give_way()):
+        found = [path for each in early_config.getini("testpaths") for path in glob(each, recursive=True)]  # noqa: PTH207
+        paths = option.file_or_dir or found or [str(early_config.invocation_params.dir)]
+        if (option.pyargs or last_word.mentions(paths)) and (said := last_word.give_way()):
             early_config.pluginmanager.register(_LastWord(said))
     return (yield)
 
@@ -211,7 +214,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
         record = item.stash[_RECORD]
         del item.stash[_RECORD]
         if record.failed and record.status is not Status.HARNESS_ERROR:
-            report.longrepr = describe_failure(record)
+            report.longrepr = shown_lines(describe_failure(record))
         report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
     return report
 

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
+
+from mla_conformance.engine.limits import end_with_parent
 
 NAME: Final = b"mla_conformance"
 _PRUNED = {"build", "dist", "node_modules", "venv", "__pycache__", "site-packages"}
@@ -23,29 +24,32 @@ ENDED: Final = (
 
 def is_main_program() -> bool:
     """Whether this process is pytest, rather than a program that calls it and goes on afterwards."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return Path(sys.argv[0]).name in ("pytest", "py.test") or getattr(spec, "name", "").startswith("pytest")
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # Debian calls it pytest-3
+    return Path(sys.argv[0]).name.startswith(("pytest", "py.test")) or getattr(spec, "name", "").startswith("pytest")
 
 
 def mentions(paths: Iterable[str]) -> bool:
-    """Whether a Python file in these files and folders names this package, as one does that uses its cases."""
-    return any(map(_names_it, chain.from_iterable(_tests_of(text.partition("::")[0]) for text in paths)))
+    """Whether a Python file in these folders, or beside these files, names this package, as one does that uses it."""
+    for path in (Path(text.partition("::")[0]) for text in paths):
+        for file in _below(path) if path.is_dir() else path.parent.glob("*.py"):
+            try:
+                if NAME in file.read_bytes():
+                    return True
+            except OSError:
+                continue  # pytest says what is wrong with it
+    return False
 
 
-def _tests_of(path: str) -> Iterator[str]:
-    """A file, or those of a folder that pytest may collect."""
-    if not Path(path).is_dir():
-        yield path
-    for folder, folders, files in os.walk(path):
-        folders[:] = [name for name in folders if name not in _PRUNED and not name.startswith(".")]
-        yield from (f"{folder}/{name}" for name in files if name.endswith(".py") and "test" in name)
-
-
-def _names_it(path: str) -> bool:
-    try:
-        return NAME in Path(path).read_bytes()
-    except OSError:  # pytest says what is wrong with it
-        return False
+def _below(path: Path) -> Iterator[Path]:
+    """The Python files of a folder, through links as pytest finds them, but each folder once."""
+    seen = {os.path.realpath(path)}
+    for folder, folders, files in os.walk(path, followlinks=True):
+        found = {os.path.realpath(Path(folder) / name): name for name in folders}
+        folders[:] = [
+            name for real, name in found.items() if not (real in seen or name in _PRUNED or name.startswith("."))
+        ]
+        seen |= found.keys()
+        yield from (Path(folder) / name for name in files if name.endswith(".py"))
 
 
 def give_way() -> Callable[[int], Any] | None:
@@ -55,10 +59,12 @@ def give_way() -> Callable[[int], Any] | None:
     """
     told, word = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEEDED)
-    child = os.fork()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a caller ignored it, nothing would tell of the child's end
+    parent, child = os.getpid(), os.fork()
     if child:
         os.close(word)
         _wait(child, told)
+    end_with_parent(parent, signal.SIGKILL)  # as whoever kills pytest means it
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(told)
     return lambda status: os.write(word, bytes([status & 0xFF]))

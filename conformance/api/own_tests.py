@@ -60,13 +60,22 @@ class OwnTests:
         self._interrupted = False
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Take the end of the run as a success, which a function has no right to, as a failure of its test."""
+        try:
+            return (yield)
+        except pytest.exit.Exception as ended:
+            if ended.returncode == 0 and _case_of(item):
+                raise AssertionError(f"the test ended the run as a success: {ended.msg}") from ended
+            raise
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: "pytest.CallInfo[None]") -> Generator[None, Any, Any]:
         """Attach what became of a case to the report of its test."""
         # pytest.skip is the author's; unittest's exception is no word that a test of a function has for anything.
         raised = call.excinfo if call.excinfo and call.excinfo.errisinstance(unittest.SkipTest) else None
         report = yield
-        arguments = getattr(getattr(item, "callspec", None), "params", {})
-        case = next((value.id for value in arguments.values() if hasattr(value, "suite_case")), "")
+        case = _case_of(item)
         if case and call.when == "call" and (raised or not report.skipped):
             call.excinfo = raised or call.excinfo  # pytest has put its own in the place of it
             record = _record_of(report, call, case)
@@ -112,11 +121,10 @@ class OwnTests:
         """Whether a test passes in a process of its own; not if that cannot be seen."""
         if seconds <= 0 or self._interrupted or self._config.option.usepdb:
             return False
-        with TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pytest", *self._arguments(), test, *self._apart(folder)]
-            try:
+        try:
+            with TemporaryDirectory() as folder:
                 done = subprocess.run(
-                    command,
+                    [sys.executable, "-m", "pytest", *self._arguments(), test, *self._apart(folder)],
                     cwd=self._config.invocation_params.dir,
                     env={**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"},
                     stdin=subprocess.DEVNULL,
@@ -125,11 +133,11 @@ class OwnTests:
                     check=False,
                     timeout=seconds,
                 )
-            except subprocess.TimeoutExpired:
-                return False
-            except KeyboardInterrupt:  # a person waits for this, and not for the others either
-                self._interrupted = True
-                return False
+        except (subprocess.TimeoutExpired, OSError):  # a function may have left no room for files or processes
+            return False
+        except KeyboardInterrupt:  # a person waits for this, and not for the others either
+            self._interrupted = True
+            return False
         return done.returncode == pytest.ExitCode.OK and "1 passed" in done.stdout
 
     def _arguments(self) -> list[str]:
@@ -149,6 +157,12 @@ class OwnTests:
         }
         yield from (option for name, option in options.items() if hasattr(self._config.option, name))
         yield from ("-o", f"cache_dir={folder}/cache")
+
+
+def _case_of(item: pytest.Item) -> str:
+    """The id of the case that a test is of; empty of any other test."""
+    arguments = getattr(getattr(item, "callspec", None), "params", {})
+    return next((value.id for value in arguments.values() if hasattr(value, "suite_case")), "")
 
 
 def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: str) -> Record:

@@ -22,7 +22,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.report.advice import advice
-from mla_conformance.report.terminal import columns, wrapped
+from mla_conformance.report.terminal import columns, shown_lines, wrapped
 from mla_conformance.trials.context import Clock, Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
@@ -197,7 +197,7 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         check=str(record.check),
         where=MappingProxyType(record.where),
         used=BudgetUse(**record.shares),
-        message="\n".join(_failure(record, expression)) if record.failed else record.message,
+        message=shown_lines("\n".join(_failure(record, expression))) if record.failed else record.message,
         detail=record.detail,
     )
 

@@ -23,6 +23,8 @@ _LETTERS: dict[Status | None, str] = dict(zip((*Status, None), "pfunchtwx-", str
 _STATUSES = {letter: status for status, letter in _LETTERS.items()}
 _SHORT = 12
 """A text of as many characters is written out wherever it stands."""
+_MOST_CHARACTERS = 2**24
+"""Of a line's texts together, and of its ids: a fortieth of it is usual."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
         known = [*ids[: line.listed], *unfolded(line.fitted)]
         statuses = dict(zip(known, _spread(line.statuses, len(known)), strict=True))
         plain, sanitized = _restored([line.record, [*line.sanitized]], line.texts, known)
-    except (ValueError, IndexError) as error:
+        _bounded(_strings((plain, sanitized)))
+    except (ValueError, IndexError, RecursionError) as error:
         raise InputError(f"{source}: expected a record as `certify --submission` writes it: {error}") from error
     if plain.get("schema") != SCHEMA:
         raise InputError(f"{source}: expected a record of schema {SCHEMA}, got {plain.get('schema')!r}")
@@ -124,11 +127,26 @@ def unfolded(texts: Iterable[str]) -> list[str]:
     Raises:
         ValueError: a text is none that was folded.
     """
-    found = [""]
+
+    def each() -> Iterator[str]:
+        id = ""
+        for text in texts:
+            shared, _, rest = text.partition(" ")
+            id = id[: int(shared)] + rest
+            yield id
+
+    return _bounded(each())
+
+
+def _bounded(texts: Iterable[str]) -> list[str]:
+    """The texts, of which a line may name many by little: a text twice, or an id by the one before."""
+    found, left = list[str](), _MOST_CHARACTERS
     for text in texts:
-        shared, _, rest = text.partition(" ")
-        found.append(found[-1][: int(shared)] + rest)
-    return found[1:]
+        found.append(text)
+        left -= len(text)
+        if left < 0:
+            raise ValueError(f"its texts have more than {_MOST_CHARACTERS:,} characters")
+    return found
 
 
 def _spread(statuses: str, number: int) -> Iterator[Status | None]:

@@ -81,7 +81,11 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
             yield 2
         else:
             signed = Signed(line.kept.certificate.seal, line.kept.signature or None, "signature")
-            yield _verify(line.source, line.kept, signed, options)
+            try:
+                yield _verify(line.source, line.kept, signed, options)
+            except InputError as error:
+                say(f"{line.source}: {error}", error=True)
+                yield 2
 
 
 def _verify_file(path: Path, options: argparse.Namespace) -> int:

@@ -9,17 +9,18 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import msgspec
 import torch
 
-from mla_conformance.backends.foreign import cut
+from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.likeness import Behaviour
@@ -94,49 +95,58 @@ class Explainer:
     def __init__(self) -> None:
         self._owner = 0
         self._ended: list[str] = []
+        self._alone = threading.RLock()
 
     def explain(self, function: Function, failure: Failure) -> str:
-        """What a failure looks like, or what the process ended by that compared it.
+        """What a failure looks like, or what kept it from being compared, such as the end of the process.
 
         Args:
             function: whose failure it is; what explains one is tried on its others first.
             failure: a wrong number.
         """
-        if len(self._ended) >= _MOST_ENDED:
-            return ended_by(f"{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more")
+        with self._alone:
+            if len(self._ended) >= _MOST_ENDED:
+                return ended_by(f"{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more")
+            until = time.monotonic() + EXPLAIN_SECONDS
+            try:
+                return self._explained(function, failure, until)
+            except (EOFError, ConnectionError, TimeoutError, msgspec.MsgspecError):
+                is_late, how = time.monotonic() >= until, self._end()
+                how = f"its time limit, {EXPLAIN_SECONDS:g} s" if is_late else how
+            except (OSError, RuntimeError) as error:  # no room for the numbers, or no further process or file
+                self._end()
+                how = one_line(error)
+            except BaseException:  # of the test run, such as Ctrl-C: what is said later answers nothing
+                self._end()
+                raise
+            self._ended.append(how)
+            return ended_by(how)
+
+    def _explained(self, function: Function, failure: Failure, until: float) -> str:
         if self._owner != os.getpid():  # a test that forked has its own
             self._start()
-        until = time.monotonic() + EXPLAIN_SECONDS
-        try:
-            with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
-                numbers = Path(folder) / "numbers.pt"
-                torch.save([(each.got, each.golden, each.allowed) for each in failure.observed.numbers], numbers)
-                asked = function, failure.record, str(failure.device), failure.context.salt
-                self._send(_Asked(*asked, failure.observed.failure, str(numbers)))
-                while (said := self._read(until)).nearby:
-                    self._send(failure.nearby(Case.parse(said.nearby)))
-                return said.explanation
-        except (EOFError, OSError, msgspec.MsgspecError):
-            is_late, how = time.monotonic() >= until, self._end()
-            self._ended.append(f"its time limit, {EXPLAIN_SECONDS:g} s" if is_late else how)
-            return ended_by(self._ended[-1])
-        except BaseException:  # of the test run, such as Ctrl-C: what is said later answers nothing
-            self._end()
-            raise
+        with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
+            numbers = Path(folder) / "numbers.pt"
+            torch.save([(each.got, each.golden, each.allowed) for each in failure.observed.numbers], numbers)
+            asked = function, failure.record, str(failure.device), failure.context.salt
+            self._send(_Asked(*asked, failure.observed.failure, str(numbers)))
+            while (said := self._read(until)).nearby:
+                self._send(failure.nearby(Case.parse(said.nearby)))
+            return said.explanation
 
     def _start(self) -> None:
+        self._owner = 0
         self._connection, remote = socket.socketpair()
-        self._log = TemporaryDirectory(prefix="mla-conformance-explainer-")
-        with (Path(self._log.name) / "stderr").open("wb") as log:
+        with remote:
+            self._log = TemporaryFile()  # noqa: SIM115 - read when the process has ended
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, str(remote.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=log,
+                stderr=self._log,
                 pass_fds=[remote.fileno()],
                 start_new_session=True,  # Ctrl-C is the test run's
             )
-        remote.close()
         self._owner = os.getpid()
 
     def _send(self, message: Any) -> None:
@@ -150,7 +160,9 @@ class Explainer:
         return msgspec.json.decode(line, type=_Said)
 
     def _end(self) -> str:
-        """End the process if it has not, and what it ended by."""
+        """End the process if there is one and it has not ended, and what it ended by."""
+        if self._owner != os.getpid():
+            return ""
         self._owner = 0
         self._connection.close()
         try:
@@ -158,8 +170,9 @@ class Explainer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        said = (Path(self._log.name) / "stderr").read_text("utf-8", "replace").strip().splitlines()
-        self._log.cleanup()
+        with self._log:
+            self._log.seek(0)
+            said = self._log.read().decode("utf-8", "replace").strip().splitlines()
         raised = f": {cut(said[-1])}" if status > 0 and said else ""
         return cause_of(status) + raised
 

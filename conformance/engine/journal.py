@@ -168,7 +168,8 @@ class Journal:
                 os.mkfifo(seal)
         for path in before:
             if path != seal:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a kernel may have closed the folder: what was sealed stays so
+                    path.unlink()
         self._last = last
 
     def _seal_of(self, digest: str) -> Path:
@@ -178,7 +179,7 @@ class Journal:
     def seals(self) -> list[Path]:
         """The pipe that names the digest of the last line; two of them where a run was ended between two steps."""
         beside = self.path.parent.glob(f".{self.path.name}-*")
-        return [path for path in beside if stat.S_ISFIFO(path.lstat().st_mode)]
+        return [path for path in beside if _is_pipe(path)]
 
     def events(self) -> Iterator[JournalEvent]:
         """All whole events so far, whoever wrote them; a last line that was cut off is left out."""
@@ -235,6 +236,14 @@ class Journal:
         with open_regular(self.path) as file:
             content = file.read()
         return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def _is_pipe(path: Path) -> bool:
+    """Whether it is there, for a kernel may make and remove files of such names, and a pipe itself, no link to one."""
+    try:
+        return stat.S_ISFIFO(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def _digest(line: bytes) -> str:

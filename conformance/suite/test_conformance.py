@@ -7,4 +7,5 @@ from mla_conformance.judging.record import Record
 
 def test_conformance(mla_judge: Callable[[], Record]) -> None:
     record = mla_judge()
-    assert not record.failed, record.detail or record.message
+    if record.failed:  # an assertion may be compiled away
+        raise AssertionError(record.detail or record.message)

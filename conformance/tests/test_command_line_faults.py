@@ -143,3 +143,10 @@ def test_no_command_fails_of_where_its_output_goes(streams: str, environment: di
     done = subprocess.run(asked, capture_output=True, env={**os.environ, **environment}, timeout=4 * MOST_SECONDS)
     assert done.returncode == 0, done.stderr.decode("utf-8", "replace")
     assert Path("told").read_text(encoding="utf-8") == "" and b"Traceback" not in done.stderr
+
+
+def test_python_without_docstrings_is_told_in_a_sentence() -> None:
+    line = [sys.executable, "-OO", "-m", "mla_conformance", "backends"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mla-conformance: expected Python with docstrings;") and done.stderr.count("\n") == 1

@@ -51,9 +51,24 @@ def test_mine():
 """
 
 
-def printed(folder: Path, *command: str) -> str:
+AT_ODDS = f"""
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+{TEST}
+def test_threads():
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(test_mine) for _ in range(2)]:
+            print(each.exception())
+
+def test_without_a_folder_for_numbers(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/null/none")
+    test_mine()
+"""
+
+
+def printed(folder: Path, *command: str, test: str = TEST) -> str:
     """What a command prints where the process ends that compares a failure."""
-    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL, "test_mine.py": TEST}.items():
+    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL, "test_mine.py": test}.items():
         (folder / name).write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -77,6 +92,13 @@ JUDGED = "--backend wrong.py:Wrong --device cpu --timeout 60"
 )
 def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(command: str, tmp_path: Path) -> None:
     assert "explanation ended by signal 11 (Segmentation fault)" in printed(tmp_path, *command.split())
+
+
+def test_threads_take_turns_and_no_room_for_the_numbers_is_told(tmp_path: Path) -> None:
+    tests = ("test_mine.py::test_threads", "test_mine.py::test_without_a_folder_for_numbers")
+    said = printed(tmp_path, "pytest", "-s", "-p", "no:cacheprovider", *tests, test=AT_ODDS)
+    assert said.count("explanation ended by signal 11 (Segmentation fault)") == 2
+    assert "explanation ended by NotADirectoryError" in said
 
 
 @pytest.mark.parametrize("touch", [reads, writes])

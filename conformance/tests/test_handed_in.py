@@ -69,12 +69,21 @@ def test_what_is_written_holds_line_by_line(records: Path, capsys: pytest.Captur
     assert f"{records}: line 2: TORCH_SDPA on cpu" in said and f"{records}: line 3: TORCH_SDPA on some GPU" in said
     assert main(["verify", str(records), "--backend", "EAGER"]) == 2
     assert "expected a record of EAGER, got none" in capsys.readouterr().err
+    records.write_text(records.read_text().replace('"backend":"TORCH_SDPA"', '"backend":"OTHER"', 1))
+    assert main(["verify", str(records)]) == 2
+    printed = capsys.readouterr()
+    assert f"{records}: line 2: expected the certificate's backend, OTHER, got TORCH_SDPA" in printed.err
+    assert f"{records}: line 3: TORCH_SDPA on some GPU" in printed.out
 
 
 def edited(line: str, record: bool = True, **changes: Any) -> str:
     plain = json.loads(line)
     (plain["record"] if record else plain).update(changes)
     return json.dumps(plain)
+
+
+def _nested(depth: int) -> Any:
+    return [_nested(depth - 1)] if depth else ""
 
 
 @pytest.mark.parametrize(
@@ -84,6 +93,8 @@ def edited(line: str, record: bool = True, **changes: Any) -> str:
         (lambda line: edited(line, statuses="p7", record=False), 2, "its statuses are not those of"),
         (lambda line: edited(line, fitted=["x"], record=False), 2, "line 2: expected a record as `certify --sub"),
         (lambda line: edited(line, tier="@99"), 2, "line 2: expected a record as `certify --submission` writes it"),
+        (lambda line: edited(line, tier=_nested(480)), 2, "line 2: expected "),
+        (lambda line: edited(line, fitted=[f"{2**30} {'x' * 90}"] * 999, record=False), 2, "its texts have more than"),
         (lambda line: edited(line, schema="other/1"), 2, "line 2: expected a record of schema"),
         (lambda line: edited(line, suite="2026.1"), 2, f"expected a record of suite {SUITE_VERSION}, got"),
         (lambda line: edited(line, seconds=2.0), 1, "the seal does not fit the content"),

@@ -77,6 +77,14 @@ def test_a_run_that_was_killed_between_line_and_seal_goes_on(tmp_path: Path) -> 
     assert journal.take_up() == [2] and journal.sealed() == {1: Resumed()}
 
 
+def test_files_named_as_seals_that_come_and_go_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal.inside(tmp_path)
+    gone = tmp_path / f".{journal.path.name}-gone"
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone]))
+    journal.append(Completed())
+    assert journal.is_finished()
+
+
 def test_bytes_that_are_no_text_cost_their_line_only(tmp_path: Path) -> None:
     journal = Journal.inside(tmp_path)
     journal.append(Resumed())

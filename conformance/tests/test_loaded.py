@@ -148,3 +148,13 @@ def test_what_differs_from_what_was_loaded_is_named(
     code = LoadedCode({str(path): file_digest(path)})
     change(path)
     assert code.changed() == [str(path)] * differs
+
+
+def test_a_module_is_called_alike_in_every_folder_that_it_is_imported_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        assert LoadedCode({str(folder / "mine" / "kernel.py"): name}).own == {"./mine/kernel.py": name}

@@ -32,23 +32,27 @@ class EAGER_2(EagerPrefillBackend): ...
 Listing = Callable[..., tuple[int, list[str]]]
 
 
-def pytest_in(folder: Path, *arguments: str) -> tuple[int, str]:
+def pytest_in(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
     """Exit status and output of pytest in a process and folder of its own, with no settings from outside."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def judged(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
-    """The folder of one run of four backends in two processes: what it printed, its status, its JUnit file."""
+    """The folder of one run of four backends in two processes: what it printed, its status, its JUnit file.
+
+    Python leaves assertions out of it, which fail no test then.
+    """
 
     def fill(folder: Path) -> None:
         (folder / "wrong.py").write_text(WRONG)
         names = ["EAGER", "TORCH_SDPA", "FLASH_ATTN", "wrong.py:WRONG"]
         backends = [argument for name in names for argument in ("--backend", name)]
-        status, printed = pytest_in(folder, *SUITE, *backends, "-n2", "-v", "--junitxml=junit.xml", "-rs")
+        options = "-n2", "-v", "--junitxml=junit.xml", "-rs", "--assert=plain"
+        status, printed = pytest_in(folder, *SUITE, *backends, *options, PYTHONOPTIMIZE="1")
         (folder / "status").write_text(str(status))
         (folder / "printed").write_text(printed)
 
@@ -181,11 +185,13 @@ def test_an_unrelated_run_imports_no_torch(tmp_path: Path) -> None:
 
 ENDING = """
 import atexit, os, threading, time, unittest
+import pytest
 from mla_conformance.backends.eager import EagerPrefillBackend
 
 def at_once(): os._exit(0)
 def at_exit(): atexit.register(os._exit, 0)
-def skips(): raise unittest.SkipTest("later")
+def skips(): raise unittest.SkipTest("later\\x1b[2J")
+def exits(): pytest.exit("done", returncode=0)
 def later(): threading.Thread(target=lambda: (time.sleep(0.2), os._exit(0)), daemon=True).start()
 WAY = globals()[os.environ["WAY"]]
 
@@ -206,7 +212,7 @@ def test_mine(case):
 """
 
 
-@pytest.mark.parametrize("way", ["at_once", "at_exit", "skips", "later"])
+@pytest.mark.parametrize("way", ["at_once", "at_exit", "skips", "exits", "later"])
 @pytest.mark.parametrize("as_suite", [True, False], ids=["class", "function"])
 def test_who_ends_the_process_as_a_success_has_none(
     way: str, as_suite: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,15 +222,59 @@ def test_who_ends_the_process_as_a_success_has_none(
         (tmp_path / name).write_text(text)
     suite = ["--backend", "ending.py:Ends", "--mla-device", "cpu", "--mla-case", "new_tokens:q=[4];lse=0"]
     status, printed = pytest_in(tmp_path, "-q", "--maxfail=2", *(suite if as_suite else ["test_own.py"]))
-    assert status == 1, printed
+    assert status == 1 and not (as_suite and "\x1b" in printed), printed
     if way == "at_once" and not as_suite:
         assert "ended with exit status 0 before pytest had a result" in printed
 
 
-def test_ctrl_c_while_a_failure_runs_again_alone_leaves_the_summary(tmp_path: Path) -> None:
+def test_who_ends_the_process_is_seen_wherever_the_tests_and_their_cases_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WAY", "at_once")
+    for folder in ("real", "checks"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "checks" / "linked").symlink_to("../real")
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = ch*\npython_files = check_*.py\n")
+    own = {"ending.py": ENDING, "shared.py": OWN, "check_own.py": "from shared import test_mine\n"}
+    for name, text in own.items():
+        (tmp_path / "real" / name).write_text(text)
+    for arguments in ([], ["real/check_own.py"]):
+        status, printed = pytest_in(tmp_path, "-q", *arguments)
+        assert status == 1 and "ended with exit status 0 before pytest had a result" in printed, printed
+
+
+def test_a_run_ends_where_its_caller_ignores_the_ends_of_children(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text("# mla_conformance\n\ndef test_nothing(): ...\n")
+    ignoring = (
+        "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.execv(sys.executable, sys.argv)"
+    )
+    line = [sys.executable, "-c", ignoring, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_own.py"]
+    assert subprocess.run(line, cwd=tmp_path, check=False, timeout=120).returncode == 0
+
+
+def test_who_kills_pytest_ends_the_tests(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    (tmp_path / "test_own.py").write_text(
+        "# mla_conformance\nimport time\n\ndef test_lasts():\n    with open('told', 'w') as told:\n"
+        "        told.write('begun')\n        told.flush()\n        time.sleep(600)\n"
+    )
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_own.py"], cwd=tmp_path
+        ) as run,
+        told.open() as heard,
+    ):
+        assert heard.read(5) == "begun"
+        run.kill()
+        assert heard.read() == ""  # the other end is closed
+
+
+@pytest.mark.parametrize("kept", ["KeyboardInterrupt", "OSError"])
+def test_what_keeps_a_failure_from_running_again_alone_leaves_the_summary(kept: str, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.replace("from ending import WAY", "WAY = lambda: None"))
     (tmp_path / "conftest.py").write_text(
-        "import subprocess\n\ndef interrupted(*args, **kwargs):\n    raise KeyboardInterrupt\n\n"
+        f"import subprocess\n\ndef interrupted(*args, **kwargs):\n    raise {kept}\n\n"
         "def pytest_sessionfinish():\n    subprocess.run = interrupted\n"
     )
     status, printed = pytest_in(tmp_path, "-q", "test_own.py")
