@@ -40,7 +40,7 @@ def main(descriptor: int, supervisor: int) -> None:
     load_all(setup)
     gc.freeze()  # or each worker would look at it after all, and get a copy of it by that
     gc.enable()
-    hide_memory(setup.apart)
+    hide_memory()
     while not _is_closed(connection):
         worker = os.fork()
         if not worker:

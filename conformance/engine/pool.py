@@ -8,7 +8,6 @@ from mla_conformance.engine.devices import (
     VISIBLE,
     WHOLE,
     GpuPart,
-    ahead_on,
     may_have_gpu,
     part_of,
     workers_on,
@@ -105,16 +104,12 @@ class Pool:
         return self._hello
 
     def get_ahead(self) -> int:
-        """Start places that compile while the others judge; the number of the first of them.
+        """The number of the first place that compiles while the others judge, one of four.
 
-        Of as many as were asked for it is one of four; as it is where what judges has to be there before all else.
+        All places are there before a backend is imported, so that none is started for it.
         """
-        workers, gpus = len(self.supervisor.places), self.supervisor.gpus
-        more = 0 if self.limits.workers or self.request.apart else ahead_on(gpus, self._hello.memory, workers)
-        for number in range(workers, workers + more):
-            self._add_place(self._hello.device, workers + more, self._hello.gpus[number % gpus])
-        self._share_memory()
-        return workers if more else workers - workers // 4
+        workers = len(self.supervisor.places)
+        return workers - workers // 4
 
     @property
     def _most(self) -> int:
@@ -138,10 +133,7 @@ class Pool:
             self._add_place(hello.device, workers, hello.gpus[number % gpus])
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self._share_memory()
-
-    def _share_memory(self) -> None:
-        self.beside = part_of(self._hello.memory, -(-len(self.supervisor.places) // self.supervisor.gpus))
+            self.beside = part_of(hello.memory, -(-len(self.supervisor.places) // gpus))
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.
@@ -155,5 +147,5 @@ class Pool:
         share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
-        setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self.began, variables)
+        setup = Setup(device, memory, request.salt, bool(request.explore), self.began, variables)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

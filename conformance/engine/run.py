@@ -41,10 +41,10 @@ from mla_conformance.report.summary import RunSummary, by_backend
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
 
-APART = "inputs, kernel and judge apart"
-"""What the environment says of a run whose judge is in no process of a backend."""
+APART = "kernel and judge apart"
+"""What the environment says, since no process of a backend holds a judge."""
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
-"""What it says of such a run whose journal a kernel could have written, seal and all."""
+"""What it says of a run whose journal a kernel could have written, seal and all."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Run:
         self.supervisor = Supervisor(self.limits.timeout_of(self.request), self.limits.ends_at)
 
     def __enter__(self) -> "Run":
-        hide_memory(self.request.apart)
+        hide_memory()
         self.supervisor.__enter__()
         return self
 
@@ -112,12 +112,10 @@ class Run:
         self._pool.start()
         _ = self._examples  # while they import torch
         hello = self._pool.settle()
-        if self.request.apart:  # what judges is there before anything of a backend is
-            self.supervisor.hellos()
+        self.supervisor.hellos()  # what judges is there before anything of a backend is
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
-        asked["journal"] = "" if not self.request.apart or keeps_from_pipes() else UNSEALED
+        asked = {"salt": self.request.salt, "judge": APART, "journal": "" if keeps_from_pipes() else UNSEALED}
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 

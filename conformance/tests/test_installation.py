@@ -70,7 +70,7 @@ def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_instal
     """Started as a module, with a folder of the kernel's as the current one; the installation is as it was at last."""
     source = ATTACKS.replace("NAMES", ", ".join(map(repr, sorted(NAMES)))).replace("WIDE", repr(WIDE))
     (tmp_path / "kernel.py").write_text(source)
-    command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong", "--apart"]
+    command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong"]
     command += ["--capability", "new_tokens", "--tier", "smoke", "--device", "cpu", "-n1", "--out", "out"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -104,11 +104,13 @@ def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
     code = f"""
 import socket, sys, torch
 from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
-from mla_conformance.engine.others import Others
+from mla_conformance.engine.kernel_process import start_kernel_process
 from mla_conformance.engine.worker import Worker, load_all
-load_all(setup := Setup("cpu", apart=True, draws=True))
+load_all(setup := Setup("cpu", draws=True))
 before, (connection, _) = set(sys.modules), socket.socketpair()
-worker = Worker(torch.device("cpu"), None, lambda event: None, "", Others.fork(setup, connection))
+executor, device = start_kernel_process(setup, connection), torch.device("cpu")
+executor.use(device)
+worker = Worker(device, None, lambda event: None, executor)
 reference = {str(tmp_path / "kernel.py")!r} + ":Wrong"
 worker.answer(Describe(reference))
 for case in ("new_tokens:dims=small;q=[5,3]", "lse:dims=small;q=[4]", "decode:dims=small;q=[1];kv=[3]"):

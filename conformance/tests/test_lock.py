@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate
