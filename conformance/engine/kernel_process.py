@@ -28,6 +28,7 @@ from mla_conformance.engine.limits import (
     renounce_tracing,
 )
 from mla_conformance.engine.messages import Setup
+from mla_conformance.files.late_imports import load_all_again
 from mla_conformance.files.places import search_current_folder
 from mla_conformance.problems.memory import out_of_memory
 
@@ -63,6 +64,7 @@ def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecu
 def _serve(began: float, shared: Shared, stacks: int, connection: socket.socket) -> NoReturn:
     """Nothing that is raised may lead back into what the process that forked was doing."""
     try:
+        load_all_again()
         LOADED.watch(began)  # which trusts the folders of wheels that are searched so far
         search_current_folder()
         hide_memory(False)

@@ -33,6 +33,7 @@ from mla_conformance.engine.tasks import ENOUGH, Tasks, call_of
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
+from mla_conformance.files.late_imports import load_all_again, refuse_written_since
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
@@ -82,11 +83,13 @@ class Run:
 
     def __enter__(self) -> "Run":
         hide_memory()
+        refuse_written_since(time.time())
         self.supervisor.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.supervisor.__exit__()
+        load_all_again()
         self.folder.release()
         hide_memory(False)
 
@@ -353,6 +356,8 @@ class Run:
             tasks.ahead = self._pool.get_ahead()
             if tasks.groups:
                 self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
+        else:
+            self._pool.begin_without_ahead()
         return tasks
 
     def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:

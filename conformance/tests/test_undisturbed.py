@@ -11,7 +11,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
 from mla_conformance.engine.messages import Judge, TaskReply
 from mla_conformance.engine.place import WorkerSlot
-from mla_conformance.engine.pool import Limits
+from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import TaskOutcome
@@ -89,6 +89,7 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
         run.begin()
         monkeypatch.setattr(Journal, "append", note)
         monkeypatch.setattr(run, "_trace", lambda: None)
+        monkeypatch.setattr(Pool, "_share_memory", lambda pool, places: None)
         run.device, run.supervisor.gpus = "cuda", 1
         run.judge(lambda record: seen.records.update({record.case: record}), seen.phases.append)
     return seen

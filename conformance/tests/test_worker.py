@@ -212,7 +212,10 @@ def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeyp
 
 
 @pytest.mark.parametrize(("device", "leaves"), [("cpu", False), ("cuda", True)])
-def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(device: str, leaves: bool) -> None:
+def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(
+    monkeypatch: pytest.MonkeyPatch, device: str, leaves: bool
+) -> None:
+    monkeypatch.setattr(executor, "device_lost", lambda device: False)
     worker = Worker(torch.device(device), None, lambda event: None, IN_PROCESS)
     record = asked(EagerPrefillBackend, TOO_LARGE)[-1].record
     assert record.status is Status.UNAVAILABLE and worker._leaves(record, disturbed=False) is leaves
