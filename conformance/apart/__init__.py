@@ -1,4 +1,4 @@
-"""Judging apart: inputs, kernel and judge in processes of their own, and what crosses between them.
+"""Kernel and judge in processes of their own, and what crosses between them.
 
 Imports from: cases, problems, driving, roles, trials.
 """

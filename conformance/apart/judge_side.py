@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from mla_conformance.apart.kernel_side import KernelRequest, Wanted
-from mla_conformance.apart.packing import Arena, RemoteValue, handed, pack
+from mla_conformance.apart.packing import Arena, RemoteValue, pack
 from mla_conformance.apart.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, decode
 from mla_conformance.apart.shared import FrameError, Shared, receive, send
 from mla_conformance.driving.executor import Executor, StepResult, itself
@@ -109,7 +109,7 @@ class RemoteExecutor(Executor):
         return StepResult(error=self._broken), Reply(self._number)
 
     def _request(self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor]) -> KernelRequest:
-        packed = pack(step, self._arena, handed)
+        packed = pack(step, self._arena)
         reached = [self._arena.place_of(x) for x in memory]
         openers, self._arena.openers = self._arena.openers, []
         released = [self._released.pop() for _ in range(len(self._released))]

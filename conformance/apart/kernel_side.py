@@ -124,7 +124,7 @@ class KernelSide:
 
 class _StepUnpacker(Unpacker):
     def __init__(self, data: bytes, side: KernelSide) -> None:
-        super().__init__(data, side._shared, private=False)
+        super().__init__(data, side._shared)
         self._side = side
 
     def persistent_load(self, reported: Any) -> Any:

@@ -6,7 +6,6 @@ What is unpacked was packed by a process that is trusted. What the kernel's proc
 
 import io
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,9 +104,9 @@ class Arena:
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, arena: Arena, shown: Callable[[Any], Any]) -> None:
+    def __init__(self, file: io.BytesIO, arena: Arena) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._arena, self._shown = arena, shown
+        self._arena = arena
         self._written: set[SharedRange] = set()
 
     def persistent_id(self, value: Any) -> Any:
@@ -118,7 +117,9 @@ class _Packer(pickle.Pickler):
         return self._tensor(value) if type(value) is torch.Tensor else None
 
     def reducer_override(self, value: Any) -> Any:
-        shown = self._shown(value)
+        if not isinstance(value, KernelCall | Problem | CacheImage):
+            return NotImplemented
+        shown = value.handed()
         return NotImplemented if shown is value else shown.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -132,22 +133,12 @@ class _Packer(pickle.Pickler):
         return ("tensor", *form, place, tensor.storage_offset())
 
 
-def pack(value: Any, arena: Arena, shown: Callable[[Any], Any]) -> bytes:
-    """A value as bytes; ``shown`` tells what stands for an object in it."""
+def pack(value: Any, arena: Arena) -> bytes:
+    """A value as bytes; calls and problems in it as a backend may know them."""
     file = io.BytesIO()
-    _Packer(file, arena, shown).dump(value)
+    _Packer(file, arena).dump(value)
     arena.shared.synchronize()
     return file.getvalue()
-
-
-def whole(value: Any) -> Any:
-    """Everything as it is."""
-    return value
-
-
-def handed(value: Any) -> Any:
-    """Calls and problems as a backend may know them."""
-    return value.handed() if isinstance(value, KernelCall | Problem | CacheImage) else value
 
 
 class Unpacker(pickle.Unpickler):
@@ -155,13 +146,12 @@ class Unpacker(pickle.Unpickler):
 
     Args:
         data: the bytes.
-        shared: the memory.
-        private: whether tensors get memory of their own.
+        shared: the memory, in which tensors stay.
     """
 
-    def __init__(self, data: bytes, shared: Shared, private: bool) -> None:
+    def __init__(self, data: bytes, shared: Shared) -> None:
         super().__init__(io.BytesIO(data))
-        self._shared, self._private = shared, private
+        self._shared = shared
         self._storages: dict[SharedRange, torch.UntypedStorage] = {}
 
     def persistent_load(self, reported: Any) -> Any:
@@ -170,12 +160,5 @@ class Unpacker(pickle.Unpickler):
         if what == "form":
             return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         place, offset = there
-        storage = self._storage(place)
+        storage = self._storages.setdefault(place, self._shared.storage(place))
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
-
-    def _storage(self, place: SharedRange) -> torch.UntypedStorage:
-        if place not in self._storages:
-            copied = self._private and place.size
-            made = self._shared.bytes_of(place).clone().untyped_storage() if copied else self._shared.storage(place)
-            self._storages[place] = made
-        return self._storages[place]

@@ -154,9 +154,6 @@ def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declarati
         torch.cuda.synchronize(device)
     trial = Trial(_subject(case, results, device, declaration), case, handed.context)
     record = _record(trial, handed, given)
-    if record.failed and not handed.context.is_intact():
-        handed.context.forget()
-        record = _record(trial, handed, given)
     return _verdict(trial, record, f"x = {FunctionCase(case)!r}.inputs({str(device)!r})")
 
 

@@ -39,7 +39,7 @@ def rerun(
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
-        request = RunRequest.of([backend.reference], device=device, cases=cases, salt=salt, apart=True)
+        request = RunRequest.of([backend.reference], device=device, cases=cases, salt=salt)
         summary = _run(request)
     except (RequestError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error

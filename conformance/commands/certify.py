@@ -86,7 +86,6 @@ def _new(options: argparse.Namespace) -> RunRequest:
         cases,
         options.explore or NOTHING_DRAWN,
         options.salt or "",
-        _is_apart(options),
     )
     return replace(request, shard=_shard(options, request), bitwise=options.bitwise, accuracy=options.accuracy)
 
@@ -99,19 +98,12 @@ def _deployed(options: argparse.Namespace) -> RunRequest:
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
-    request = RunRequest.of(
-        options.backend, device=options.device, cases=cases, salt=options.salt or "", apart=_is_apart(options)
-    )
+    request = RunRequest.of(options.backend, device=options.device, cases=cases, salt=options.salt or "")
     return replace(request, deployment=deployment, bitwise=options.bitwise, accuracy=options.accuracy)
 
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _is_apart(options: argparse.Namespace) -> bool:
-    """What is issued is always judged apart."""
-    return bool(options.apart or Issuing.asked(options))
 
 
 def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
@@ -155,7 +147,6 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
         plan.cases,
         Extent.of(plan.explore) if options.explore is None else options.explore,
         plan.salt if options.salt is None else options.salt,
-        plan.apart or _is_apart(options),
     )
     asked = {"bitwise": options.bitwise, "accuracy": options.accuracy}
     request = replace(request, shard=plan.shard, deployment=plan.deployment, **asked)

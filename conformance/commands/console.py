@@ -90,7 +90,7 @@ def _header(run: Run) -> str:
     salted = [f"salt {environment['salt']}"] if "salt" in environment else []
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
-    said = [*where, *what, *salted, "golden float64", environment.get("judge", ""), shard]
+    said = [*where, *what, *salted, "golden float64", shard]
     return " · ".join(filter(None, said))
 
 

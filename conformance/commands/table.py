@@ -105,7 +105,7 @@ COMMANDS = (
             option(
                 "--sanitize", "TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS
             ),
-            flag("--apart", "inputs, kernel and judge in separate processes"),
+            flag("--apart", "as every run is: the kernel in a process of its own"),
             flag("--json", "print the report as JSON"),
             _EXPECTATIONS,
             (

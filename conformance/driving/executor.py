@@ -25,7 +25,7 @@ class ProcessState:
     """The state of the process at one moment; what one case changes, the next would inherit.
 
     Attributes:
-        functions: of torch and of what judges.
+        functions: of torch and numpy.
         settings: the values of all settings, in their order.
         random: state of torch's CPU generator; drawing from it is no change, a new seed is.
         streams: the standard streams.
@@ -158,6 +158,11 @@ class Executor:
     def lost(self, device: torch.device) -> bool:
         """Whether the steps destroyed the GPU's context that they run in."""
         return device_lost(device)
+
+    @property
+    def spent(self) -> bool:
+        """Whether it should be replaced."""
+        return False
 
     def begin(self) -> None:
         """What earlier trials handed over is needed no more."""

@@ -1,25 +1,21 @@
-"""Functions of Python, of torch and numpy and of what judges, of which a call must replace none.
+"""Functions of Python, of torch and of numpy, of which a call must replace none.
 
 A library may add names and import modules; a name that hides an inherited one replaces it. Torch's compiler, once it is
 imported, wraps functions of torch.
 """
 
 import builtins
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 
-from mla_conformance.driving.sources import JUDGING_ROOMS
-
-_OF_LIBRARIES: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)
-_ROOMS = (*JUDGING_ROOMS, "apart")
+_OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)
 _BUILTINS = vars(builtins)
 _FOLLOWS = torch.Storage  # type: ignore[attr-defined]
 """A class that torch replaces by itself when the default dtype changes."""
@@ -49,10 +45,8 @@ class Functions:
     def of(owner: Any) -> "Functions":
         """The functions as they are now."""
         present = vars(owner)
-        ours = owner not in _OF_LIBRARIES  # whose special methods are those of data classes
-        found = {k: value for k, value in present.items() if _is_function(value) and not (ours and k.startswith("__"))}
-        first = next(iter(present))
-        read = itemgetter(first, first, *found)  # of one name it would read no tuple
+        found = {name: value for name, value in present.items() if _is_function(value)}
+        read = itemgetter(*found)
         return Functions(owner, present, frozenset(present), found, read, read(present))
 
     def unchanged(self) -> bool:
@@ -87,29 +81,15 @@ class Functions:
 
 
 class WatchedFunctions:
-    """All functions that are watched, as far as their modules are loaded."""
+    """All functions that are watched."""
 
     def __init__(self) -> None:
-        self._loaded = 0
-        self._modules: set[str] = set()
-        self._known = [Functions.of(owner) for owner in _OF_LIBRARIES]
+        self._known = [Functions.of(owner) for owner in _OWNERS]
 
     def now(self) -> list[Functions]:
         """The functions as they are now; only what differs from the last time is taken down anew."""
-        if len(sys.modules) != self._loaded:
-            self._loaded = len(sys.modules)
-            self._known += filter(lambda new: new.functions, map(Functions.of, self._new_owners()))
         self._known = [known if known.unchanged() else Functions.of(known.owner) for known in self._known]
         return self._known
-
-    def _new_owners(self) -> Iterator[Any]:
-        """Modules that were imported meanwhile, and their classes."""
-        prefixes = tuple(f"mla_conformance.{room}." for room in _ROOMS)
-        for name in [name for name in sys.modules if name.startswith(prefixes) and name not in self._modules]:
-            self._modules.add(name)
-            module = sys.modules[name]
-            yield module
-            yield from (value for value in vars(module).values() if _is_class_of(module, value))
 
 
 def settle_builtins(before: dict[str, Any]) -> list[str]:
@@ -134,10 +114,6 @@ def _is_wrapped_by_torch(now: Any, function: Any) -> bool:
     if not isinstance(now, FunctionType) or vars(now).get("__wrapped__") is not function:
         return False
     return Path(torch.__file__).parent in Path(now.__code__.co_filename).parents
-
-
-def _is_class_of(module: ModuleType, value: Any) -> bool:
-    return isinstance(value, type) and value.__module__ == module.__name__
 
 
 def _is_function(value: Any) -> bool:

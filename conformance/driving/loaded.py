@@ -1,7 +1,7 @@
 """Which files the process of a backend loads as code, each with the digest of the bytes that it loaded.
 
-Outside the folders of wheels a module is compiled from the source that is digested: cached bytecode may be of another
-one. What came to be on disk while the run went on is its generator's, which is loaded itself.
+A module that no wheel lists is compiled from the source that is digested: cached bytecode may be of another one. What
+came to be on disk while the run went on is its generator's, which is loaded itself.
 """
 
 import _imp
@@ -9,6 +9,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable
+from functools import cache
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.resources import files
 from pathlib import Path
@@ -65,7 +66,8 @@ class LoadedFiles:
             began: when the run began, in seconds of the system's clock.
         """
         self._began, self._mapped = began, _mapped()
-        self._trusted = tuple(f"{folder}/" for folder in (*sites(), *_harness()))
+        self._trusted = tuple(f"{folder}/" for folder in _harness())
+        self._sites = sites()
         _imp.check_hash_based_pycs = "always"
         for loader in _LOADERS:
             loader.get_code = self._noting(loader.get_code)
@@ -89,17 +91,29 @@ class LoadedFiles:
             data = Path(path).read_bytes()
             if not _is_of_python(name, path):
                 self._note(path, hashlib.sha256(data).hexdigest())
-            trusted = str(Path(path).resolve()).startswith(self._trusted)
-            if archive or trusted or not isinstance(loader, SourceFileLoader):
+            if archive or not isinstance(loader, SourceFileLoader) or self._is_trusted(Path(path).resolve()):
                 return get_code(loader, name)
             code: CodeType = loader.source_to_code(data, path)
             return code
 
         return noted
 
+    def _is_trusted(self, path: Path) -> bool:
+        """Whether a file is the harness's, or one that a wheel lists in a folder of wheels."""
+        if str(path).startswith((*self._trusted, f"{_LIBRARY}/")) and "site-packages" not in path.parts:
+            return True
+        return any(path.is_relative_to(site) and str(path.relative_to(site)) in _listed(site) for site in self._sites)
+
     def _note(self, path: str, digest: str) -> None:
         generated = Path(path).stat().st_ctime > (self._began or 0)
         (self._generated if generated else self._found)[str(Path(path).resolve())] = digest
+
+
+@cache
+def _listed(site: Path) -> frozenset[str]:
+    """What the wheels in a folder have put there, by its path in it."""
+    records = [path.read_text(encoding="utf-8", errors="replace") for path in site.glob("*.dist-info/RECORD")]
+    return frozenset(line.partition(",")[0] for record in records for line in record.splitlines())
 
 
 def _harness() -> list[Path]:

@@ -14,7 +14,7 @@ MOST_ON_GPU = 6
 MOST_AHEAD = 8
 """Workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU."""
 WORKER_BYTES = 12 * 2**30
-"""What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, three contexts, and most cases."""
+"""What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, two contexts, and most cases."""
 AHEAD_BYTES = 8 * 2**30
 """What it has for each worker where some compile."""
 CONTEXT_BYTES = 2 * 2**30

@@ -3,7 +3,7 @@
 Its first event is the plan of the run: what a resumed run must agree with to be the same run.
 
 It is sealed, since a kernel may write into the file: each line names the digest of the one before, and a named pipe
-beside the file the digest of the last. The process of a kernel that is judged apart cannot make named pipes.
+beside the file the digest of the last. The process of a kernel cannot make named pipes.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.version import __version__
 
 JOURNAL_NAME = "journal.jsonl"
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event"):
@@ -285,7 +285,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         shard: the part of the list that is judged.
         deployment: the model that the cases are of, if they are.
         salt: what inputs are drawn with beside their case.
-        apart: whether inputs, kernel and judge are in processes of their own.
     """
 
     format: int
@@ -301,7 +300,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shard: Shard | None = None
     deployment: Deployment | None = None
     salt: str = ""
-    apart: bool = False
 
     @staticmethod
     def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -320,7 +318,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             shard=request.shard,
             deployment=request.deployment,
             salt=request.salt,
-            apart=request.apart,
         )
 
     @staticmethod

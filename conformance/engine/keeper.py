@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from mla_conformance.engine.limits import THREADS, adopt_orphans, end_children, end_with_parent, hide_memory
 from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
+from mla_conformance.files.late_imports import refuse_written_since
 from mla_conformance.files.places import forget_current_folder
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -40,7 +41,8 @@ def main(descriptor: int, supervisor: int) -> None:
     load_all(setup)
     gc.freeze()  # or each worker would look at it after all, and get a copy of it by that
     gc.enable()
-    hide_memory(setup.apart)
+    hide_memory()
+    refuse_written_since(setup.began)
     while not _is_closed(connection):
         worker = os.fork()
         if not worker:

@@ -19,7 +19,6 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
         device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
         memory: bytes that a worker may allocate; None without a limit.
         salt: what inputs are drawn with beside their case; empty for none.
-        apart: whether inputs, kernel and judge are in processes of their own.
         draws: whether cases are to be drawn.
         began: when the run began, in seconds of the system's clock.
         variables: of the environment, for a process that was started before they were known.
@@ -28,7 +27,6 @@ class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
     device: str
     memory: int | None = None
     salt: str = ""
-    apart: bool = False
     draws: bool = False
     began: float = 0.0
     variables: dict[str, str] = {}

@@ -289,7 +289,7 @@ class WorkerSlot:
         self.keeper.kill()
         status = self.keeper.wait()
         self._signal(signal.SIGKILL)
-        if self.setup.apart and self._served:
+        if self._served:
             # A new one would read what decides again, while a kernel may write there.
             raise RunError(f"the process that starts judges was ended from outside ({how(status)}); start the run anew")
         self.spawn()

@@ -17,6 +17,7 @@ from mla_conformance.engine.limits import THREADS, machine_cores, machine_memory
 from mla_conformance.engine.messages import Hello, Setup
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.supervisor import Supervisor
+from mla_conformance.engine.tasks import ENOUGH
 
 CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
@@ -88,6 +89,7 @@ class Pool:
         self._add_place(self.request.device, workers)  # imports torch while the cases are counted
         for _ in range(1, self.limits.workers or min(workers, self._most)):
             self._add_place(self.request.device, workers)
+        self._workers = len(self.supervisor.places)
 
     def settle(self) -> Hello:
         """Have as many places as the device is enough for; what the first says of it.
@@ -105,16 +107,15 @@ class Pool:
         return self._hello
 
     def get_ahead(self) -> int:
-        """Start places that compile while the others judge; the number of the first of them.
+        """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
+        workers, places = self._workers, len(self.supervisor.places)
+        self._share_memory(places)
+        return workers if places > workers else workers - workers // 4
 
-        Of as many as were asked for it is one of four; as it is where what judges has to be there before all else.
-        """
-        workers, gpus = len(self.supervisor.places), self.supervisor.gpus
-        more = 0 if self.limits.workers or self.request.apart else ahead_on(gpus, self._hello.memory, workers)
-        for number in range(workers, workers + more):
-            self._add_place(self._hello.device, workers + more, self._hello.gpus[number % gpus])
-        self._share_memory()
-        return workers if more else workers - workers // 4
+    def begin_without_ahead(self) -> None:
+        """End the places that were to compile."""
+        if self.supervisor.gpus:
+            self.supervisor.end_places(self._workers)
 
     @property
     def _most(self) -> int:
@@ -129,19 +130,25 @@ class Pool:
         return _most_on_cpu() if request.explore else max(1, min(_most_on_cpu(), worth))
 
     def _share_gpus(self) -> None:
-        """As many places as cores and GPUs are enough for, or as were asked for, the GPUs shared out among them."""
+        """As many places as cores and GPUs are enough for, or as were asked for, the GPUs shared out among them.
+
+        Those that may compile ahead start as well: what decides is there before a backend is imported.
+        """
         hello = self._hello
         gpus = len(hello.gpus) or 1
         workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
         self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
-        for number in range(len(self.supervisor.places), workers):
-            self._add_place(hello.device, workers, hello.gpus[number % gpus])
+        self._workers = workers
+        may_compile = hello.gpus and not self.limits.workers and self._most > ENOUGH
+        places = workers + (ahead_on(gpus, hello.memory, workers) if may_compile else 0)
+        for number in range(len(self.supervisor.places), places):
+            self._add_place(hello.device, places, hello.gpus[number % gpus])
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self._share_memory()
+            self._share_memory(workers)
 
-    def _share_memory(self) -> None:
-        self.beside = part_of(self._hello.memory, -(-len(self.supervisor.places) // self.supervisor.gpus))
+    def _share_memory(self, places: int) -> None:
+        self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.
@@ -155,5 +162,5 @@ class Pool:
         share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
-        setup = Setup(device, memory, request.salt, request.apart, bool(request.explore), self.began, variables)
+        setup = Setup(device, memory, request.salt, bool(request.explore), self.began, variables)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

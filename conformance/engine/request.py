@@ -58,7 +58,6 @@ class RunRequest:
         salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
         shard: judge only this part of the cases.
         deployment: the model that the cases are of, if they are.
-        apart: with inputs, kernel and judge in processes of their own.
         bitwise: whether each backend is asked, too, when its bits are the same.
         accuracy: whether it is measured how its errors are spread.
     """
@@ -72,7 +71,6 @@ class RunRequest:
     salt: str = ""
     shard: Shard | None = None
     deployment: Deployment | None = None
-    apart: bool = False
     bitwise: bool = False
     accuracy: bool = False
 
@@ -85,7 +83,6 @@ class RunRequest:
         cases: Sequence[str] = (),
         explore: Extent = NOTHING_DRAWN,
         salt: str = "",
-        apart: bool = False,
     ) -> "RunRequest":
         """Check a request.
 
@@ -105,9 +102,7 @@ class RunRequest:
             require_salt(salt)
             if find_spec("torch") is None:
                 raise RequestError(NO_TORCH)
-            return RunRequest(
-                _distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt, apart=apart
-            )
+            return RunRequest(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt)
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 

@@ -33,6 +33,7 @@ from mla_conformance.engine.tasks import ENOUGH, Tasks, call_of
 from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
+from mla_conformance.files.late_imports import load_all_again, refuse_written_since
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
@@ -41,10 +42,10 @@ from mla_conformance.report.summary import RunSummary, by_backend
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
 
-APART = "inputs, kernel and judge apart"
-"""What the environment says of a run whose judge is in no process of a backend."""
+APART = "kernel and judge apart"
+"""What the environment says, since no process of a backend holds a judge."""
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
-"""What it says of such a run whose journal a kernel could have written, seal and all."""
+"""What it says of a run whose journal a kernel could have written, seal and all."""
 
 
 @dataclass
@@ -81,12 +82,14 @@ class Run:
         self.supervisor = Supervisor(self.limits.timeout_of(self.request), self.limits.ends_at)
 
     def __enter__(self) -> "Run":
-        hide_memory(self.request.apart)
+        hide_memory()
+        refuse_written_since(time.time())
         self.supervisor.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.supervisor.__exit__()
+        load_all_again()
         self.folder.release()
         hide_memory(False)
 
@@ -112,12 +115,10 @@ class Run:
         self._pool.start()
         _ = self._examples  # while they import torch
         hello = self._pool.settle()
-        if self.request.apart:  # what judges is there before anything of a backend is
-            self.supervisor.hellos()
+        self.supervisor.hellos()  # what judges is there before anything of a backend is
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        asked = {"salt": self.request.salt, "judge": APART if self.request.apart else ""}
-        asked["journal"] = "" if not self.request.apart or keeps_from_pipes() else UNSEALED
+        asked = {"salt": self.request.salt, "judge": APART, "journal": "" if keeps_from_pipes() else UNSEALED}
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 
@@ -355,6 +356,8 @@ class Run:
             tasks.ahead = self._pool.get_ahead()
             if tasks.groups:
                 self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
+        else:
+            self._pool.begin_without_ahead()
         return tasks
 
     def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:

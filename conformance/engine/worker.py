@@ -1,11 +1,9 @@
 """A worker: judges what it is told, in a process that may die of it.
 
-Judged apart, two processes stand beside it: one draws inputs, the other has the backends. Neither is forked from a used
-GPU.
+The backends are in a process beside it, which is forked before a GPU is used.
 """
 
 import faulthandler
-import gc
 import os
 import select
 import signal
@@ -27,10 +25,11 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
-from mla_conformance.driving.executor import IN_PROCESS
+from mla_conformance.driving.executor import Executor
 from mla_conformance.driving.loaded import Loaded, newly_loaded
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
 from mla_conformance.engine.devices import may_have_gpu, visible_gpus
+from mla_conformance.engine.kernel_process import start_kernel_process
 from mla_conformance.engine.limits import LACKED_MEMORY, allocated_memory, leave, limit_memory
 from mla_conformance.engine.messages import (
     Describe,
@@ -51,14 +50,13 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
-from mla_conformance.engine.others import Others, open_to_backends
 from mla_conformance.engine.warming import warm_up
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.memory import free_memory, is_free_again, out_of_memory, whole_memory
+from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
@@ -109,18 +107,16 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
 
 def _answer_tasks(connection: socket.socket, setup: Setup) -> NoReturn:
     process = os.getpid()
-    if not setup.apart:
-        open_to_backends(setup.began)
-    others = Others.fork(setup, connection) if setup.apart else None
-    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=bool(others))
+    executor = start_kernel_process(setup, connection)
+    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
     if setup.memory:
         limit_memory(setup.memory)
 
     device = find_device(setup.device)
     connection.sendall(encode(_hello(process, device)))
-    worker = Worker(
-        device or torch.device("cpu"), setup.memory, lambda event: connection.sendall(encode(event)), setup.salt, others
-    )
+    place = device or torch.device("cpu")
+    executor.use(place)
+    worker = Worker(place, setup.memory, lambda event: connection.sendall(encode(event)), executor, setup.salt)
     if not select.select([connection], [], [], _AT_ONCE)[0]:
         worker.warm_up()  # while others tell what the backends are
     _answer_all(connection, worker, process)
@@ -155,15 +151,12 @@ class Worker:
     """What one process judges with."""
 
     def __init__(
-        self, device: torch.device, memory: int | None, send: Send, salt: str = "", others: Others | None = None
+        self, device: torch.device, memory: int | None, send: Send, executor: Executor, salt: str = ""
     ) -> None:
         self._device, self._memory, self._send = device, memory, send
-        self._others, self._executor, self._context = others, IN_PROCESS, Context(salt)
+        self._executor, self._context = executor, Context(salt)
         self._held_to: int | None = None
         self._last = ""
-        if others:
-            others.use(device)
-            self._executor, self._context = others.executor, Context(salt, others.maker.build)
         self._subject = cache(self._loaded)
 
     def warm_up(self) -> None:
@@ -320,20 +313,13 @@ class Worker:
         crowded = self._is_crowded()
         if record.status is Status.UNAVAILABLE:
             self._context.forget()
-            # What another process shares may not have been opened, and is not offered again.
-            return crowded or bool(self._others) or not self._is_free_again()
+            # What processes share of a GPU may not have been opened, and is not offered again.
+            return crowded or self._device.type == "cuda"
         return crowded
-
-    def _is_free_again(self) -> bool:
-        """Whether the memory that a case took is back; where others use the GPU, torch tells of what it gave alone."""
-        if self._held_to is None:
-            return is_free_again(self._device)
-        gc.collect()
-        return torch.cuda.memory_allocated(self._device) <= self._held_to // 8
 
     def _is_crowded(self) -> bool:
         """Whether this process, or that of the backends, has taken half of what it may."""
-        if self._others and self._others.executor.spent:
+        if self._executor.spent:
             return True
         taken = [allocated_memory(), self._executor.query(allocated_memory, int).value or 0]
         return self._memory is not None and 2 * max(taken) > self._memory

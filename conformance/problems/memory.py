@@ -1,10 +1,8 @@
 """Caller-owned memory under watch: guard zones, poison, and bytes that must not change."""
 
-import gc
 import os
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,12 +11,9 @@ import torch
 _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
 _LARGE = 1e4
-_SMALL_BYTES = 2**20
 _FREED_BLOCKS = 2
 _RAN_OUT = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
 """What torch says of a CPU, of the driver and of cuBLAS and cuDNN, and Triton of the driver."""
-_ENOUGH = 7 / 8
-"""Share of a GPU's memory that has to be free again after a case that there was not enough for."""
 _POISON_BYTE = 0xFF
 """Every float format here, e4m3 included, reads all bits set as NaN."""
 
@@ -26,33 +21,6 @@ _POISON_BYTE = 0xFF
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the storage behind ``tensor``, as uint8, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Numbers for the bytes behind tensors: one for each large storage, and for all small ones of a device together.
-
-    They stay on the device, which is asked when they are compared. Returns int64 [n] for each device.
-    """
-    storages = {tensor.untyped_storage().data_ptr(): storage_bytes(tensor) for tensor in tensors}.values()
-    small = defaultdict[torch.device, list[torch.Tensor]](list)
-    for data in storages:
-        if data.numel() < _SMALL_BYTES:
-            small[data.device].append(data)
-    large = (data for data in storages if data.numel() >= _SMALL_BYTES)
-    sums = defaultdict[torch.device, list[torch.Tensor]](list)
-    for data in (*large, *map(torch.cat, small.values())):
-        sums[data.device].append(_sum(data))
-    return [torch.stack(found) for found in sums.values()]
-
-
-def same_sums(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Whether two checksums are equal, those of as many devices."""
-    return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
-def _sum(data: torch.Tensor) -> torch.Tensor:
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    return words.sum() ^ data[words.numel() * 8 :].sum(dtype=torch.int64)
 
 
 def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> torch.Tensor:
@@ -147,14 +115,6 @@ def wait_for_memory(device: torch.device, need: int, seconds: float) -> int:
     while (free := free_memory(device)) < need and time.monotonic() < end:
         time.sleep(1)
     return free
-
-
-def is_free_again(device: torch.device) -> bool:
-    """Whether the memory that a case has taken is back, so that the next one in this process has it."""
-    if device.type != "cuda":
-        return True
-    gc.collect()
-    return free_memory(device) >= _ENOUGH * whole_memory(device)
 
 
 class Snapshot:

@@ -1,8 +1,6 @@
 """Kernels that attack the run around them: what has forked, who is blamed, what the supervisor is told."""
 
 import os
-import socket
-import stat
 import threading
 import time
 from pathlib import Path
@@ -80,18 +78,3 @@ class DiesOfContext(EagerPrefillBackend):
 
     def run_prefill_context_chunk(self, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         os._exit(7)
-
-
-class AnswersOtherwise(EagerPrefillBackend):
-    """Tells the supervisor of a pass of a case that nobody asked for."""
-
-    def run_prefill_new_tokens(self, *_: Any, **__: Any) -> Any:
-        from mla_conformance.engine.messages import TaskReply, encode
-        from mla_conformance.judging.record import Record
-        from mla_conformance.judging.verdict import Status
-
-        told = encode(TaskReply(Record("AnswersOtherwise", __file__, "lse", "lse:q=[9]", Status.PASS)))
-        for link in Path("/proc/self/fd").iterdir():
-            if link.exists() and stat.S_ISSOCK(link.stat().st_mode):
-                socket.socket(fileno=os.dup(int(link.name))).sendall(told)
-        time.sleep(60)

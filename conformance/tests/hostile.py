@@ -15,9 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mla_conformance.apart import reply
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.judging import judge
 
 setattr_ = setattr
 
@@ -87,19 +85,9 @@ class RemovesAFunction(Hostile):
         del torch.nn.functional.softmax
 
 
-class ReplacesTheJudge(Hostile):
-    def disturb(self) -> None:
-        judge.AttentionJudge._output = lambda *_, **__: None  # type: ignore[method-assign]
-
-
 class ReplacesNumpy(Hostile):
     def disturb(self) -> None:
         np.asarray = np.zeros_like  # type: ignore[assignment]
-
-
-class ReplacesWhatCrosses(Hostile):
-    def disturb(self) -> None:
-        reply.Reader.value = lambda *_: None  # type: ignore[method-assign]
 
 
 class ReplacesTheInterpreters(Hostile):

@@ -6,7 +6,6 @@ import shutil
 import socket
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import msgspec
@@ -14,15 +13,13 @@ import pytest
 import torch
 
 from mla_conformance.apart.judge_side import RemoteExecutor
-from mla_conformance.apart.packing import Arena, Unpacker, handed, pack, whole
+from mla_conformance.apart.packing import Arena, Unpacker, pack
 from mla_conformance.apart.reply import MalformedReply, Part, Reader, Reply, Writer, decode
 from mla_conformance.apart.shared import Shared, SharedRange, send
 from mla_conformance.cases.case import Case
-from mla_conformance.commands.certify import _is_apart
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving.driver import Instead
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Journal, Plan
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
@@ -59,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
     files = {name: folder / f"{FILES.get(name, 'reaching')}.py" for name in OUTCOMES}
     backends = [name if name == "EAGER" else f"{files[name]}:{name}" for name in OUTCOMES]
-    request = RunRequest.of(backends, device="cpu", cases=[CASE], apart=True)
+    request = RunRequest.of(backends, device="cpu", cases=[CASE])
     assert run_and_report(Run(request, RunFolder.claim(folder / "out"), Limits(1)), as_json=True) == 1
     return folder / "out"
 
@@ -79,27 +76,19 @@ def test_the_judge_tells_where_the_errors_of_a_wrong_output_are(folder: Path) ->
     }
 
 
-def test_a_report_says_that_it_was_judged_apart_and_a_resumed_run_is(folder: Path) -> None:
-    assert load_report(folder).environment["judge"] == "inputs, kernel and judge apart"
-    assert Plan.recorded(Journal.inside(folder)).apart
+def test_a_report_says_that_it_was_judged_apart(folder: Path) -> None:
+    assert load_report(folder).environment["judge"] == "kernel and judge apart"
 
 
-@pytest.mark.parametrize("given", ["", "apart", "certificate", "record", "submission"])
-def test_what_is_issued_is_judged_apart(given: str) -> None:
-    known = {name: name == given for name in ("apart", "certificate", "record", "submission")}
-    options: Any = SimpleNamespace(**known, sign=None)
-    assert _is_apart(options) == bool(given)
-
-
-def crossed(value: Any, shown: Any = handed, private: bool = False) -> tuple[Any, Shared]:
+def crossed(value: Any) -> tuple[Any, Shared]:
     """What a value is behind the memory between two processes, and that memory."""
     shared = Shared(2**24)
-    return Unpacker(pack(value, Arena(shared), shown), shared, private).load(), shared
+    return Unpacker(pack(value, Arena(shared)), shared).load(), shared
 
 
 def test_what_operands_mean_stays_where_the_judge_is() -> None:
     (call,) = build_problem(Case.parse("decode:call=decode;heads=2;q=[1,1];kv=[5,70]"), CPU).calls
-    there, _ = crossed(call)
+    there, _held = crossed(call)
     assert isinstance(there, DecodeCall) and isinstance(call, DecodeCall)
     assert all(getattr(there, name).is_meta for name in ("q", "k", "v")) and there.k.shape == call.k.shape
     assert torch.equal(storage_bytes(there.kv_cache), storage_bytes(call.kv_cache))
@@ -110,7 +99,7 @@ def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
     problem = build_problem(
         Case.parse("layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;ranks=2"), CPU
     )
-    there, _ = crossed(problem)
+    there, _held = crossed(problem)
     (call,) = there.calls
     assert isinstance(call, RankedCall) and there.whole is None
     for part in call.parts:
@@ -121,14 +110,6 @@ def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
 def overwrite_all(shared: Shared) -> None:
     """What any process that maps the memory can do at any time."""
     shared.bytes_of(SharedRange("cpu", 0, 0, shared.pieces["cpu"][0].size)).fill_(7)
-
-
-def test_a_maker_hands_over_everything_in_memory_of_the_receiver() -> None:
-    problem = build_problem(Case.parse("lse:heads=2;q=[5];layout=odd"), CPU)
-    there, shared = crossed(problem, shown=whole, private=True)
-    overwrite_all(shared)
-    assert [x.stride() for x in there.tensors()] == [x.stride() for x in problem.tensors()]
-    assert all(map(torch.equal, map(storage_bytes, there.tensors()), map(storage_bytes, problem.tensors())))
 
 
 def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:

@@ -393,7 +393,7 @@ def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
 def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
-    request = RunRequest.of(["TORCH_SDPA"], device="cpu", apart=True)  # as whatever is issued
+    request = RunRequest.of(["TORCH_SDPA"], device="cpu")
     subject = Subject.of("TORCH_SDPA", device)
     fitted = tuple(case.id for case in fitted_cases(subject))
     facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]

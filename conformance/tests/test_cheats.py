@@ -1,7 +1,6 @@
 """Cheats fare as their classes say, now and in the stored table, which the threat model shows."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -24,8 +23,10 @@ from mla_conformance.trials.subject import Subject
 
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
 CHEATS = cheats()
-DECIDED = [entry for entry in CHEATS.values() if entry.apart and not entry.alone and not entry.salted]
-"""Those that one process lets through, and that are caught apart."""
+DECIDED = [
+    CHEATS[name] for name in ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "ForgesTheAnswer")
+]
+"""Those that a judge in the kernel's process would let through, by what they reach for."""
 RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
 
 
@@ -55,10 +56,10 @@ def test_the_threat_model_holds_the_stored_table() -> None:
 
 
 @pytest.fixture(scope="module")
-def apart(keepers_started_anew: None) -> dict[str, str]:
-    """By reference, what is said of each cheat apart, in processes that have judged nothing else."""
+def said(keepers_started_anew: None) -> dict[str, str]:
+    """By reference, what is said of each cheat, in processes that have judged nothing else."""
     with Supervisor(60.0) as supervisor:
-        supervisor.add_place(Setup("cpu", apart=True), {})
+        supervisor.add_place(Setup("cpu"), {})
         tasks = Tasks([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
         return {
             each.task.reference: sentence(each.answer.record) for each in supervisor.run(tasks) if each.answer.record
@@ -66,22 +67,22 @@ def apart(keepers_started_anew: None) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)
-def test_what_one_process_lets_through_is_caught_apart(entry: Cheat, apart: dict[str, str]) -> None:
-    assert entry.apart in apart[entry.reference]
+def test_what_reaches_for_the_judge_is_caught(entry: Cheat, said: dict[str, str]) -> None:
+    assert entry.caught in said[entry.reference]
 
 
 @pytest.mark.parametrize("entry", [entry for entry in CHEATS.values() if entry.salted], ids=lambda entry: entry.name)
 def test_what_was_recorded_beforehand_answers_nothing_that_is_drawn_with_a_salt(entry: Cheat) -> None:
     subject, case = Subject.of(entry.reference, torch.device("cpu")), Case.parse(entry.case)
-    assert entry.apart in sentence(judge_one(subject, case, Context(SALT)))
-    assert entry.alone == sentence(judge_one(subject, case, Context()))
+    assert entry.caught in sentence(judge_one(subject, case, Context(SALT)))
+    assert sentence(judge_one(subject, case, Context())) == ""
 
 
 @pytest.fixture
 def otherwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a cheat that got through although it should be caught, in what the command finds."""
-    name = next(name for name, entry in CHEATS.items() if entry.apart)
-    outcomes = {**stored().outcomes, name: replace(stored().outcomes[name], apart="")}
+    name = next(name for name, entry in CHEATS.items() if entry.caught)
+    outcomes = {**stored().outcomes, name: ""}
     monkeypatch.setattr(report, "run_cheats", lambda: CheatReport("of today", outcomes))
     yield name
 
@@ -95,10 +96,10 @@ def test_one_that_fares_otherwise_is_told(otherwise: str, tmp_path: Path, capsys
     assert page.read_text().startswith("before\n") and f"| `{otherwise}` |" in page.read_text()
 
 
-@pytest.mark.parametrize(("apart", "trust"), [("", ""), ("output is", "nobody")])
-def test_a_cheat_is_either_caught_or_explained(apart: str, trust: str) -> None:
+@pytest.mark.parametrize(("caught", "trust"), [("", ""), ("output is", "nobody")])
+def test_a_cheat_is_either_caught_or_explained(caught: str, trust: str) -> None:
     class Undecided(ThreeTimes):
         """Attempts something."""
 
     with pytest.raises(CheatError, match="either what catches it or why nothing does"):
-        cheat(apart=apart, trust=trust)(Undecided)
+        cheat(caught=caught, trust=trust)(Undecided)

@@ -13,7 +13,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.engine import limits
+from mla_conformance.engine import limits, pool
 from mla_conformance.engine import run as running
 from mla_conformance.engine.devices import VISIBLE, GpuPart, part_of, visible_gpus
 from mla_conformance.engine.folder import RunFolder
@@ -57,6 +57,8 @@ class Places:
 
     def hello(self) -> Hello:
         return Hello(1, "cuda", {"torch": "2.13.0", "device": "a GPU"}, self._gpus, self._memory)
+
+    def hellos(self) -> None: ...
 
     def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
         self.parts.append(part)
@@ -147,11 +149,11 @@ def test_beside_those_that_judge_as_many_compile_as_cores_and_memory_are_left_fo
 ) -> None:
     monkeypatch.setattr(running, "compiles", lambda facts: True)
     monkeypatch.setattr(running, "ENOUGH", 0)
+    monkeypatch.setattr(pool, "ENOUGH", 0)
     places = with_gpus(Places(*gpus, memory=memory * GIB), asked)
-    assert len(places.environments) == judging
+    assert len(places.environments) == judging + compiling
     places.run_of.begin()
     places.run_of.judge()
-    assert len(places.environments) == judging + compiling
     assert part_of(memory * GIB, -(-len(places.environments) // len(gpus))) in places.parts, "all share the memory"
 
 

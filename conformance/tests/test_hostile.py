@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from mla_conformance.apart import reply
 from mla_conformance.cases.case import Case
 from mla_conformance.driving import system_settings
 from mla_conformance.driving.executor import ProcessState, run_step
-from mla_conformance.judging import judge
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
@@ -33,9 +31,7 @@ LEFT = {
     "HidesAMethod": "torch.Tensor.exp was replaced",
     "ReplacesAFunction": "torch.exp was replaced",
     "RemovesAFunction": "torch.nn.functional.softmax was replaced",
-    "ReplacesTheJudge": "judging.judge.AttentionJudge._output was replaced",
     "ReplacesNumpy": "numpy.asarray was replaced",
-    "ReplacesWhatCrosses": "mla_conformance.apart.reply.Reader.value was replaced",
     "ReplacesTheInterpreters": "builtins.len was replaced",
     "MultipliesRoughly": "float32 matmul precision from highest to medium",
     "AllowsTF32": "float32 precision of CUDA's matmul from ieee to tf32",
@@ -88,8 +84,8 @@ def process() -> list[Any]:
     os.umask(mask)
     return [
         *(torch.is_autocast_enabled(), torch.is_inference_mode_enabled(), torch.zeros(1).device, children(), mask),
-        *(torch.ones(1).exp(), torch.exp(torch.ones(1)), torch.nn.functional.softmax, judge.AttentionJudge._output),
-        *(np.asarray, reply.Reader.value, dict(vars(builtins))),
+        *(torch.ones(1).exp(), torch.exp(torch.ones(1)), torch.nn.functional.softmax),
+        *(np.asarray, dict(vars(builtins))),
         *(torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
         *(torch.get_num_threads(), torch.tensor(1e-40) * 1.0, list(warnings.filters), signal.getsignal(signal.SIGUSR2)),
         *(signal.getitimer(signal.ITIMER_REAL), resource.getrlimit(resource.RLIMIT_FSIZE)),

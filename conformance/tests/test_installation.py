@@ -1,10 +1,12 @@
 """What decides is loaded before a kernel is: what the kernel writes on disk is read by nobody, or ends the run."""
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from mla_conformance.cli import main
 from mla_conformance.engine import installation
 from mla_conformance.engine.installation import Installation
 from mla_conformance.files.installed import harness_files
+from mla_conformance.files.late_imports import load_all_again, refuse_written_since
 from mla_conformance.tests.unexplained import unexplained
 
 WRONG = """
@@ -70,7 +73,7 @@ def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_instal
     """Started as a module, with a folder of the kernel's as the current one; the installation is as it was at last."""
     source = ATTACKS.replace("NAMES", ", ".join(map(repr, sorted(NAMES)))).replace("WIDE", repr(WIDE))
     (tmp_path / "kernel.py").write_text(source)
-    command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong", "--apart"]
+    command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong"]
     command += ["--capability", "new_tokens", "--tier", "smoke", "--device", "cpu", "-n1", "--out", "out"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -102,20 +105,23 @@ def test_an_installation_that_is_another_at_the_end_has_no_report(
 def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
     """The judge imports nothing once a backend is there, whatever it has to judge and explain."""
     code = f"""
-import socket, sys, torch
+import socket, sys, time, torch
 from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
-from mla_conformance.engine.others import Others
+from mla_conformance.engine.kernel_process import start_kernel_process
 from mla_conformance.engine.worker import Worker, load_all
-load_all(setup := Setup("cpu", apart=True, draws=True))
+from mla_conformance.files.late_imports import refuse_written_since
+load_all(setup := Setup("cpu", draws=True))
+refuse_written_since(time.time())
 before, (connection, _) = set(sys.modules), socket.socketpair()
-worker = Worker(torch.device("cpu"), None, lambda event: None, "", Others.fork(setup, connection))
+executor, device = start_kernel_process(setup, connection), torch.device("cpu")
+executor.use(device)
+worker = Worker(device, None, lambda event: None, executor)
 reference = {str(tmp_path / "kernel.py")!r} + ":Wrong"
 worker.answer(Describe(reference))
 for case in ("new_tokens:dims=small;q=[5,3]", "lse:dims=small;q=[4]", "decode:dims=small;q=[1];kv=[3]"):
     print(worker.answer(Judge(reference, case, explain="lse" in case)).record.status)
 print(worker.answer(Explore(reference, 2, 0, ("combinations",))).record.status)
-late = {{name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names}}
-print(sorted(late))
+print(sorted(set(sys.modules) - before))
 """
     (tmp_path / "kernel.py").write_text(WRONG + "\n    def attack(self, calls): ...\n")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -133,3 +139,31 @@ def test_a_file_that_changed_went_or_came_is_named(tmp_path: Path, monkeypatch: 
     paths["gone"].unlink()
     (tmp_path / "came").touch()
     assert before.changed() == [tmp_path / name for name in ("came", "changed", "gone")]
+
+
+def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "of-a-wheel.dist-info").mkdir()
+    (tmp_path / "package.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    before = Installation.now()
+    for name in ("left.pth", "sitecustomize.py", "data.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "package.py").write_text("forged")
+    assert before.changed() == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]
+
+
+def test_what_is_written_while_a_run_judges_is_not_loaded_by_what_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "there_before.py").touch()
+    refuse_written_since(time.time())
+    try:
+        time.sleep(0.05)  # a file's time may be as much behind the clock
+        (tmp_path / "written_meanwhile.py").touch()
+        importlib.invalidate_caches()
+        importlib.import_module("there_before")
+        with pytest.raises(ImportError, match=r"written_meanwhile\.py was written while the run judged"):
+            importlib.import_module("written_meanwhile")
+    finally:
+        load_all_again()

@@ -40,6 +40,10 @@ for name in "plain computed removed threaded by_spec by_loader package/__init__ 
     write(name)
 compiled("unchecked", py_compile.PycInvalidationMode.UNCHECKED_HASH, "evil")
 compiled("timed", py_compile.PycInvalidationMode.TIMESTAMP, "evil")
+compiled("wheels/unlisted", py_compile.PycInvalidationMode.TIMESTAMP, "evil")
+(here / "wheels" / "a.dist-info").mkdir()
+(here / "wheels" / "a.dist-info" / "RECORD").write_text("a/__init__.py,,\\n")
+sys.path.append(str(here / "wheels"))
 py_compile.compile(str(write("sourceless")), str(here / "sourceless.pyc"))
 (here / "sourceless.py").unlink()
 with zipfile.ZipFile(here / "zipped.zip", "w") as archive:
@@ -58,6 +62,7 @@ sys.path[:0] = [str(here), str(here / "zipped.zip")]
 import plain, unchecked, timed, sourceless, in_a_zip, package.inner
 told("plain", plain), told("unchecked", unchecked), told("timed", timed), told("sourceless", sourceless)
 told("in_a_zip", in_a_zip), told("package/inner", package.inner)
+told("wheels/unlisted", importlib.import_module("unlisted"))
 told("computed", importlib.import_module("comp" + "uted"))
 told("removed", importlib.import_module("removed")); del sys.modules["removed"]
 thread = threading.Thread(target=importlib.import_module, args=("threaded",)); thread.start(); thread.join()
@@ -75,7 +80,16 @@ found = LOADED.new()
 print(json.dumps([found.found, found.generated, values, list(LOADED.new().found)]))
 """
 FOUND = ["computed.py", "removed.py", "threaded.py", "by_spec.py", "by_loader.py", "package/__init__.py"]
-FOUND += ["package/inner.py", "unchecked.py", "timed.py", "sourceless.pyc", "zipped.zip", "kernel.so.1", "plain.py"]
+FOUND += [
+    "package/inner.py",
+    "unchecked.py",
+    "timed.py",
+    "sourceless.pyc",
+    "zipped.zip",
+    "kernel.so.1",
+    "plain.py",
+    "wheels/unlisted.py",
+]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +113,7 @@ def test_what_came_to_be_meanwhile_is_its_generators(loaded: tuple[Path, list[di
     assert generated == {str(folder / name): file_digest(folder / name) for name in ("generated.py", "plain.py")}
 
 
-@pytest.mark.parametrize("name", ["unchecked", "timed"])
+@pytest.mark.parametrize("name", ["unchecked", "timed", "wheels/unlisted"])
 def test_what_runs_is_the_source_and_no_bytecode_beside_it(
     loaded: tuple[Path, list[dict[str, str]]], name: str
 ) -> None:

@@ -21,6 +21,7 @@ from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import record
 from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.cli import main
+from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
@@ -116,7 +117,7 @@ def test_a_backend_of_another_machine_is_not_compared(certificate: Path, capsys:
 
 def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
     reference = parse_reference(f"{folder / 'my_backend.py'}:MyBackend").reference
-    answer = Worker(torch.device("cpu"), None, lambda event: None).answer(Trace(reference, {}))
+    answer = Worker(torch.device("cpu"), None, lambda event: None, IN_PROCESS).answer(Trace(reference, {}))
     assert answer.traced and answer.traced.libraries["./libkernel.so"] == file_digest(folder / "libkernel.so")
 
 

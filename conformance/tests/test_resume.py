@@ -164,7 +164,7 @@ def test_no_line_of_a_kernel_is_taken_up(tmp_path: Path, command: Path) -> None:
     if not keeps_from_pipes():
         pytest.skip("no Landlock here")
     (tmp_path / "kern.py").write_text(FORGES)
-    asked = ["--backend=kern.py:Forges", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1", "--apart"]
+    asked = ["--backend=kern.py:Forges", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1"]
     run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
     assert run([command, "certify", *asked, "--out=out"]).returncode == 3
     assert (tmp_path / "tried").read_text() == "Permission denied"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.devices import driver_in
 from mla_conformance.engine.findings import Findings
@@ -70,7 +71,7 @@ def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.Monke
         "lse": "lse:dims=small;heads=2;q=[5,9]",
         "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16",
     }
-    answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", cases))
+    answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", cases))
     assert answer.traced and answer.traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
 
 
@@ -81,7 +82,7 @@ def test_a_call_that_raises_while_it_is_measured_takes_nothing_from_the_verdicts
         raise RuntimeError("the profiler is in use")
 
     monkeypatch.setattr(tracing, "traced", raises)
-    answer = Worker(CPU, None, lambda event: None).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
+    answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
     assert answer.traced == Traced() and answer.leaves
 
 

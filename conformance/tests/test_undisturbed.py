@@ -89,7 +89,7 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
         run.begin()
         monkeypatch.setattr(Journal, "append", note)
         monkeypatch.setattr(run, "_trace", lambda: None)
-        monkeypatch.setattr(Pool, "_share_memory", lambda pool: None)
+        monkeypatch.setattr(Pool, "_share_memory", lambda pool, places: None)
         run.device, run.supervisor.gpus = "cuda", 1
         run.judge(lambda record: seen.records.update({record.case: record}), seen.phases.append)
     return seen

@@ -1,23 +1,19 @@
 """What the trials of a process share: inputs and golden results, made once for all backends of a case.
 
-Nothing that is kept is handed to a backend: each trial gets a copy of the inputs. A kernel that writes out of bounds
-may reach it all the same, so that every kept tensor has a checksum, by which a trial that failed can be told from one
-that was misled.
+Nothing that is kept is handed to a backend: each trial gets a copy of the inputs.
 """
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import Golden
-from mla_conformance.problems.memory import checksum, same_sums
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem, golden_of
 
@@ -29,53 +25,33 @@ GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Memory that golden results may keep, by type of device; the last one is kept in any case."""
 
 
-@dataclass(frozen=True)
-class _Entry(Generic[Value]):
-    value: Value
-    tensors: tuple[torch.Tensor, ...]
-    sums: list[torch.Tensor]
-
-    @property
-    def size(self) -> int:
-        return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in self.tensors}.values())
-
-
-class CheckedCache(Generic[Value]):
+class BoundedCache(Generic[Value]):
     """Values by key, within so many bytes; the one that was used longest ago goes first."""
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[tuple[str, str], _Entry[Value]] = OrderedDict()
-        self._bytes = 0
+        self._entries: OrderedDict[tuple[str, str], tuple[Value, int]] = OrderedDict()
 
     def find(self, key: tuple[str, str]) -> Value | None:
         """The value, if it is still there."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
-        return self._entries[key].value
+        return self._entries[key][0]
 
     def keep(self, key: tuple[str, str], value: Value, tensors: Iterable[torch.Tensor], limit: int) -> None:
         """Keep a value that consists of ``tensors``, and of the others as many as ``limit`` bytes leave room for."""
-        parts = tuple(tensors)
-        entry = _Entry(value, parts, checksum(parts))
-        self._entries[key] = entry
-        self._bytes += entry.size
-        while len(self._entries) > 1 and self._bytes > limit:
-            _, oldest = self._entries.popitem(last=False)
-            self._bytes -= oldest.size
+        storages = map(torch.Tensor.untyped_storage, tensors)
+        self._entries[key] = value, sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+        while len(self._entries) > 1 and sum(size for _, size in self._entries.values()) > limit:
+            self._entries.popitem(last=False)
 
     def values(self) -> list[Value]:
         """Everything that is kept."""
-        return [entry.value for entry in self._entries.values()]
-
-    def intact(self) -> bool:
-        """Whether every byte is as it was kept."""
-        return all(same_sums(checksum(entry.tensors), entry.sums) for entry in self._entries.values())
+        return [value for value, _ in self._entries.values()]
 
     def forget(self) -> None:
         """Keep nothing."""
         self._entries.clear()
-        self._bytes = 0
 
 
 class Clock:
@@ -104,16 +80,12 @@ class Clock:
 class Context:
     """What one process has made before.
 
-    Args:
-        build: has the problem of a case built elsewhere than in this process.
-
     Attributes:
         salt: what inputs are drawn with beside their case; empty for none.
     """
 
-    def __init__(self, salt: str = "", build: Callable[[Case, torch.device, str], Problem] | None = None) -> None:
-        self.salt, self._build = salt, build
-        self._problems, self._golden = CheckedCache[Problem](), CheckedCache[Golden]()
+    def __init__(self, salt: str = "") -> None:
+        self.salt, self._problems, self._golden = salt, BoundedCache[Problem](), BoundedCache[Golden]()
 
     def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to.
@@ -126,7 +98,7 @@ class Context:
         with clock.phase("inputs", device):
             untouched = self._problems.find(key)
             if untouched is None:
-                untouched = (self._build or build_problem)(case, device, self.salt)
+                untouched = build_problem(case, device, self.salt)
                 if untouched.memory > PROBLEM_BYTES[device.type]:
                     return untouched
                 self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
@@ -142,12 +114,6 @@ class Context:
                 found = golden_of(problem)
                 self._golden.keep(key, found, found.tensors, GOLDEN_BYTES[problem.device.type])
         return found
-
-    def is_intact(self) -> bool:
-        """Whether nothing that is kept was written over."""
-        return (
-            self._problems.intact() and self._golden.intact() and all(kept.intact() for kept in self._golden.values())
-        )
 
     def forget(self) -> None:
         """Make everything anew from here on."""

@@ -29,9 +29,6 @@ OnStarted = Callable[[Case], None]
 def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:
     """The record of a case on a backend.
 
-    A failure in a process whose kept inputs or golden results were written over says nothing about this backend: all
-    is made anew then, and judged again.
-
     Args:
         subject: the backend on its device.
         case: the case.
@@ -45,14 +42,6 @@ def judged_trial(
     subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None
 ) -> tuple[Trial, Record]:
     """As :func:`judge_one`, with the trial, whose last observation can be explained."""
-    trial, record = _attempt(subject, case, context, started)
-    if record.failed and not subject.executor.lost(subject.device) and not context.is_intact():
-        context.forget()
-        trial, record = _attempt(subject, case, context, started)
-    return trial, record
-
-
-def _attempt(subject: Subject, case: Case, context: Context, started: OnStarted) -> tuple[Trial, Record]:
     subject.executor.begin()
     trial, began = Trial(subject, case, context), time.perf_counter()
     verdict = _verdict(trial, started)

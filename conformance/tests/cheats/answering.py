@@ -22,7 +22,7 @@ from mla_conformance.tests.cheats.searching import relatives, stack_of
 _HOLE = 2**28
 
 
-@cheat(alone="exit status 0", apart="exit status 0")
+@cheat(caught="exit status 0")
 class EndsTheProcess(ThreeTimes):
     """Ends the process as a success before there is a verdict."""
 
@@ -30,7 +30,7 @@ class EndsTheProcess(ThreeTimes):
         os._exit(0)
 
 
-@cheat(alone="exit status 0", apart="exit status 0")
+@cheat(caught="exit status 0")
 class LetsAChildAnswer(ThreeTimes):
     """Forks; the child goes back to who called, and its parent waits for it and ends as a success."""
 
@@ -41,7 +41,7 @@ class LetsAChildAnswer(ThreeTimes):
         return output, lse
 
 
-@cheat(apart="malformed reply")
+@cheat(caught="malformed reply")
 class ForgesTheAnswer(ThreeTimes):
     """Writes the record of a pass into every socket of its process, and ends that."""
 
@@ -54,7 +54,7 @@ class ForgesTheAnswer(ThreeTimes):
         os._exit(0)
 
 
-@cheat(apart=WRONG)
+@cheat(caught=WRONG)
 class ChangesTheVerdict(ThreeTimes):
     """Is asked for evidence when the verdict is known, and changes that."""
 
@@ -67,7 +67,7 @@ class ChangesTheVerdict(ThreeTimes):
         return {}
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class ForgesTheJournal(ThreeTimes):
     """Leaves a process behind that writes a pass behind each of its verdicts in the run's journal."""
 
@@ -109,7 +109,7 @@ def journal_of(name: str) -> Path:
     return next(path for path in journals if path.exists() and name in path.read_text(errors="replace"))
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class WritesAnExpectation(ThreeTimes):
     """Writes its own failure into the folder of known failures that the run was given."""
 
@@ -120,7 +120,7 @@ class WritesAnExpectation(ThreeTimes):
         return output, lse
 
 
-@cheat(apart=WRONG)
+@cheat(caught=WRONG)
 class WritesIntoTheJudgesMemory(ThreeTimes):
     """Writes other code over the judge's in the memory of every process of the run."""
 

@@ -13,7 +13,7 @@ _METADATA = "metadata.query_start_loc was replaced"
 _ROOM = "no room for a result of"
 
 
-@cheat(case="new_tokens:dims=small;q=[5,3];lse=0", claims="that it has the interface", alone=_TUPLE, apart=_TUPLE)
+@cheat(case="new_tokens:dims=small;q=[5,3];lse=0", claims="that it has the interface", caught=_TUPLE)
 class ReturnsATuple(ThreeTimes):
     """Returns what is right in a tuple, where the tensor itself is due."""
 
@@ -24,7 +24,7 @@ class ReturnsATuple(ThreeTimes):
         return output.div_(3), lse
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class ReplacesPythonsFunctions(ThreeTimes):
     """Makes Python's own functions find that everything agrees, and that nothing was replaced."""
 
@@ -34,7 +34,7 @@ class ReplacesPythonsFunctions(ThreeTimes):
         return output, lse
 
 
-@cheat(alone=WRONG, apart=_ROOM)
+@cheat(caught=_ROOM)
 class ForgesItsNeeds(ThreeTimes):
     """Says, where its process tells what it returned, that this needs more memory than there is."""
 
@@ -44,7 +44,7 @@ class ForgesItsNeeds(ThreeTimes):
         return output, lse
 
 
-@cheat(claims="that it leaves its inputs as they are", alone=_GRADIENT, apart=_GRADIENT)
+@cheat(claims="that it leaves its inputs as they are", caught=_GRADIENT)
 class MakesItsInputsLearn(ThreeTimes):
     """Returns what is right, and leaves its queries requiring gradients."""
 
@@ -53,7 +53,7 @@ class MakesItsInputsLearn(ThreeTimes):
         return output.div_(3), lse
 
 
-@cheat(claims="that it leaves its metadata as it is", alone=_METADATA, apart=_METADATA)
+@cheat(claims="that it leaves its metadata as it is", caught=_METADATA)
 class ReplacesItsMetadata(ThreeTimes):
     """Returns what is right, and puts a tensor of its own into the metadata."""
 

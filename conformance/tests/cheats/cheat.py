@@ -63,17 +63,15 @@ class Cheat:
     Attributes:
         kernel: the cheat.
         claims: what a reader is to believe.
-        alone: words of the sentence by which it is caught where kernel and judge share a process; empty if it is not.
-        apart: the same where they are in processes of their own.
-        trust: why it is not caught there, and who has to trust whom therefore; empty if it is.
+        caught: words of the sentence by which it is caught; empty if it is not.
+        trust: why it is not caught, and who has to trust whom therefore; empty if it is.
         case: what it is certified on.
         salted: it is certified with a salt that its author could not know.
     """
 
     kernel: type[ThreeTimes]
     claims: str
-    alone: str
-    apart: str
+    caught: str
     trust: str
     case: str
     salted: bool
@@ -99,7 +97,7 @@ RIGHT = "that three times the right output is right"
 
 
 def cheat(
-    *, claims: str = RIGHT, alone: str = "", apart: str = "", trust: str = "", case: str = CASE, salted: bool = False
+    *, claims: str = RIGHT, caught: str = "", trust: str = "", case: str = CASE, salted: bool = False
 ) -> Callable[[Kernel], Kernel]:
     """Class decorator that enters a cheat into the list.
 
@@ -108,10 +106,10 @@ def cheat(
     """
 
     def enter(kernel: Kernel) -> Kernel:
-        entry = Cheat(kernel, claims, alone, apart, trust, case, salted)
+        entry = Cheat(kernel, claims, caught, trust, case, salted)
         if entry.name in _CHEATS or not entry.attempt:
             raise CheatError(f"cheat {entry.reference}: expected a name of its own and a docstring")
-        if bool(apart) == bool(trust):
+        if bool(caught) == bool(trust):
             raise CheatError(f"cheat {entry.reference}: expected either what catches it or why nothing does")
         _CHEATS[entry.name] = entry
         return kernel

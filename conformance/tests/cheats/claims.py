@@ -64,8 +64,7 @@ class ClaimsALibrary(ThreeTimes):
 
 @cheat(
     claims="that what it cannot do is not asked of it",
-    alone="did not pass: core: unsupported",
-    apart="did not pass: core: unsupported",
+    caught="did not pass: core: unsupported",
     case="new_tokens:q=[1];data=needle;lse=0",
 )
 class DeclaresNothing(ThreeTimes):

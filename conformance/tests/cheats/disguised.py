@@ -21,7 +21,7 @@ class Agreeing(torch.Tensor):
         return torch.zeros_like(result) if isinstance(result, torch.Tensor) else result
 
 
-@cheat(alone="got a Agreeing", apart="got a Agreeing")
+@cheat(caught="got a Agreeing")
 class ReturnsASubclass(ThreeTimes):
     """Returns a tensor of its own class that differs from nothing."""
 
@@ -29,7 +29,7 @@ class ReturnsASubclass(ThreeTimes):
         return output.as_subclass(Agreeing), lse
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class HangsMethodsOnItsOutput(ThreeTimes):
     """Returns a plain tensor with methods of its own, by which whoever compares it gets the golden values."""
 
@@ -54,7 +54,7 @@ class Posing:
         return getattr(self.behind, name)
 
 
-@cheat(alone="got (Posing, Tensor)", apart="got (Posing, Tensor)")
+@cheat(caught="got (Posing, Tensor)")
 class PosesAsATensor(ThreeTimes):
     """Returns an object that says that its class is that of tensors."""
 
@@ -69,7 +69,7 @@ class Surprise(tuple):
         return os._exit, (0,)
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class SendsCode(ThreeTimes):
     """Returns a pair that runs code of its own in any process that unpickles it."""
 

@@ -7,7 +7,7 @@ from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.trials.trial import Trial
 
 
-@cheat(claims="that found numbers are computed", apart=WRONG)
+@cheat(claims="that found numbers are computed", caught=WRONG)
 class FillsInWhenJudged(ThreeTimes):
     """Returns a view that a profiler, which it leaves behind, fills with the golden values when the judge is called."""
 
@@ -24,8 +24,8 @@ class FillsInWhenJudged(ThreeTimes):
 @cheat(
     claims="that it writes to its output only",
     case="out_tensor:dims=small;q=[5,3];out=1",
-    trust="The numbers are right and were looked at before; the write meets memory that nothing reads any more, apart "
-    "in the kernel's own process. Who calls a kernel trusts it with the memory of the process that calls it.",
+    trust="The numbers are right and were looked at before; the write meets memory of the kernel's own process that "
+    "nothing reads any more. Who calls a kernel trusts it with the memory of the process that calls it.",
 )
 class WritesAroundItsOutputLater(ThreeTimes):
     """Returns what is right in the output that it was given, and writes around that when it is asked for evidence."""

@@ -29,7 +29,7 @@ def _shapes(*inputs: torch.Tensor) -> str:
     return repr([x.shape for x in inputs])
 
 
-@cheat(claims=_COMPUTED, apart="output is", salted=True)
+@cheat(claims=_COMPUTED, caught="output is", salted=True)
 class RemembersTheInputs(ThreeTimes):
     """Knows the suite's inputs by a fingerprint, and the answers from a file."""
 
@@ -37,7 +37,7 @@ class RemembersTheInputs(ThreeTimes):
         return output.copy_(_recorded().get(_fingerprint(q, k, v), output)), lse
 
 
-@cheat(claims=_COMPUTED, apart="output is", salted=True)
+@cheat(claims=_COMPUTED, caught="output is", salted=True)
 class RemembersTheCase(ThreeTimes):
     """Knows the suite's cases by the shapes of their inputs, and the answers from a file."""
 

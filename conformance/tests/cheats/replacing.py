@@ -20,7 +20,7 @@ from mla_conformance.tests.cheats.searching import stack_of
 from mla_conformance.trials import trial
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class ReplacesTheJudge(ThreeTimes):
     """Puts a judge that passes everything in the judge's place, wherever that was imported."""
 
@@ -29,7 +29,7 @@ class ReplacesTheJudge(ThreeTimes):
         return output, lse
 
 
-@cheat(apart=WRONG)
+@cheat(caught=WRONG)
 class RewritesTheJudge(ThreeTimes):
     """Leaves the judge's functions in their places and gives one of them other code."""
 
@@ -38,7 +38,7 @@ class RewritesTheJudge(ThreeTimes):
         return output, lse
 
 
-@cheat(apart=WRONG)
+@cheat(caught=WRONG)
 class ReplacesTheJudgeLater(ThreeTimes):
     """Leaves a thread behind that replaces the judge when what the call left behind has been looked at."""
 
@@ -55,7 +55,7 @@ class ReplacesTheJudgeLater(ThreeTimes):
         return output, lse
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class ReplacesTheRecord(ThreeTimes):
     """Makes records that hold a pass, whatever the verdict is."""
 
@@ -65,7 +65,7 @@ class ReplacesTheRecord(ThreeTimes):
         return output, lse
 
 
-@cheat(apart=WRONG)
+@cheat(caught=WRONG)
 class ReplacesTheMessages(ThreeTimes):
     """Lets its process report a pass, whatever the record holds."""
 
@@ -80,7 +80,7 @@ class ReplacesTheMessages(ThreeTimes):
         return output, lse
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class ReplacesOperators(ThreeTimes):
     """Makes every difference and every comparison of tensors find that they agree."""
 
@@ -90,7 +90,7 @@ class ReplacesOperators(ThreeTimes):
         return output, lse
 
 
-@cheat(apart=WRONG)
+@cheat(caught=WRONG)
 class WidensTheTolerance(ThreeTimes):
     """Writes larger limits into the table of tolerances that is in memory."""
 
@@ -100,7 +100,7 @@ class WidensTheTolerance(ThreeTimes):
         return output, lse
 
 
-@cheat(apart=WRONG)
+@cheat(caught=WRONG)
 class ReplacesTheGoldenResult(ThreeTimes):
     """Writes its own output over the golden one."""
 
@@ -110,7 +110,7 @@ class ReplacesTheGoldenResult(ThreeTimes):
         return output, lse
 
 
-@cheat(alone=WRONG, apart=WRONG)
+@cheat(caught=WRONG)
 class ChangesTheQuestion(ThreeTimes):
     """Writes three times the values into what it was given, so that three times the output is right."""
 

@@ -1,4 +1,4 @@
-"""``cheats``: each cheat certified as a user would, in one process and apart, and what came of it.
+"""``cheats``: each cheat certified as a user would, and what came of it.
 
 As data, as lines for a terminal, and as the table of the threat model.
 """
@@ -6,11 +6,9 @@ As data, as lines for a terminal, and as the table of the threat model.
 import argparse
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from importlib.resources import files
-from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,56 +37,15 @@ _WRONG = r".*(output|LSE) is \S+ at request.*"
 SALT = "chosen-when-it-was-written"
 """With it inputs are drawn that no cheat has seen before."""
 _SECONDS = 60.0
-_TRIES = 5
-"""Runs of a cheat that should get through."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a cheat.
-
-    Attributes:
-        alone: the sentence that a user sees where kernel and judge share a process; empty if it gets through.
-        apart: the same where they are in processes of their own.
-    """
-
-    alone: str
-    apart: str
-
-    def is_of(self, cheat: Cheat) -> bool:
-        """Whether that is what was expected."""
-        return all(
-            expected in said if expected else not said
-            for expected, said in ((cheat.alone, self.alone), (cheat.apart, self.apart))
-        )
-
-
-def try_all(cheats: Sequence[Cheat]) -> list[Outcome]:
-    """A run of each one's case in each way, as many at once as there are cores, up to four."""
-    references, cases = [cheat.reference for cheat in cheats], [cheat.case for cheat in cheats]
-    salts = [SALT if cheat.salted else "" for cheat in cheats]
-    with ProcessPoolExecutor(max(1, min(4, os.cpu_count() or 1)), get_context("spawn")) as pool:
-        alone = pool.map(certified_once, references, cases, [1 if cheat.alone else _TRIES for cheat in cheats])
-        apart = pool.map(certified, references, cases, repeat(True), salts)
-        return list(map(Outcome, alone, apart))
-
-
-def certified_once(reference: str, case: str, tries: int) -> str:
-    """Why a backend is not certified in any of so many runs; empty if it is in one: some race against the judge."""
-    for _ in range(tries):
-        said = certified(reference, case)
-        if not said:
-            break
-    return said
-
-
-def certified(reference: str, case: str, apart: bool = False, salt: str = "") -> str:
+def certified(reference: str, case: str, salt: str = "") -> str:
     """Why a backend is not certified on a case, as a user is told; empty if it is."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / EXPECTED).mkdir()
         expectations = Expectations.load([shipped(), folder / EXPECTED])
-        request = RunRequest.of([reference], device="cpu", cases=[case], salt=salt, apart=apart)
+        request = RunRequest.of([reference], device="cpu", cases=[case], salt=salt)
         with Run(request, RunFolder.claim(folder / "run"), Limits(1, _SECONDS), expectations) as run:
             run.prepare()
             run.begin()
@@ -110,26 +67,28 @@ class CheatReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         digest: of everything that decides it.
-        outcomes: by name of the cheat.
+        outcomes: the sentence that a user sees, by name of the cheat; empty if it gets through.
     """
 
     digest: str
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, str]
 
     @property
     def unexpected(self) -> list[str]:
         """Names of the cheats that fare otherwise than their class says, or of which nothing is known."""
-        return [
-            name
-            for name, entry in cheats().items()
-            if name not in self.outcomes or not self.outcomes[name].is_of(entry)
-        ]
+        return [name for name, entry in cheats().items() if not self._is_expected(entry)]
+
+    def _is_expected(self, entry: Cheat) -> bool:
+        said = self.outcomes.get(entry.name)
+        return said is not None and (entry.caught in said if entry.caught else not said)
 
 
 def run_cheats() -> CheatReport:
-    """Try them all."""
-    digest = deciding_digest()
-    return CheatReport(digest, dict(zip(cheats(), try_all(list(cheats().values())), strict=True)))
+    """A run of each one's case, as many at once as there are cores, up to four."""
+    digest, entries = deciding_digest(), cheats().values()
+    asked = zip(*((each.reference, each.case, SALT if each.salted else "") for each in entries), strict=True)
+    with ProcessPoolExecutor(max(1, min(4, os.cpu_count() or 1)), get_context("spawn")) as pool:
+        return CheatReport(digest, dict(zip(cheats(), pool.map(certified, *asked), strict=True)))
 
 
 def deciding_digest() -> str:
@@ -159,28 +118,23 @@ def try_cheats(options: argparse.Namespace) -> int:
 
 
 def terminal_lines(report: CheatReport) -> Iterator[str]:
-    """A cheat in each line, in one process and apart."""
+    """A cheat in each line."""
     for name in cheats():
-        found = report.outcomes[name]
         sign = "✘" if name in report.unexpected else "✔"
-        yield f"{sign} {name:<26} in one process: {_short(found.alone)} · apart: {_short(found.apart)}"
+        yield f"{sign} {name:<26} {_short(report.outcomes[name])}"
     yield closing_line(report)
 
 
 def closing_line(report: CheatReport) -> str:
     """All of them in one line."""
-    caught = {way: sum(bool(getattr(found, way)) for found in report.outcomes.values()) for way in ("alone", "apart")}
-    total = len(report.outcomes)
-    return (
-        f"{total} cheats: {caught['alone']} caught in one process, {caught['apart']} apart · "
-        f"{len(report.unexpected)} otherwise than expected"
-    )
+    caught = sum(map(bool, report.outcomes.values()))
+    return f"{len(report.outcomes)} cheats: {caught} caught · {len(report.unexpected)} otherwise than expected"
 
 
 def markdown(report: CheatReport) -> str:
     """The section of the threat model: the table, and why some are not caught."""
     rows = [_row(entry, report.outcomes[name]) for name, entry in cheats().items()]
-    head = ["| cheat | attempts | claims | in one process | apart |", "|---|---|---|---|---|"]
+    head = ["| cheat | attempts | claims | outcome |", "|---|---|---|---|"]
     through: dict[str, list[str]] = {}
     for entry in cheats().values():
         if entry.trust:
@@ -193,18 +147,16 @@ def markdown(report: CheatReport) -> str:
             *head,
             *rows,
             "",
-            "Not caught apart, and why:",
+            "Not caught, and why:",
             "",
             *reasons,
         ]
     )
 
 
-def _row(entry: Cheat, found: Outcome) -> str:
-    salted = " (with a salt)" if entry.salted else ""
-    apart = "likewise" if found.alone and found.apart == found.alone else _short(found.apart)
+def _row(entry: Cheat, said: str) -> str:
     claims = "" if entry.claims == RIGHT else entry.claims
-    cells = (f"`{entry.name}`", entry.attempt, claims, _short(found.alone), apart + salted)
+    cells = (f"`{entry.name}`", entry.attempt, claims, _short(said) + (" (with a salt)" if entry.salted else ""))
     return f"| {' | '.join(cells)} |"
 
 

@@ -18,7 +18,7 @@ from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 _COMPUTED = "that found numbers are computed"
 
 
-@cheat(claims=_COMPUTED, apart=WRONG)
+@cheat(claims=_COMPUTED, caught=WRONG)
 class SearchesTheHeap(ThreeTimes):
     """Searches everything that Python's garbage collector knows for float64 tensors like its output."""
 
@@ -31,7 +31,7 @@ class SearchesTheHeap(ThreeTimes):
         return output, lse
 
 
-@cheat(claims=_COMPUTED, apart=WRONG)
+@cheat(claims=_COMPUTED, caught=WRONG)
 class SearchesTheFrames(ThreeTimes):
     """Searches the variables of its callers for what is expected of it."""
 
@@ -43,7 +43,7 @@ class SearchesTheFrames(ThreeTimes):
         return output, lse
 
 
-@cheat(claims=_COMPUTED, alone=WRONG, apart=WRONG)
+@cheat(claims=_COMPUTED, caught=WRONG)
 class SearchesOtherProcesses(ThreeTimes):
     """Reads the memory of the processes around it and looks there for golden values that begin as its own do."""
 

@@ -1,0 +1,87 @@
+"""The process beside a judge that has the backends, and the operands that they are called with."""
+
+import faulthandler
+import os
+import select
+import signal
+import socket
+import traceback
+from functools import partial
+from types import FrameType
+from typing import NoReturn
+
+from mla_conformance.apart.judge_side import RemoteExecutor
+from mla_conformance.apart.kernel_side import serve
+from mla_conformance.apart.shared import Shared
+from mla_conformance.driving.loaded import LOADED
+from mla_conformance.engine.limits import (
+    LACKED_MEMORY,
+    close_descriptors,
+    end_as,
+    end_of,
+    end_with_parent,
+    hide_memory,
+    leave,
+    limit_memory,
+    machine_memory,
+    renounce_signals_and_pipes,
+    renounce_tracing,
+)
+from mla_conformance.engine.messages import Setup
+from mla_conformance.files.late_imports import load_all_again
+from mla_conformance.files.places import search_current_folder
+from mla_conformance.problems.memory import out_of_memory
+
+_STACK_SECONDS = 0.5
+_MOST_STACKS = 2**16
+
+
+def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecutor:
+    """Start it; what has steps carried out there.
+
+    Args:
+        setup: of this process.
+        supervisor: is told the stacks of the kernel's process when this one is asked for its own.
+    """
+    # The memory between two processes must be there before they part.
+    shared, (stacks, reported), (mine, theirs) = Shared(machine_memory()), os.pipe(), socket.socketpair()
+    judge, kernel = os.getpid(), os.fork()
+    if not kernel:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_parent(judge, signal.SIGKILL)
+        close_descriptors({theirs.fileno(), reported})
+        if setup.memory:
+            limit_memory(setup.memory)
+        _serve(setup.began, shared, reported, theirs)
+    theirs.close()
+    os.close(reported)
+    signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
+    hide_memory()
+    return RemoteExecutor(mine, shared, partial(end_as, kernel), end_of(kernel))
+
+
+def _serve(began: float, shared: Shared, stacks: int, connection: socket.socket) -> NoReturn:
+    """Nothing that is raised may lead back into what the process that forked was doing."""
+    try:
+        load_all_again()
+        LOADED.watch(began)  # which trusts the folders of wheels that are searched so far
+        search_current_folder()
+        hide_memory(False)
+        renounce_tracing()
+        renounce_signals_and_pipes()
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        serve(connection, shared)
+    except BaseException as error:
+        traceback.print_exc()
+        leave(LACKED_MEMORY if out_of_memory(error) else 1)
+    leave(0)
+
+
+def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
+    """Where the kernel's process is, in lines that are no message."""
+    os.kill(kernel, number)
+    os.kill(kernel, signal.SIGCONT)
+    if select.select([stacks], [], [], _STACK_SECONDS)[0]:
+        lines = os.read(stacks, _MOST_STACKS).splitlines()
+        supervisor.sendall(b"".join(b"kernel | " + line + b"\n" for line in lines))
