@@ -1,4 +1,4 @@
 """Kernel and judge in processes of their own, and what crosses between them.
 
-Imports from: cases, problems, driving, roles, trials.
+Imports from: problems, driving, trials.
 """

@@ -32,7 +32,7 @@ from mla_conformance.files.late_imports import load_all_again
 from mla_conformance.files.places import search_current_folder
 from mla_conformance.problems.memory import out_of_memory
 
-_STACK_SECONDS = 0.5
+_STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05
 _MOST_STACKS = 2**16
 
 
@@ -82,6 +82,7 @@ def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: i
     """Where the kernel's process is, in lines that are no message."""
     os.kill(kernel, number)
     os.kill(kernel, signal.SIGCONT)
-    if select.select([stacks], [], [], _STACK_SECONDS)[0]:
-        lines = os.read(stacks, _MOST_STACKS).splitlines()
-        supervisor.sendall(b"".join(b"kernel | " + line + b"\n" for line in lines))
+    told, patience = b"", _STACK_SECONDS
+    while len(told) < _MOST_STACKS and select.select([stacks], [], [], patience)[0]:
+        told, patience = told + os.read(stacks, _MOST_STACKS), _PIECE_SECONDS
+    supervisor.sendall(b"".join(b"kernel | " + line + b"\n" for line in told.splitlines()))

@@ -124,7 +124,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Records:
     shutil.copy(Path(__file__).with_name("attacking.py"), folder)
     (folder / "replaces.py").write_text(REPLACES_LEN)
     (folder / "ends.py").write_text(ENDS)
-    names = ("replaces.py:ReplacesLen", "ends.py:Ends", "attacking.py:Innocent")
+    (folder / "lacks.py").write_text(LACKS)
+    names = ("replaces.py:ReplacesLen", "ends.py:Ends", "lacks.py:Lacks", "attacking.py:Innocent")
     return judged(folder, names, NEW)[0]
 
 

@@ -45,7 +45,6 @@ OF_PROCESSES: dict[str, tuple[Status, str]] = {
     "Compiles": (Status.UNAVAILABLE, ""),
     "Floods": PASS,  # to print is no fault of a kernel; only the log must not grow with it
     "Forks": PASS,  # the child is ended where it comes back
-    "StopsItsParent": PASS,  # whoever ends the worker lets its parent go on
 }
 OF_CALLS: dict[str, tuple[Check, str]] = {
     "Exits": (Check.CALL, "SystemExit: 0"),
