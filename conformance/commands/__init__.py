@@ -1,5 +1,5 @@
 """The commands as a person gives them and what they print; `cli` puts them together.
 
 Imports from: files, cases, judging, vocabulary, models, trials, traits, defects, diagnosis, report,
-expectations, export, engine, api, gating, bump, certificate, scoreboard.
+expectations, export, engine, gating, bump, certificate, scoreboard.
 """
