@@ -10,10 +10,9 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from mla_conformance.apart.judge_side import RemoteExecutor
-from mla_conformance.apart.kernel_side import serve
-from mla_conformance.apart.shared import Shared
 from mla_conformance.driving.loaded import LOADED
+from mla_conformance.driving.remote import RemoteExecutor, serve
+from mla_conformance.driving.shared import Shared
 from mla_conformance.engine.limits import (
     LACKED_MEMORY,
     close_descriptors,

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 
-from mla_conformance.apart.judge_side import RemoteExecutor
-from mla_conformance.apart.packing import Arena, Unpacker, pack
-from mla_conformance.apart.reply import MalformedReply, Part, Reader, Reply, Writer, decode
-from mla_conformance.apart.shared import Shared, SharedRange, send
 from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving.driver import Instead
+from mla_conformance.driving.packing import Arena, Unpacker, pack
+from mla_conformance.driving.remote import RemoteExecutor
+from mla_conformance.driving.reply import MalformedReply, Part, Reader, Reply, Writer, decode
+from mla_conformance.driving.shared import Shared, SharedRange, send
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest

@@ -1,7 +1,7 @@
 """The backend under test: its class in each role, its declarations, and what it and its device support."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
@@ -50,6 +50,10 @@ class Subject:
             BackendReferenceError: it names nothing that can be judged.
         """
         return Subject(parse_reference(reference), device, executor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the process that imports it, it is one object for all steps."""
+        return _here, (self.backend.reference, self.device)
 
     @property
     def name(self) -> str:
@@ -162,6 +166,11 @@ class Subject:
         """A new instance of the case's role for its head dims and scale."""
         dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
         return definition_of(case.role).kernel(self.class_of(case.role), case, dtype, self.device)
+
+
+@cache
+def _here(reference: str, device: torch.device) -> Subject:
+    return Subject.of(reference, device)
 
 
 def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:
