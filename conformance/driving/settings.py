@@ -284,18 +284,22 @@ def _c_library() -> Any:
 _LIBRARY = _c_library()
 
 
+def _floating_point() -> Any:
+    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    _LIBRARY.fegetenv(environment)
+    return environment
+
+
 def _control() -> str:
     """The control bits in hexadecimal; 0x1f80 rounds to nearest and keeps denormals. Empty where they are not known."""
     if _LIBRARY is None:
         return ""
-    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
-    _LIBRARY.fegetenv(environment)
+    environment = _floating_point()
     return hex(int.from_bytes(environment[_CONTROL : _CONTROL + 4], "little") & ~_STICKY)
 
 
 def _set_control(control: str) -> None:
-    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
-    _LIBRARY.fegetenv(environment)
+    environment = _floating_point()
     environment[_CONTROL : _CONTROL + 4] = int(control, 16).to_bytes(4, "little")
     _LIBRARY.fesetenv(environment)
 

@@ -49,11 +49,9 @@ class RunRequest:
     """A checked request.
 
     Attributes:
-        backends: the backends; every registered one if none was named.
-        capabilities: names of the capabilities.
-        tier: how many of their cases.
-        device: where they run: ``cpu``, ``cuda``, or empty for CUDA where there is one.
-        cases: exactly these cases, or all of the tier if empty.
+        backends: every registered one if none was named.
+        device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
+        cases: exactly these, or all of the tier if empty.
         explore: how much is drawn for each backend beside them.
         salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
         shard: judge only this part of the cases.
@@ -95,10 +93,19 @@ class RunRequest:
             for reference in backends:
                 require_class(reference)
             parsed = tuple(Case.parse(text) for text in cases)
-            wanted = [_capability(name) for name in [*capabilities, *(case.capability for case in parsed)]]
-            chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
-            _require_device(device)
-            _require_exploration(explore, chosen)
+            wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
+            for name in wanted:
+                if name not in CAPABILITIES:
+                    raise RequestError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
+            chosen = tuple(wanted) or tuple(CAPABILITIES)
+            if device is not None and device not in DEVICES:
+                raise RequestError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
+            if explore and find_spec("hypothesis") is None:
+                raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
+            if explore and not set(SPACES) & set(chosen):
+                raise RequestError(
+                    f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected"
+                )
             require_salt(salt)
             if find_spec("torch") is None:
                 raise RequestError(NO_TORCH)
@@ -194,17 +201,6 @@ def compiles(backend: BackendFacts) -> bool:
     return not _COMPILERS.isdisjoint(backend.versions)
 
 
-def _capability(name: str) -> str:
-    if name not in CAPABILITIES:
-        raise CapabilityError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
-    return name
-
-
-def _require_device(name: str | None) -> None:
-    if name is not None and name not in DEVICES:
-        raise RequestError(f"unknown device '{name}'; expected {' or '.join(DEVICES)}")
-
-
 def require_salt(salt: str) -> None:
     """Refuse what not every command line would carry.
 
@@ -226,10 +222,3 @@ def _distinct(references: Sequence[BackendReference]) -> tuple[BackendReference,
                 "judge them in two runs, or rename a class"
             )
     return tuple(found.values())
-
-
-def _require_exploration(extent: Extent, capabilities: Sequence[str]) -> None:
-    if extent and find_spec("hypothesis") is None:
-        raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
-    if extent and not set(SPACES) & set(capabilities):
-        raise RequestError(f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected")

@@ -1,6 +1,5 @@
 """A run: places for its workers, what its backends are, every verdict, and the confirmation of what failed."""
 
-import contextlib
 import datetime
 import shlex
 import time
@@ -14,23 +13,18 @@ import msgspec
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
-from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
 from mla_conformance.engine.devices import WHOLE, GpuPart
-from mla_conformance.engine.findings import Findings
+from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
 from mla_conformance.engine.messages import Describe, Explore, Judge, Trace
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
-from mla_conformance.engine.rounds import alike, rounds_of
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome
-from mla_conformance.engine.tasks import ENOUGH, Tasks, call_of
-from mla_conformance.engine.undisturbed import OnGpu
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
+from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.late_imports import load_all_again, refuse_written_since
@@ -286,9 +280,7 @@ class Run:
     def _keep_heat(self, outcome: TaskOutcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
         if outcome.answer.heat and isinstance(outcome.task, Judge):
-            with contextlib.suppress(msgspec.ValidationError):  # told by a process in which a backend may write as well
-                heat = msgspec.convert(outcome.answer.heat, HeatMap)
-                self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, heat))
+            self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
@@ -342,7 +334,7 @@ class Run:
         """What comes of cases."""
         if self.device != "cuda":
             return self.outcomes(tasks)
-        return OnGpu(self.outcomes, self._pool.beside, self._on_phase).judged(tasks)
+        return judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.driving.loaded import Loaded
-from mla_conformance.engine.code import LoadedCode
+from mla_conformance.engine.findings import LoadedCode
 from mla_conformance.files.installed import file_digest
 
 LOADS = """

@@ -1,8 +1,7 @@
 """The order in which several backends are judged."""
 
 from mla_conformance.engine.messages import Explore, Judge
-from mla_conformance.engine.rounds import rounds_of
-from mla_conformance.engine.tasks import Tasks
+from mla_conformance.engine.tasks import Tasks, rounds_of
 
 PREFILL = ["lse:q=[4]", "lse:q=[5]"]
 DECODE = ["decode:q=[2];kv=[63]"]

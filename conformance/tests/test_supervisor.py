@@ -20,10 +20,10 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.devices import GpuPart
 from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
-from mla_conformance.engine.messages import Describe, Explore, Given, Judge, Task, TaskReply, Trace, decode, encode
-from mla_conformance.engine.supervisor import FailureLimit, Supervisor, TaskOutcome, answers, crash_of
-from mla_conformance.engine.tasks import Tasks
-from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Traced
+from mla_conformance.engine.messages import Describe, Given, Judge, Task, TaskReply, decode, encode
+from mla_conformance.engine.supervisor import FailureLimit, Supervisor
+from mla_conformance.engine.tasks import TaskOutcome, Tasks
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.vocabulary.case_files import write_case
@@ -183,35 +183,6 @@ def test_only_equal_failures_of_a_process_use_up_patience() -> None:
     other = records[2].with_fields(case="context_chunk:q=[1];kv=[5]")
     assert patience.exhausted(other) == "", "another call"
     assert patience.exhausted(records[2]).startswith("gave up on new_tokens")
-
-
-@pytest.mark.parametrize(
-    ("asked", "answered", "right"),
-    [
-        (Judge("B", CASES[0]), TaskReply(RECORD), True),
-        (Judge("B", CASES[1], before=(("B", CASES[0]),)), TaskReply(RECORD), True),
-        (Judge("B", CASES[1]), TaskReply(RECORD), False),
-        (Judge("C", CASES[0]), TaskReply(RECORD), False),
-        (Judge("B", CASES[0]), TaskReply(), False),
-        (Describe("B"), TaskReply(facts=BackendFacts("B", "B")), True),
-        (Describe("B"), TaskReply(facts=BackendFacts("C", "C")), False),
-        (Describe("B"), TaskReply(RECORD), False),
-        (Trace("B", {}), TaskReply(traced=Traced()), True),
-        (Trace("B", {}), TaskReply(RECORD), False),
-        (Explore("B", 2, 0, ("combinations",)), TaskReply(RECORD), False),
-        (Explore("B", 2, 0, ("combinations",)), TaskReply(RECORD.with_fields(capability=EXPLORED)), True),
-    ],
-    ids=range(12),
-)
-def test_an_answer_is_of_what_was_asked(asked: Task, answered: TaskReply, right: bool) -> None:
-    assert answers(asked, answered) is right
-
-
-@pytest.mark.parametrize("task", [Judge("EAGER", CASES[0]), Explore("EAGER", 2, 0, ("combinations",))])
-def test_a_task_without_an_answer_has_a_record_that_answers_it(task: Judge | Explore) -> None:
-    record = crash_of(task, "gone")
-    assert record and answers(task, TaskReply(record)) and (record.status, record.message) == (Status.CRASH, "gone")
-    assert Case.parse(record.case).id == record.case
 
 
 @dataclass

@@ -14,9 +14,7 @@ from mla_conformance.engine.place import WorkerSlot
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import TaskOutcome
-from mla_conformance.engine.tasks import Tasks
-from mla_conformance.engine.undisturbed import OnGpu
+from mla_conformance.engine.tasks import TaskOutcome, Tasks, judged_on_gpu
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 
@@ -143,7 +141,7 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
             yield TaskOutcome(task, TaskReply(record, wants=0 if record else 1))
 
     beside = part_of(80 * 2**30, 4)
-    (done,) = OnGpu(outcomes, beside, phases.append).judged(Tasks([[Judge("A", CASES[0])]]))
+    (done,) = judged_on_gpu(outcomes, beside, phases.append, Tasks([[Judge("A", CASES[0])]]))
     assert asked == [(beside, False), (ALONE, False), (CLEARED, False), (CLEARED, True)]
     assert phases == ["judging 1 case with the GPU for itself", "judging 1 case with all of the GPU's memory"]
     assert done.answer.record and done.answer.record.status is Status.PASS

@@ -9,7 +9,6 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving import executor
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.engine import worker as room
@@ -183,8 +182,7 @@ def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatc
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, WorkerJudged) and not judged.record.explanation
     assert answer.record.explanation == "as one that is off by one" and not answer.leaves
-    found = msgspec.convert(answer.heat, HeatMap)
-    assert (found.part, found.wrong) == ("LSE of new tokens", 2 * 14)
+    assert (answer.heat.part, answer.heat.wrong) == ("LSE of new tokens", 2 * 14)
     assert asked(Wrong)[-1].heat is None
 
 
