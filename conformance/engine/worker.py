@@ -62,7 +62,7 @@ from mla_conformance.roles.table import judge
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
-from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES, Clock, Context
+from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.regions import region_of
@@ -156,8 +156,8 @@ class Worker:
         if self._device.type != "cuda":
             return
         with contextlib.suppress(Exception):  # the first case tells what is wrong
-            problem = self._context.problem(Case.parse(_USUAL), self._device, Clock())
-            expected = self._context.expect(problem, Clock())
+            problem = self._context.problem(Case.parse(_USUAL), self._device)
+            expected = self._context.expect(problem)
             output, lse = islice(expected.tensors, 2)
             results = output.to(problem.output_dtype), lse.float()
             judge(problem, expected, Observation((Returned(problem.calls[0], results),), None, ()), Declaration())
