@@ -29,12 +29,10 @@ class Instead:
 
 
 def kind_of(value: Any) -> str:
-    """The name of the type of what a call returned."""
     return value.kind if type(value) is Instead else type_name(value)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a call returned a tensor of any kind."""
     return value.is_tensor if type(value) is Instead else issubclass(type(value), torch.Tensor)
 
 
@@ -130,7 +128,6 @@ class Observation:
 
     @property
     def error(self) -> Returned | None:
-        """The call that raised."""
         return next((returned for returned in self.returned if returned.error), None)
 
 

@@ -92,12 +92,7 @@ class Executor:
     """
 
     def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
-        """A step that returns what a call returned.
-
-        Args:
-            step: the step.
-            reached: memory of the caller that it may write, and that is looked at afterwards.
-        """
+        """A step that returns what a call returned."""
         done = run_step(step)
         return replace(done, kept=done.value)
 
@@ -115,7 +110,6 @@ class Executor:
 
     @property
     def spent(self) -> bool:
-        """Whether it should be replaced."""
         return False
 
     def begin(self) -> None:
@@ -129,5 +123,4 @@ IN_PROCESS = Executor()
 
 
 def itself(value: Any) -> Any:
-    """What an earlier step kept, as it is now."""
     return value

@@ -74,11 +74,7 @@ class LoadedFiles:
         self._began: float | None = None
 
     def watch(self, began: float) -> None:
-        """Note every module and every shared library of this process from now on.
-
-        Args:
-            began: when the run began, in seconds of the system's clock.
-        """
+        """Note every module and every shared library of this process from now on."""
         self._began, self._mapped = began, _mapped()
         # The harness's packages, wherever an editable installation has them.
         packages = ("mla_conformance", "mla_conformance.backends", "mla_conformance.reference")
@@ -137,5 +133,4 @@ LOADED = LoadedFiles()
 
 
 def newly_loaded() -> Loaded:
-    """What this process has loaded since it was asked last."""
     return LOADED.new()

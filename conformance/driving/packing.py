@@ -38,11 +38,7 @@ class Arena:
         self._ends = {HOST: 0, "cuda": 0}
 
     def place_of(self, tensor: torch.Tensor) -> SharedRange:
-        """The place of a tensor's storage.
-
-        Raises:
-            MemoryError: there is none.
-        """
+        """The place of a tensor's storage."""
         storage, kind = tensor.untyped_storage(), tensor.device.type
         found = self._places.get(storage._cdata)
         if found is None or found[0].expired():
@@ -59,7 +55,6 @@ class Arena:
         return [self._room(kind) for kind, pieces in self.shared.pieces.items() if pieces]
 
     def require(self, kind: str, size: int) -> None:
-        """Have so many bytes free."""
         if kind == "cuda" and self._room(kind).size < size:
             self.openers.append(self.shared.add_cuda(max(size + _ALIGNMENT, _LEAST_PIECE)))
             self._ends[kind] = 0
@@ -77,7 +72,6 @@ class Arena:
 
     @property
     def is_large(self) -> bool:
-        """Whether it holds much of a GPU."""
         pieces = self.shared.pieces["cuda"]
         if len(pieces) < 2:
             return False

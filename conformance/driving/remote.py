@@ -127,7 +127,6 @@ class RemoteExecutor(Executor):
         send(self._connection, pickle.dumps(device))
 
     def begin(self) -> None:
-        """What was handed over earlier may be written over."""
         self._arena.sweep()
 
     def make_room(self) -> None:
@@ -183,7 +182,6 @@ _KEPT: dict[int, Any] = {}
 
 
 def kept(number: int) -> Any:
-    """What an earlier step left."""
     return _KEPT[number]
 
 
@@ -197,7 +195,6 @@ def serve(connection: socket.socket, shared: Shared) -> None:
 
 
 def _answer(request: KernelRequest, shared: Shared, device: torch.device) -> bytes:
-    """Carry out a step; the reply to it."""
     for number in request.released:
         _KEPT.pop(number, None)
     for opener in request.openers:

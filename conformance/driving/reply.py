@@ -181,7 +181,6 @@ def reply_of(number: int, done: StepResult) -> Reply:
     """The reply to a step that raised, or whose value is told in another field."""
 
     def clean(text: str) -> str:
-        """Its end, as every encoding can carry it."""
         return text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
 
     return Reply(
@@ -190,11 +189,7 @@ def reply_of(number: int, done: StepResult) -> Reply:
 
 
 def decode(data: bytes, number: int) -> Reply:
-    """The reply to the request of this number.
-
-    Raises:
-        MalformedReply: it is none.
-    """
+    """The reply to the request of this number."""
     try:
         reply = msgspec.json.decode(data, type=Reply)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

@@ -182,8 +182,6 @@ def _attribute(name: str, owner: Any, attribute: str) -> Setting:
 
 
 def _modes(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any]) -> Setting:
-    """A stack of modes."""
-
     def restore(old: list[Any]) -> None:
         while read():
             pop()

@@ -34,8 +34,6 @@ class SharedRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Memory in one of the processes."""
-
     address: int
     size: int
 
@@ -61,11 +59,7 @@ class Shared:
             torch.cuda.synchronize(device)
 
     def add_cuda(self, size: int) -> bytes:
-        """One more piece of the GPU; what opens it in the other process.
-
-        Raises:
-            MemoryError: there are not so many bytes.
-        """
+        """One more piece of the GPU; what opens it in the other process."""
         driver, address, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
         if status := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
             raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
@@ -74,11 +68,7 @@ class Shared:
         return bytes(handle) + size.to_bytes(8, "little")
 
     def open_cuda(self, opener: bytes) -> None:
-        """One more piece, of the other process's.
-
-        Raises:
-            MemoryError: there is no memory to open it with.
-        """
+        """One more piece, of the other process's."""
         driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
         handle, flags = _Handle.from_buffer_copy(opener[:-8]), ctypes.c_uint(_LAZY_PEER_ACCESS)
         status = driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, flags)
@@ -102,7 +92,6 @@ class Shared:
         return made
 
     def bytes_of(self, place: SharedRange) -> torch.Tensor:
-        """The same as a tensor of uint8."""
         return torch.empty(0, dtype=torch.uint8, device=self.device(place.kind)).set_(self.storage(place))
 
     def device(self, kind: str) -> torch.device:
@@ -127,11 +116,7 @@ def send(connection: socket.socket, frame: bytes) -> None:
 
 
 def receive(connection: socket.socket, limit: int | None = None) -> bytes:
-    """One frame; empty if the other end is closed.
-
-    Raises:
-        FrameError: it has more than ``limit`` bytes.
-    """
+    """One frame; empty if the other end is closed."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size) or bytes(_LENGTH.size))
     if limit is not None and length > limit:
         raise FrameError(f"expected at most {limit} bytes, got {length}")

@@ -194,11 +194,7 @@ class Minimum:
 
 
 def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum:
-    """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged.
-
-    Raises:
-        NothingToMinimize: the case itself does not fail.
-    """
+    """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged."""
     record = judge(case)
     if not record.failed:
         raise NothingToMinimize(f"expected a case that fails, got {record.status} of {case.id}")

@@ -23,7 +23,6 @@ def find_device(name: str) -> torch.device | None:
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Where and with what a run takes place."""
     capability, versions = get_device_capability(device), dict[str, str]()
     if device.type == "cuda":
         cudnn = torch.backends.cudnn.version()

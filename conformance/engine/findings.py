@@ -124,7 +124,6 @@ class Findings:
     given_up: dict[str, str] = field(default_factory=dict)
 
     def keep(self, event: journal.JournalEvent) -> None:
-        """Take in an event of the journal."""
         if isinstance(event, journal.Judgement):
             self.verdicts[event.record.record_key] = event.record
         elif isinstance(event, journal.WasTraced):

@@ -99,7 +99,6 @@ class RunFolder:
         self.release()
 
     def release(self) -> None:
-        """Let other runs have it."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
@@ -124,7 +123,6 @@ class BoundedLog:
 
     @property
     def tail(self) -> str:
-        """The last lines so far."""
         with self._lock:
             text = self._early if self._path is None else self._path.read_bytes()
         return "\n".join(text.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])

@@ -129,15 +129,10 @@ class Journal:
 
     @staticmethod
     def inside(directory: Path) -> "Journal":
-        """The journal of an output folder."""
         return Journal(directory / JOURNAL_NAME)
 
     def append(self, event: JournalEvent) -> None:
-        """Write one event behind those that this object wrote or took up, and hand it to the system.
-
-        Raises:
-            UnwrittenError: the system did not take the whole line.
-        """
+        """Write one event behind those that this object wrote or took up, and hand it to the system."""
         # ASCII: half a line is still text, and nothing but a newline ends one.
         line = json.dumps({"after": self._last, **msgspec.to_builtins(event)}).encode("ascii")
         try:
@@ -183,19 +178,13 @@ class Journal:
                 yield _read(line)
 
     def records(self) -> dict[RecordKey, Record]:
-        """The last verdict on each question."""
         return {event.record.record_key: event.record for event in self.events() if isinstance(event, Judgement)}
 
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
         return [type(event) for event in self.events() if type(event) is not Reported][-1:] == [Completed]
 
     def sealed(self) -> dict[int, JournalEvent]:
-        """The events that runs wrote, each by the number of its line, counted from 1.
-
-        Raises:
-            JournalError: there is none that the seal leads to, or a line of theirs cannot be read.
-        """
+        """The events that runs wrote, each by the number of its line, counted from 1."""
         sealed = {path.name.rpartition("-")[2] for path in self.seals}
         lines, found = self._lines(), dict[int, JournalEvent]()
         for number, line in reversed(list(enumerate(lines, start=1))):
@@ -238,11 +227,7 @@ def _digest(line: bytes) -> str:
 
 
 def _read(line: bytes) -> JournalEvent:
-    """The event of a line.
-
-    Raises:
-        ValueError: it holds none.
-    """
+    """The event of a line."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"expected a number, got {constant}")
@@ -309,11 +294,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def recorded(journal: Journal) -> "Plan":
-        """The plan that a journal starts with.
-
-        Raises:
-            JournalError: it is not sealed, or it starts otherwise, or with a plan of another format.
-        """
+        """The plan that a journal starts with."""
         first, *_ = journal.sealed().values()
         if not isinstance(first, Planned):
             raise JournalError(f"{journal.path}: expected a journal that starts with the plan of a run")

@@ -220,7 +220,6 @@ def how_it_ends(step: Callable[[], object]) -> str:
 
 
 def how(status: int) -> str:
-    """How a process ended."""
     if status == LACKED_MEMORY:
         return f"exit status {status}, out of memory"
     if status >= 0:

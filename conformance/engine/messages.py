@@ -206,9 +206,5 @@ def encode(message: Setup | Given | WorkerEvent) -> bytes:
 
 
 def decode(line: bytes, form: Any) -> Any:
-    """The message of a line, of one of the types above.
-
-    Raises:
-        ValueError: no such line; for instance the stacks of a worker that hangs.
-    """
+    """The message of a line, of one of the types above."""
     return msgspec.convert(json.loads(line), form)

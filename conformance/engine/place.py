@@ -107,12 +107,10 @@ class WorkerSlot:
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when there is something to :meth:`read`."""
         return [self.connection.fileno(), *self._ends]
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for a task."""
         return self.hello is not None and self.task is None and not self._makes_room
 
     @property
@@ -186,7 +184,6 @@ class WorkerSlot:
                 self._wait(_END_SECONDS)
 
     def why(self, status: int) -> str:
-        """What the worker of the moment ended of."""
         return f"no answer within {self.timeout:g} s" if self._killed else how(status)
 
     def outcome(self, status: int) -> Record | None:
@@ -232,7 +229,6 @@ class WorkerSlot:
         self.keeper.terminate()
 
     def end(self) -> None:
-        """Wait until everything has ended."""
         if self._ends:
             select.select(self._ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
         try:

@@ -48,7 +48,6 @@ class Limits:
     ends_at: float = float("inf")
 
     def timeout_of(self, request: RunRequest) -> float:
-        """Seconds that a case of a run may take."""
         return self.timeout or (CPU_TIMEOUT if surely_cpu(request) else GPU_TIMEOUT)
 
 

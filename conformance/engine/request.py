@@ -82,12 +82,7 @@ class RunRequest:
         explore: Extent = NOTHING_DRAWN,
         salt: str = "",
     ) -> "RunRequest":
-        """Check a request.
-
-        Raises:
-            RequestError: something in it is unknown or malformed, or there is no torch; the message says what was
-                expected.
-        """
+        """Check a request."""
         try:
             references = [parse_reference(r) for r in backends] or known_backends()
             for reference in backends:
@@ -133,12 +128,10 @@ class RunRequest:
 
     @property
     def case_ids(self) -> tuple[str, ...]:
-        """Ids of all cases, capability by capability, in all shards."""
         return tuple(case.id for name in self.capabilities for case in self.cases_of(name))
 
     @property
     def judged_ids(self) -> tuple[str, ...]:
-        """Ids of the cases that are to be judged."""
         return self.shard.cases if self.shard else self.case_ids
 
     def judged_of(self, facts: BackendFacts) -> tuple[str, ...]:
@@ -176,12 +169,7 @@ class RunRequest:
         return tuple(name for name in SPACES if name in self.capabilities)
 
     def tasks(self, backends: Sequence[BackendFacts], before: tuple[str, ...] = ()) -> list[list[Judge | Explore]]:
-        """What these backends have to do, in groups that one worker takes: a case's backends side by side.
-
-        Args:
-            backends: that can run here.
-            before: cases that are run before each, in the same process.
-        """
+        """What these backends have to do, in groups that one worker takes: a case's backends side by side."""
         sides: dict[str, list[str]] = {case: [] for case in self.judged_ids}
         for facts in backends:
             for case in self.judged_of(facts):
@@ -202,11 +190,7 @@ def compiles(backend: BackendFacts) -> bool:
 
 
 def require_salt(salt: str) -> None:
-    """Refuse what not every command line would carry.
-
-    Raises:
-        RequestError: it is no salt.
-    """
+    """Refuse what not every command line would carry."""
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
         raise RequestError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
 

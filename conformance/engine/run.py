@@ -85,7 +85,6 @@ class Run:
 
     @property
     def available(self) -> list[BackendFacts]:
-        """The backends that can run here."""
         return [facts for facts in self.facts if not facts.reasons]
 
     def prepare(self) -> None:
@@ -131,12 +130,7 @@ class Run:
         return replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
     def describe(self) -> list[BackendFacts]:
-        """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable.
-
-        Raises:
-            RunError: no process can be started.
-            Stopped: by a signal or the deadline.
-        """
+        """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable."""
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
         asked = self.request.arrays, self.request.triples, self._examples
@@ -150,7 +144,6 @@ class Run:
 
     @cached_property
     def _examples(self) -> tuple[str, ...]:
-        """The id of a case of each role that is to be judged."""
         return tuple({case.role: case.id for case in map(Case.parse, reversed(self.request.judged_ids))}.values())
 
     @property

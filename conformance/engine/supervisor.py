@@ -118,7 +118,6 @@ class Supervisor:
             os.close(descriptor)
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        """Start one more."""
         early, self._early = self._early, None
         self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early))
 

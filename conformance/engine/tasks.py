@@ -112,7 +112,6 @@ class Tasks:
             self._large.append((wants, group))
 
     def put_back(self, place: int, task: Task) -> None:
-        """Have a place take a task again."""
         self._own[place].insert(0, task)
 
     def set_apart(self) -> list[list[Task]]:
@@ -138,7 +137,6 @@ class Tasks:
         self.groups.append([msgspec.structs.replace(task, fresh=True)])
 
     def is_left(self) -> bool:
-        """Whether a place has something to take."""
         later = not self.ahead and any(self.later.values())
         return bool(self.groups or self._large or later) or any(self._own.values())
 
@@ -154,7 +152,6 @@ def _divided(groups: Iterable[list[Task]]) -> list[deque[list[Task]]]:
 
 
 def call_of(case: str) -> str:
-    """The call that a case is about, of its id."""
     return str(Case.parse(case).call)
 
 

@@ -82,6 +82,5 @@ class Context:
         return found
 
     def forget(self) -> None:
-        """Make everything anew from here on."""
         self._problems.forget()
         self._golden.forget()

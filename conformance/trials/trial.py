@@ -29,8 +29,6 @@ from mla_conformance.vocabulary.capabilities import find_capability
 
 @dataclass(frozen=True)
 class Observed:
-    """What running a problem showed, and what was expected of it."""
-
     problem: Problem
     expectation: Golden
     observation: Observation
@@ -210,12 +208,10 @@ class Trial:
         return self.build(replace(self.case, seed=self.case.seed + 2))
 
     def require(self, holds: bool, check: Check, message: str) -> None:
-        """Fail the trial with this check unless ``holds``."""
         if not holds:
             self.fail(check, message)
 
     def fail(self, check: Check, message: str) -> NoReturn:
-        """Fail the trial."""
         self.settle(failed(check, message))
         raise AssertionError("a failure settles a trial")
 
@@ -262,7 +258,6 @@ def results(observation: Observation) -> list[torch.Tensor]:
 
 
 def prepare(backend: Any, problem: Problem) -> None:
-    """Hand over the metadata of the problem's only call."""
     problem.calls[0].prepare(backend)
 
 
@@ -277,13 +272,11 @@ def invoke(backend: Any, problem: Problem) -> Any:
 
 
 def prepared_call(backend: Any, problem: Problem) -> Any:
-    """Both."""
     prepare(backend, problem)
     return invoke(backend, problem)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors that a call returned."""
     found = value if isinstance(value, tuple | list) else (value,)
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
@@ -298,5 +291,4 @@ def cut(value: Any, rows: slice) -> Any:
 
 
 def observed(problem: Problem, value: Any) -> Observation:
-    """What a call returned, as the judge takes it."""
     return Observation((Returned(problem.calls[0], value),), None, ())
