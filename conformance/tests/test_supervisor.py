@@ -128,7 +128,8 @@ def test_a_deadline_ends_a_run_with_report_and_resume_line(
 
 def test_a_deadline_before_anything_is_judged_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["certify", "--backend=EAGER", "--device=cpu", f"--out={out}", "--deadline=.001s"]) == 3
+    asked = ["certify", "--backend=EAGER", "--capability=lse", "--tier=smoke", "--device=cpu"]
+    assert main([*asked, f"--out={out}", "--deadline=.001s"]) == 3
     assert "ended by the deadline before anything was judged" in capsys.readouterr().err
     assert not out.exists()
 
