@@ -150,17 +150,22 @@ class WorkerSlot:
             yield ended
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
+        stray = False
         for line in filter(None, lines):
             try:
                 event = decode(line, WorkerEvent)
-            except ValueError:  # where the worker is, if it was asked, or half of what it said when it was ended
+            except ValueError:
+                stray = not self._asked  # else it is where the worker is
                 if self._asked and len(self._stacks) < _MOST_STACKS:
                     self._stacks.append(line[:_READ])
                 continue
+            stray = stray and not isinstance(event, Ended)  # it died in the middle of a line
             # What a worker says that is being ended comes too late.
             if not self._killed or isinstance(event, Hello | Ended):
                 self._note(event)
                 yield event
+        if stray and self.hello:
+            self._end_worker()  # nothing that it says can be told from what is lost
 
     def _note(self, event: WorkerEvent) -> None:
         if isinstance(event, Hello):
