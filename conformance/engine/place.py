@@ -56,8 +56,6 @@ class WorkerSlot:
     """A keeper with the worker that it keeps.
 
     Attributes:
-        number: of the place in the run.
-        setup: what its workers are told first.
         environment: variables of its processes beside those of this one.
         log: descriptor that its processes print to.
         timeout: seconds that a case may take.

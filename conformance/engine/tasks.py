@@ -43,7 +43,6 @@ class Tasks:
     """Groups of tasks, each for one place.
 
     Attributes:
-        groups: what is left.
         later: groups that are to follow, by the place that takes them, one after the other.
         rounds: groups that are to follow before those, round by round.
         ahead: number of the first place that takes of the later ones while the others have many to judge.
