@@ -33,7 +33,7 @@ from mla_conformance.defects.known import known_defects  # noqa: E402
 from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
 from mla_conformance.judging.record import Record  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
-from mla_conformance.trials.context import Clock, Context  # noqa: E402
+from mla_conformance.trials.context import Context  # noqa: E402
 from mla_conformance.trials.judge_one import judge_one  # noqa: E402
 from mla_conformance.trials.subject import Subject  # noqa: E402
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier  # noqa: E402
@@ -70,8 +70,8 @@ def rows_of(capability: str, small: bool) -> list[Row]:
 
 def _of_case(case: Case, context: Context) -> Row:
     """Checksums of a case's inputs and of what is expected."""
-    problem = context.problem(case, _CPU, Clock())
-    golden = context.expect(problem, Clock())
+    problem = context.problem(case, _CPU)
+    golden = context.expect(problem)
     return {"case": case.id, "kernel": "", "problem": _checksum(problem.tensors()), "golden": _checksum(golden.tensors)}
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 from typing import NoReturn
 
-from mla_conformance.engine.early import begin
+from mla_conformance.engine.keeper import begin
 from mla_conformance.files.places import forget_current_folder
 
 

@@ -14,7 +14,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import definition_of
-from mla_conformance.trials.context import Clock, Context
+from mla_conformance.trials.context import Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
 
@@ -69,7 +69,7 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     """
     where, context = find_torch_device(device), Context()
     procedure = find_capability(case.capability).procedure
-    problem = context.problem(case, where, Clock()) if procedure == CONFORMS else None
+    problem = context.problem(case, where) if procedure == CONFORMS else None
     if problem is None or len(problem.calls) > 1:
         raise InputError(f"{case.id}: decided by several calls; expected mla.judge(case, function), which makes them")
     call = problem.calls[0]

@@ -23,7 +23,7 @@ from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.report.advice import advice
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
-from mla_conformance.trials.context import Clock, Context
+from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
@@ -159,7 +159,7 @@ def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declarati
 
 def _record(trial: Trial, handed: HandedInputs, given: tuple[Any, ...]) -> Record:
     """The record of results that are there already; expected is what untouched inputs give."""
-    problem = handed.context.problem(trial.case, handed.problem.device, Clock())
+    problem = handed.context.problem(trial.case, handed.problem.device)
     (call,) = problem.calls
     value = given[0] if len(given) == 1 else given
     if isinstance(call, AttentionCall) and not call.returns_lse:

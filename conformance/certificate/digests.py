@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.driving.sources import judging_sources
+from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.version import SUITE_VERSION

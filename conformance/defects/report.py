@@ -8,7 +8,7 @@ import msgspec
 
 from mla_conformance.defects.known import KnownDefect, known_defects, reported_bugs
 from mla_conformance.defects.matrix import kernels
-from mla_conformance.driving.sources import judging_sources
+from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.inputs import decode
 from mla_conformance.files.installed import source_digests
 from mla_conformance.files.meaning import meaning_digest

@@ -1,4 +1,4 @@
-"""The backend under test, what it supports, and the driver that runs a problem on it and observes what comes back.
+"""The driver that runs a problem on a backend and observes what comes back, here or in a process of the kernel's own.
 
 Imports from: files, problems.
 """

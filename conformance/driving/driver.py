@@ -1,6 +1,6 @@
 """The driver: runs a problem's calls on a backend and observes everything that comes back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -12,20 +12,16 @@ from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.driving.executor import IN_PROCESS, Executor, StepResult, itself, look_afterwards, run_step
 from mla_conformance.driving.handed import Handed
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded, Snapshot, poison, poison_allocator
+from mla_conformance.problems.cpu_room import noted_faults
+from mla_conformance.problems.fences import Fence, FencedCall
+from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import merge
 
 
 @dataclass(frozen=True)
 class Instead:
-    """Stands for an object that a call returned in another process, where it has stayed: no tensor to be looked at.
-
-    Attributes:
-        kind: name of its type.
-        why: what it is.
-        is_tensor: whether it is a tensor of some kind.
-    """
+    """Stands for an object that a call returned in another process, where it has stayed: no tensor to be looked at."""
 
     kind: str
     why: str
@@ -33,12 +29,10 @@ class Instead:
 
 
 def kind_of(value: Any) -> str:
-    """The name of the type of what a call returned."""
     return value.kind if type(value) is Instead else type_name(value)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a call returned a tensor of any kind."""
     return value.is_tensor if type(value) is Instead else issubclass(type(value), torch.Tensor)
 
 
@@ -49,9 +43,29 @@ def why_not_plain(value: Any) -> str:
     if type(value) is not torch.Tensor:
         return f"a {type_name(value)}"
     try:
-        return _why_not_strided(value) or _why_not_stored(value)
+        return next(_flaws(value), "")
     except RuntimeError:
         return "a tensor whose storage cannot be reached"
+
+
+def _flaws(tensor: torch.Tensor) -> Iterator[str]:
+    if tensor.layout is not torch.strided:
+        yield f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
+    kinds = {
+        "nested": tensor.is_nested,
+        "quantized": tensor.is_quantized,
+        "lazily conjugated": tensor.is_conj(),
+        "lazily negated": tensor.is_neg(),
+        "symbolic zero": tensor._is_zerotensor(),
+        "functional": torch._is_functional_tensor(tensor),
+    }
+    yield from (f"a {kind} tensor" for kind, holds in kinds.items() if holds)
+    if tensor.numel():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+        held = tensor.untyped_storage().nbytes()
+        if held < needed:
+            yield f"a tensor whose storage holds {held} bytes of {needed}"
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
@@ -65,30 +79,6 @@ def parts_of(value: Any) -> tuple[Any, ...]:
     return tuple(torch.Tensor.detach(part) if type(part) is torch.Tensor else part for part in parts)
 
 
-def _why_not_strided(tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided:
-        return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
-    kinds = {
-        "nested": tensor.is_nested,
-        "quantized": tensor.is_quantized,
-        "lazily conjugated": tensor.is_conj(),
-        "lazily negated": tensor.is_neg(),
-        "symbolic zero": tensor._is_zerotensor(),
-        "functional": torch._is_functional_tensor(tensor),
-    }
-    return next((f"a {kind} tensor" for kind, holds in kinds.items() if holds), "")
-
-
-def _why_not_stored(tensor: torch.Tensor) -> str:
-    """Of a tensor whose storage is smaller than what its view addresses."""
-    if tensor.numel() == 0:
-        return ""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    held = tensor.untyped_storage().nbytes()
-    return f"a tensor whose storage holds {held} bytes of {needed}" if held < needed else ""
-
-
 OutputAndLse = tuple[torch.Tensor, torch.Tensor]
 """Output [T, N, V] and LSE [N, T]."""
 
@@ -98,14 +88,12 @@ class Returned:
     """What one call gave back.
 
     Attributes:
-        call: the call that was made.
         value: the returned object as it was after the call; None if the call raised.
-        kept: the same for :func:`as_it_is_now`.
         error: one line for an exception, and the traceback behind it.
         out: the output tensor that was handed in.
-        out_of_memory: the exception says that memory ran out.
         miswritten: what the call should have written otherwise, beside its result.
         disturbed: settings of the process that the call changed; they are restored.
+        kept: the returned object for :func:`as_it_is_now`.
     """
 
     call: KernelCall
@@ -129,7 +117,6 @@ class Observation:
         mutated: caller-owned tensors whose bytes changed.
         merge_error: what the backend's own merge raised.
         device_lost: the calls left the GPU's context unusable, so nothing of them can be looked at.
-        disturbed: settings of the process that the calls changed; they are restored.
     """
 
     returned: tuple[Returned, ...]
@@ -141,7 +128,6 @@ class Observation:
 
     @property
     def error(self) -> Returned | None:
-        """The call that raised."""
         return next((returned for returned in self.returned if returned.error), None)
 
 
@@ -164,16 +150,27 @@ def run_calls(
     Raises:
         MemoryError: none was left to merge what the calls returned, whoever merges.
     """
-    before = Snapshot(problem.caller_owned)
+    before, device = Snapshot(problem.caller_owned), problem.device
     returned: list[Returned] = []
     for call in problem.calls:
-        returned.append(_guarded_call(executor, backend, problem, call, prepare, perform or call_once))
-        if returned[-1].error:
+        out = call.output_buffer()
+        first = partial(poison_allocator, call.result_shape, problem.output_dtype, device, problem.case.poison)
+        reached = [*call.reached, *([] if out is None else [out.storage])]
+        done = executor.call(partial(perform or call_once, first, backend, call, out, prepare, device), reached)
+        wrong = "" if done.error else call.wrong_writes()
+        told = (done.value, done.error, done.traceback, out, done.out_of_memory, wrong, done.disturbed, done.kept)
+        returned.append(Returned(call, *told))
+        if done.error:
             break
     disturbed = tuple(change for part in returned for change in part.disturbed)
-    if returned and returned[-1].error and executor.lost(problem.device):
+    if returned and returned[-1].error and executor.lost(device):
         return Observation(tuple(returned), None, (), device_lost=True, disturbed=disturbed)
-    merging = _merge(executor, backend, problem, returned)
+    merging = StepResult()
+    if states := states_of(problem, returned):
+        if problem.case.own_merge:
+            merging = executor.call(partial(merged_by_its_own, backend, problem.case.merges_in_place, states))
+        else:
+            merging = run_step(partial(reduce, lambda prefix, suffix: merge(*prefix, *suffix), states))
     if merging.out_of_memory:
         raise MemoryError(f"merging partial states: {merging.error}")
     disturbed = tuple(dict.fromkeys([*disturbed, *merging.disturbed]))
@@ -187,37 +184,10 @@ def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
     return replace(observation, returned=tuple(returned))
 
 
-def _guarded_call(
-    executor: Executor,
-    backend: KernelBackend,
-    problem: Problem,
-    call: KernelCall,
-    prepare: bool,
-    perform: Callable[..., Any],
-) -> Returned:
-    out, case, device = call.output_buffer(), problem.case, problem.device
-    first = partial(poison_allocator, call.result_shape, problem.output_dtype, device, case.poison)
-    reached = [*call.reached, *([] if out is None else [out.storage])]
-    done = executor.call(partial(perform, first, backend, call, out, prepare, device), reached)
-    miswritten = "" if done.error else call.wrong_writes()
-    return Returned(
-        call, done.value, done.error, done.traceback, out, done.out_of_memory, miswritten, done.disturbed, done.kept
-    )
-
-
 def call_once(
     first: Callable[[], None], backend: Any, call: KernelCall, out: Guarded | None, prepare: bool, device: torch.device
 ) -> Any:
-    """Make a call, and wait for it.
-
-    Args:
-        first: what is done before.
-        backend: a kernel, or a layer.
-        call: the call.
-        out: its output tensor, if it takes one.
-        prepare: whether its metadata are handed over.
-        device: where it runs.
-    """
+    """Do what is to be done ``first``, make a call with its output tensor, if it takes one, and wait for it."""
     first()
     look_afterwards(Handed.of(call, None if out is None else out.view).settle)
     if prepare:
@@ -228,14 +198,33 @@ def call_once(
     return value
 
 
-def _merge(executor: Executor, backend: KernelBackend, problem: Problem, returned: list[Returned]) -> StepResult:
-    """By the reference, or by the backend's own merge if the case says so."""
-    states = states_of(problem, returned)
-    if not states:
-        return StepResult()
-    if not problem.case.own_merge:
-        return run_step(partial(_merged, states))
-    return executor.call(partial(merged_by_its_own, backend, problem.case.merges_in_place, states))
+class OutOfBoundsError(Exception):
+    """A call that touched what lies beside an operand."""
+
+
+def call_fenced(
+    fence: Fence,
+    first: Callable[[], None],
+    backend: Any,
+    call: KernelCall,
+    out: Guarded | None,
+    prepare: bool,
+    device: torch.device,
+) -> Any:
+    """As :func:`call_once`, over operands in fenced memory; a fault on a GPU loses the context, which is seen.
+
+    Raises:
+        OutOfBoundsError: something beside an operand was touched; its message says which and how.
+    """
+    fenced = FencedCall(fence, call, out)
+    try:
+        with noted_faults():
+            value = call_once(first, backend, fenced.call, fenced.out, prepare, device)
+    finally:
+        # What touched something may have raised because of what it found there.
+        if beyond := [] if device_lost(device) else list(fenced.settle()):
+            raise OutOfBoundsError("; ".join(beyond))
+    return fenced.handed_back(value, out)
 
 
 def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndLse]:
@@ -253,30 +242,15 @@ def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndL
     return [*chunks, new]
 
 
-def _merged(states: list[OutputAndLse]) -> OutputAndLse:
-    return reduce(lambda prefix, suffix: merge(*prefix, *suffix), states)
-
-
 def merged_by_its_own(backend: Any, in_place: bool, states: list[OutputAndLse]) -> OutputAndLse:
     """By the backend's merges, each into fresh, poisoned outputs, or ``in_place``, into one running state."""
-    return (_merged_in_place if in_place else _merged_apart)(backend, states)
-
-
-def _merged_apart(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
-    output, lse = states[0]
+    output, lse = [part.clone() for part in states[0]] if in_place else states[0]
     for suffix, suffix_lse in states[1:]:
         prefix, prefix_lse = output, lse
-        output = poison(suffix.shape, suffix.dtype, suffix.device)
-        lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
+        if not in_place:
+            output = poison(suffix.shape, suffix.dtype, suffix.device)
+            lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
         backend.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse=lse)
-    return output, lse
-
-
-def _merged_in_place(backend: Any, states: list[OutputAndLse]) -> OutputAndLse:
-    """The running state is prefix and output at once."""
-    output, lse = (part.clone() for part in states[0])
-    for suffix, suffix_lse in states[1:]:
-        backend.merge_attn_states(output, output, lse, suffix, suffix_lse, output_lse=lse)
     return output, lse
 
 

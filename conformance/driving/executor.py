@@ -1,64 +1,18 @@
 """Who carries out what is a backend's: this process, whose state a call must leave as it is, or another for it."""
 
-import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, user_interrupts
-from mla_conformance.driving.functions import Functions, WatchedFunctions, builtins_now, settle_builtins
-from mla_conformance.driving.system_settings import SYSTEM_SETTINGS
-from mla_conformance.driving.torch_settings import TORCH_SETTINGS, StandardStreams
+from mla_conformance.driving.settings import builtins_now, settle_builtins, watched
 from mla_conformance.problems.memory import device_lost, out_of_memory
 
-_SETTINGS = (*TORCH_SETTINGS, *SYSTEM_SETTINGS)
-_functions = WatchedFunctions()
 _looks: list[Callable[[], Iterable[str]]] = []
-
-
-@dataclass(frozen=True)
-class ProcessState:
-    """The state of the process at one moment; what one case changes, the next would inherit.
-
-    Attributes:
-        functions: of torch and numpy.
-        settings: the values of all settings, in their order.
-        random: state of torch's CPU generator; drawing from it is no change, a new seed is.
-        streams: the standard streams.
-    """
-
-    functions: list[Functions]
-    settings: list[Any]
-    random: torch.Tensor
-    streams: StandardStreams
-
-    @staticmethod
-    @contextlib.contextmanager
-    def watched() -> Iterator[list[str]]:
-        """Restore the state at the end of the block, and fill the list with what had changed."""
-        settings = [setting.value() for setting in _SETTINGS]
-        before = ProcessState(_functions.now(), settings, torch.get_rng_state(), StandardStreams.replaced())
-        changes: list[str] = []
-        try:
-            yield changes
-        finally:
-            changes += before._settle()
-
-    def _settle(self) -> Iterator[str]:
-        """Restore everything, functions first, since those of torch restore the rest."""
-        for functions in self.functions:
-            if not functions.unchanged():
-                yield from functions.settle()
-        pairs = zip(_SETTINGS, self.settings, strict=True)
-        changed = [(setting, old, change) for setting, old in pairs if (change := setting.change(old))]
-        for setting, old, change in changed:
-            yield from filter(None, (change, setting.undo(old)))
-        torch.set_rng_state(self.random)
-        yield from filter(None, [self.streams.settle()])
 
 
 @dataclass(frozen=True)
@@ -93,7 +47,7 @@ def run_step(step: Callable[[], Any]) -> StepResult:
         KeyboardInterrupt: the user asked for the end meanwhile; one that the step itself raises is its failure.
     """
     process, replaced, looks = os.getpid(), list[str](), len(_looks)
-    with user_interrupts() as interrupts, ProcessState.watched() as changes:
+    with user_interrupts() as interrupts, watched() as changes:
         before = builtins_now()
         try:
             try:
@@ -138,12 +92,7 @@ class Executor:
     """
 
     def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
-        """A step that returns what a call returned.
-
-        Args:
-            step: the step.
-            reached: memory of the caller that it may write, and that is looked at afterwards.
-        """
+        """A step that returns what a call returned."""
         done = run_step(step)
         return replace(done, kept=done.value)
 
@@ -161,7 +110,6 @@ class Executor:
 
     @property
     def spent(self) -> bool:
-        """Whether it should be replaced."""
         return False
 
     def begin(self) -> None:
@@ -175,5 +123,4 @@ IN_PROCESS = Executor()
 
 
 def itself(value: Any) -> Any:
-    """What an earlier step kept, as it is now."""
     return value

@@ -14,13 +14,7 @@ _KEPT = (bool, int, float, str, tuple, torch.dtype, type(None))
 
 @dataclass(frozen=True)
 class Handed:
-    """The operands of a call at one moment.
-
-    Attributes:
-        tensors: each tensor with its name, its form and its storage.
-        metadata: the metadata.
-        fields: of it, by name.
-    """
+    """The operands of a call at one moment: each tensor with its name, form and storage, and fields by their names."""
 
     tensors: list[tuple[str, torch.Tensor, dict[str, Any], torch.UntypedStorage]]
     metadata: Any

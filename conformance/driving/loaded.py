@@ -1,4 +1,4 @@
-"""Which files the process of a backend loads as code, each with the digest of the bytes that it loaded.
+"""Which files decide a verdict, and which the process of a backend loads as code, each with its bytes' digest.
 
 A module that no wheel lists is compiled from the source that is digested: cached bytecode may be of another one. What
 came to be on disk while the run went on is its generator's, which is loaded itself.
@@ -27,15 +27,29 @@ _MAPS = Path("/proc/self/maps")
 _LIBRARY = sysconfig.get_path("stdlib")
 
 
+_DECIDING = ("cases", "vocabulary", "problems", "driving", "judging", "roles", "trials")
+"""Rooms: what a case asks for, its procedure and its data, and what judges it; the reference has its own digest."""
+
+
+def judging_sources() -> list[Path]:
+    """The files that decide a verdict, beside the reference."""
+    root = Path(str(files("mla_conformance")))
+    return [path for room in _DECIDING for path in sorted((root / room).rglob("*")) if path.suffix in (".py", ".toml")]
+
+
 def loaded_libraries() -> set[str]:
     """Paths of the shared libraries that are mapped into this process; none where the system does not tell."""
-    return {path for path in _mapped() if ".so" in Path(path).suffixes and Path(path).is_file()}
+    return set(filter(_is_library, _mapped()))
 
 
 def _mapped() -> set[str]:
     if not _MAPS.exists():
         return set()
     return {line.rpartition(" ")[2] for line in _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()}
+
+
+def _is_library(path: str) -> bool:
+    return ".so" in Path(path).suffixes and Path(path).is_file()
 
 
 class Loaded(msgspec.Struct, frozen=True):
@@ -60,13 +74,11 @@ class LoadedFiles:
         self._began: float | None = None
 
     def watch(self, began: float) -> None:
-        """Note every module and every shared library of this process from now on.
-
-        Args:
-            began: when the run began, in seconds of the system's clock.
-        """
+        """Note every module and every shared library of this process from now on."""
         self._began, self._mapped = began, _mapped()
-        self._trusted = tuple(f"{folder}/" for folder in _harness())
+        # The harness's packages, wherever an editable installation has them.
+        packages = ("mla_conformance", "mla_conformance.backends", "mla_conformance.reference")
+        self._trusted = tuple(f"{Path(str(files(package))).resolve()}/" for package in packages)
         self._sites = sites()
         _imp.check_hash_based_pycs = "always"
         for loader in _LOADERS:
@@ -77,9 +89,8 @@ class LoadedFiles:
         if self._began is None:
             return Loaded()
         came, self._mapped = _mapped() - self._mapped, self._mapped | _mapped()
-        for path in came:
-            if ".so" in Path(path).suffixes and Path(path).is_file():
-                self._note(path, file_digest(Path(path)))
+        for path in filter(_is_library, came):
+            self._note(path, file_digest(Path(path)))
         told = Loaded(self._found, self._generated)
         self._found, self._generated = {}, {}
         return told
@@ -89,7 +100,8 @@ class LoadedFiles:
             archive = getattr(loader, "archive", None)
             path = archive or loader.get_filename(name)
             data = Path(path).read_bytes()
-            if not _is_of_python(name, path):
+            top = name.partition(".")[0]  # Python's own library, or how this Python was built
+            if not (path.startswith(_LIBRARY) and (top in sys.stdlib_module_names or top.startswith("_sysconfigdata"))):
                 self._note(path, hashlib.sha256(data).hexdigest())
             if archive or not isinstance(loader, SourceFileLoader) or self._is_trusted(Path(path).resolve()):
                 return get_code(loader, name)
@@ -116,22 +128,9 @@ def _listed(site: Path) -> frozenset[str]:
     return frozenset(line.partition(",")[0] for record in records for line in record.splitlines())
 
 
-def _harness() -> list[Path]:
-    """Folders of the harness's packages, wherever an editable installation has them."""
-    packages = ("mla_conformance", "mla_conformance.backends", "mla_conformance.reference")
-    return [Path(str(files(package))).resolve() for package in packages]
-
-
-def _is_of_python(name: str, path: str) -> bool:
-    """Whether a module is one of Python's own library, or says how this Python was built."""
-    top = name.partition(".")[0]
-    return path.startswith(_LIBRARY) and (top in sys.stdlib_module_names or top.startswith("_sysconfigdata"))
-
-
 LOADED = LoadedFiles()
 """Of this process."""
 
 
 def newly_loaded() -> Loaded:
-    """What this process has loaded since it was asked last."""
     return LOADED.new()

@@ -1,5 +1,6 @@
 """Judging case by case for a program that a kernel must not end, such as pytest: by a run in a process beside it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -24,25 +25,14 @@ _END_SECONDS = 10.0
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What is judged, said once.
-
-    Attributes:
-        backends: references.
-        device: where; empty for CUDA where there is one.
-    """
+    """The backends that are judged, by reference, and where; an empty device is CUDA where there is one."""
 
     backends: tuple[str, ...]
     device: str
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """An answer to a line.
-
-    Attributes:
-        reasons: why each backend cannot run here, to the first line.
-        record: of the case that was asked for.
-        error: why there is neither.
-    """
+    """To the first line why each backend cannot run here, then the record of a case; or why there is neither."""
 
     reasons: dict[str, tuple[str, ...]] = {}
     record: Record | None = None
@@ -50,15 +40,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Judging:
-    """A run in a process beside this one, which judges what it is asked for.
-
-    Args:
-        asked: of which backends, on which device.
-
-    Raises:
-        RequestError: there is no such device.
-        RunError: no process can be started.
-    """
+    """A run in a process beside this one, which judges what it is asked for."""
 
     def __init__(self, asked: Asked) -> None:
         self._connection, remote = socket.socketpair()
@@ -72,21 +54,16 @@ class Judging:
         self.reasons = self._answer(asked).reasons
 
     def judge(self, reference: str, case: str) -> Record:
-        """The record of a case on a backend.
-
-        Raises:
-            RunError: no process can be started.
-        """
+        """The record of a case on a backend."""
         record = self._answer((reference, case)).record
         assert record is not None
         return record
 
     def _answer(self, message: Asked | tuple[str, str]) -> Answer:
-        try:
+        line = b""
+        with contextlib.suppress(OSError):
             self._connection.sendall(msgspec.json.encode(message) + b"\n")
             line = read_line(self._connection)
-        except OSError:
-            line = b""
         if not line:
             raise RunError(f"the process that judges ended with status {self._process.wait()}; start pytest anew")
         answer = msgspec.json.decode(line, type=Answer)

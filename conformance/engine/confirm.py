@@ -12,7 +12,7 @@ is minimised: the simplest case is sought that fails as a given one does.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, islice
 from time import monotonic
 from typing import Final
 
@@ -43,10 +43,8 @@ class FailureConfirmation:
     """One failure on its way to being confirmed.
 
     Attributes:
-        failure: the record.
         history: what the same process had done before: (backend reference, case id), without a case an import.
-        explain: whether it is to be explained, too.
-        unhurried: whether that may take as long as it takes.
+        explain: whether it is to be explained, too; unhurried if that may take as long as it takes.
         alone: what the case gave in a process of its own.
     """
 
@@ -74,7 +72,11 @@ class FailureConfirmation:
         for count in sorted({min(count, len(own)) for count in (1, _FEW, len(own))} - {0}):
             yield own[-count:]
             if self._repeated:
-                yield from _limited(self._shorter(own[-count:], passed))
+                until = monotonic() + _SHORTENING
+                for shorter in islice(self._shorter(own[-count:], passed), _SHORTER):
+                    if monotonic() >= until:
+                        break
+                    yield shorter
                 return
             passed = count
         if not all(map(self._is_own, self.history)):
@@ -110,9 +112,19 @@ class FailureConfirmation:
         if not self._fails:
             return None
         if not all(map(self._is_own, attempt.before)):
-            return self._of_another()
+            # The verdict of the case alone, for a backend answers for itself; it says what had happened.
+            others = dict.fromkeys(reference for reference, _ in self.history if reference != self.failure.reference)
+            what = (
+                f"failed ({self.failure.message}) where {', '.join(others)} had used the process before, and once more "
+                "after the same; passed in a process of its own"
+            )
+            assert self.alone is not None
+            capability = self.failure.capability
+            return self.alone.with_fields(capability=capability, message=what, confirmation=UNREPEATED)
         if self._repeated is None:
-            self._repeated = self._as_found(again)
+            self._repeated = again.with_fields(capability=self.failure.capability)
+            if self.failure.key == EXPLORED:  # whose message tells what the case was made of
+                self._repeated = self._repeated.with_fields(message=self.failure.message)
         if not attempt.before:
             return self._repeated.with_fields(confirmation=ALONE)
         after = tuple(case for _, case in attempt.before)
@@ -126,31 +138,9 @@ class FailureConfirmation:
         found = self._repeated
         return found is None or (again.status, again.check) == (found.status, found.check)
 
-    def _as_found(self, again: Record) -> Record:
-        found = again.with_fields(capability=self.failure.capability)
-        if self.failure.key == EXPLORED:
-            found = found.with_fields(message=self.failure.message)  # which tells what the case was made of
-        return found
-
-    def _of_another(self) -> Record:
-        """The verdict of the case alone, for a backend answers for itself; it says what had happened."""
-        others = dict.fromkeys(reference for reference, _ in self.history if reference != self.failure.reference)
-        what = (
-            f"failed ({self.failure.message}) where {', '.join(others)} had used the process before, and once more "
-            "after the same; passed in a process of its own"
-        )
-        assert self.alone is not None
-        return self.alone.with_fields(capability=self.failure.capability, message=what, confirmation=UNREPEATED)
-
     def outcome(self) -> Record:
         """The record once nothing is left to attempt: with the shortest history after which the case failed, if any."""
         return self._repeated or self.failure.with_fields(confirmation=UNREPEATED)
-
-
-def _limited(attempts: Iterator[tuple[RecordKey, ...]]) -> Iterator[tuple[RecordKey, ...]]:
-    """Those that there is patience for."""
-    until = monotonic() + _SHORTENING
-    return takewhile(lambda _: monotonic() < until, islice(attempts, _SHORTER))
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:
@@ -178,14 +168,7 @@ class NothingToMinimize(ValueError):
 
 @dataclass(frozen=True)
 class Minimum:
-    """What a minimisation found.
-
-    Attributes:
-        case: no step makes it simpler and keeps status and check of its failure, unless the tries ran out.
-        record: of that case.
-        tries: candidates that were judged.
-        complete: every simpler candidate was tried.
-    """
+    """A case that no step makes simpler and that keeps status and check of its failure, unless the tries ran out."""
 
     case: Case
     record: Record
@@ -194,11 +177,7 @@ class Minimum:
 
 
 def minimize(case: Case, judge: Callable[[Case], Record], limit: int) -> Minimum:
-    """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged.
-
-    Raises:
-        NothingToMinimize: the case itself does not fail.
-    """
+    """Take every step that keeps the failure, until none is left or ``limit`` candidates were judged."""
     record = judge(case)
     if not record.failed:
         raise NothingToMinimize(f"expected a case that fails, got {record.status} of {case.id}")

@@ -23,31 +23,39 @@ def find_device(name: str) -> torch.device | None:
 
 
 def device_facts(device: torch.device) -> dict[str, str]:
-    """Where and with what a run takes place."""
-    capability = get_device_capability(device)
+    capability, versions = get_device_capability(device), dict[str, str]()
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn.version()
+        cuda = {"cuda": str(torch.version.cuda), "cudnn": "" if cudnn is None else str(cudnn)}
+        versions = {"driver": driver_version(), **cuda}
     return {
         "device": describe_device(device),
         "compute_capability": str(capability) if capability else "",
         "torch": str(torch.__version__),
         "python": sys.version.split()[0],
         "platform": sys.platform,
-        **(_cuda_facts() if device.type == "cuda" else {}),
+        **versions,
     }
-
-
-def _cuda_facts() -> dict[str, str]:
-    """Versions of the driver, where the system tells, of the CUDA runtime and of cuDNN."""
-    cudnn = torch.backends.cudnn.version()
-    return {"driver": driver_version(), "cuda": str(torch.version.cuda), "cudnn": "" if cudnn is None else str(cudnn)}
 
 
 def describe(subject: Subject) -> BackendFacts:
     """The facts of a backend; one that raises when it is asked is unavailable."""
     try:
-        return _facts(subject)
+        name, reference, reasons = subject.name, subject.backend.reference, tuple(subject.unavailable)
+        if reasons:
+            return BackendFacts(name, reference, reasons, fingerprint=_fingerprint(subject, {}))
+        declaration, versions = subject.declaration, subject.versions()
+        return BackendFacts(
+            name,
+            reference,
+            versions=versions,
+            emulated=declaration.emulated,
+            deviations=tuple((each.library, each.adapter) for each in declaration.deviations),
+            rounding=subject.rounding,
+            fingerprint=_fingerprint(subject, versions),
+        )
     except BackendReferenceError as error:
-        said = one_line(error).removeprefix(f"{BackendReferenceError.__name__}: ")
-        return _unavailable(subject, said)
+        return _unavailable(subject, one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
     except BaseException as error:
         return undescribed(subject, one_line(error))
 
@@ -59,22 +67,6 @@ def undescribed(subject: Subject, error: str) -> BackendFacts:
 
 def _unavailable(subject: Subject, reason: str) -> BackendFacts:
     return BackendFacts(subject.name, subject.backend.reference, (reason,), fingerprint="unavailable")
-
-
-def _facts(subject: Subject) -> BackendFacts:
-    name, reference, reasons = subject.name, subject.backend.reference, tuple(subject.unavailable)
-    if reasons:
-        return BackendFacts(name, reference, reasons, fingerprint=_fingerprint(subject, {}))
-    declaration, versions = subject.declaration, subject.versions()
-    return BackendFacts(
-        name,
-        reference,
-        versions=versions,
-        emulated=declaration.emulated,
-        deviations=tuple((each.library, each.adapter) for each in declaration.deviations),
-        rounding=subject.rounding,
-        fingerprint=_fingerprint(subject, versions),
-    )
 
 
 def _fingerprint(subject: Subject, versions: dict[str, str]) -> str:

@@ -43,13 +43,7 @@ Function = tuple[str, str]
 
 @dataclass
 class Explained:
-    """What was found of the failures of one function.
-
-    Attributes:
-        reported: what those look like that were explained.
-        spent: seconds in which others were compared with every candidate.
-        compared: the records of those.
-    """
+    """What was found of the failures of one function; those that were compared with every candidate took ``spent``."""
 
     reported: ReportedCauses = field(default_factory=lambda: ReportedCauses([]))
     spent: float = 0.0
@@ -98,12 +92,7 @@ class Explainer:
         self._alone = threading.RLock()
 
     def explain(self, function: Function, failure: Failure) -> str:
-        """What a failure looks like, or what kept it from being compared, such as the end of the process.
-
-        Args:
-            function: whose failure it is; what explains one is tried on its others first.
-            failure: a wrong number.
-        """
+        """What a failure looks like, or what kept it from being compared, such as the end of the process."""
         with self._alone:
             if len(self._ended) >= _MOST_ENDED:
                 return ended_by(f"{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more")

@@ -1,16 +1,107 @@
-"""What a run found so far, as its journal tells it."""
+"""What a run knows: what its journal tells of its backends and cases, what they loaded, and what decides it.
 
-from collections.abc import Sequence
+What decides is loaded before a backend is; a file that is written over changes nothing of the run that goes on. The run
+is refused all the same: what is written over by chance may have been read by halves, and what Python runs at its start
+would decide the next one.
+"""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
+from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
-from mla_conformance.engine.code import LoadedCode
+from mla_conformance.files.installed import file_digest, harness_files
+from mla_conformance.files.places import is_file, place_of, sites
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.pairs import JudgedPairs
 from mla_conformance.report.summary import BackendSummary, summarise
+
+_LIBRARIES = ("jinja2", "markupsafe", "msgspec", "packaging", "rich")
+"""What a report and a certificate are made with, beside the harness and Python."""
+_RUN = (".pth", ".py", ".so")
+
+
+def _import_folders() -> list[Path]:
+    """The folders that a backend's modules are looked for in, the deepest first."""
+    folders = {Path.cwd(), *(Path(entry).resolve() for entry in sys.path)}
+    return sorted(folders, key=lambda folder: len(folder.parts), reverse=True)
+
+
+@dataclass
+class LoadedCode:
+    """The code that the processes of a run, and of what it goes on with, have loaded, by SHA-256.
+
+    Attributes:
+        conflicts: paths of which processes have loaded different bytes.
+        folders: of modules, which are called alike wherever these stand.
+    """
+
+    digests: dict[str, str] = field(default_factory=dict)
+    conflicts: set[str] = field(default_factory=set)
+    folders: list[Path] = field(default_factory=_import_folders)
+
+    def add(self, loaded: Loaded) -> None:
+        """What a process has loaded; of what was generated meanwhile, only whether it replaced a file that counts."""
+        found = [(path, digest, self.digests.setdefault(path, digest)) for path, digest in loaded.found.items()]
+        made = [(path, digest, self.digests.get(path, digest)) for path, digest in loaded.generated.items()]
+        self.conflicts |= {path for path, digest, before in (*found, *made) if digest != before}
+
+    @property
+    def own(self) -> dict[str, str]:
+        """SHA-256, by place, of the modules that are neither the harness's nor in a folder of wheels."""
+        shipped = {path.resolve() for path in harness_files().values()}
+        modules = {Path(path): digest for path, digest in self.digests.items() if ".so" not in Path(path).suffixes}
+        return {
+            place_of(path, next((folder / "_" for folder in self.folders if path.is_relative_to(folder)), None)): digest
+            for path, digest in sorted(modules.items())
+            if path not in shipped and not any(path.is_relative_to(site) for site in sites())
+        }
+
+    def changed(self) -> list[str]:
+        """The paths whose bytes on disk differ from those that were loaded, or that are gone."""
+        return [x for x, old in self.digests.items() if (file_digest(Path(x)) if is_file(Path(x)) else None) != old]
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The files that decide: SHA-256 of each; of those beside packages when each was changed last, in nanoseconds."""
+
+    digests: dict[Path, str]
+    beside: dict[Path, int]
+
+    @staticmethod
+    def now() -> "Installation":
+        """As they are now: those of the harness, and of its libraries those that are loaded."""
+        loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] in _LIBRARIES]
+        paths = [Path(file) for module in loaded if (file := getattr(module, "__file__", None))]
+        return Installation({path: file_digest(path) for path in (*harness_files().values(), *paths)}, _beside())
+
+    def changed(self) -> list[Path]:
+        """Files that came, went or hold other bytes since; sorted."""
+        came = set(harness_files().values()) - self.digests.keys()
+        kept = {path for path, digest in self.digests.items() if path.is_file() and file_digest(path) == digest}
+        beside = {path for path, _ in self.beside.items() ^ _beside().items()}
+        return sorted((self.digests.keys() - kept) | came | beside)
+
+
+def _beside() -> dict[Path, int]:
+    found = (entry for folder in _folders() for entry in os.scandir(folder) if entry.name.endswith(_RUN))
+    return {Path(entry.path): entry.stat(follow_symlinks=False).st_ctime_ns for entry in found}
+
+
+def _folders() -> Iterator[str | Path]:
+    """Those of Python's library, and those of wheels without the packages in them."""
+    yield from sites()
+    for folder, inner, _ in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = set(inner) - {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+        yield folder
 
 
 @dataclass
@@ -18,7 +109,6 @@ class Findings:
     """What is known of each backend, by its reference, and of each case.
 
     Attributes:
-        verdicts: of cases.
         code: what the processes of backends have loaded.
         traced: what was seen to run.
         traits: when bits are the same, and how errors are spread.
@@ -34,7 +124,6 @@ class Findings:
     given_up: dict[str, str] = field(default_factory=dict)
 
     def keep(self, event: journal.JournalEvent) -> None:
-        """Take in an event of the journal."""
         if isinstance(event, journal.Judgement):
             self.verdicts[event.record.record_key] = event.record
         elif isinstance(event, journal.WasTraced):
@@ -51,13 +140,10 @@ class Findings:
 
     def forget_lacking(self) -> None:
         """Have cases judged again that this machine has enough memory for: they lacked it, or time to compile."""
-        lacking = [key for key, record in self.verdicts.items() if record.is_unjudged]
-        for key in lacking:
-            del self.verdicts[key]
+        self.verdicts = {key: record for key, record in self.verdicts.items() if not record.is_unjudged}
 
     @property
     def failures(self) -> list[Record]:
-        """The records of what failed."""
         return [record for record in self.verdicts.values() if record.failed]
 
     def untraced(self) -> dict[str, dict[str, str]]:
@@ -73,17 +159,13 @@ class Findings:
         self, facts: BackendFacts, records: Sequence[Record], expected: dict[str, int], pairs: dict[str, JudgedPairs]
     ) -> BackendSummary:
         """The outcome of one backend."""
+        mapped = [each for each in records if (each.reference, each.case) in self.heat and is_mapped(each)]
         return BackendSummary(
             facts,
             () if facts.reasons else summarise(records, expected),
             self.given_up.get(facts.reference, ""),
             self.traced.get(facts.reference, NOTHING_TRACED),
-            self._heat_of(records),
+            {record.case: self.heat[record.reference, record.case] for record in mapped},
             pairs,
             self.traits.get(facts.reference, NO_TRAITS),
         )
-
-    def _heat_of(self, records: Sequence[Record]) -> dict[str, HeatMap]:
-        """Where the errors of each case are that fails by a wrong number, as far as it was told."""
-        reported = [record for record in records if (record.reference, record.case) in self.heat]
-        return {record.case: self.heat[record.reference, record.case] for record in reported if is_mapped(record)}

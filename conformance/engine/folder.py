@@ -30,10 +30,8 @@ class RunFolder:
     """A folder that this process alone runs into.
 
     Attributes:
-        path: the folder.
         lock: descriptor that holds it; -1 once it is released.
         fresh: it was made for this run.
-        journal: in it.
     """
 
     path: Path
@@ -65,25 +63,18 @@ class RunFolder:
                 raise PermissionError(13, "Permission denied")
         except OSError as error:
             raise InputError(f"--out {path}: expected a writable folder: {error.strerror}") from error
-        folder = RunFolder(path, lock, fresh)
-        folder._require_free()
-        if not (resume or anew):
-            folder._require_finished()
-        return folder
-
-    def _require_free(self) -> None:
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self.lock)
-            raise InputError(f"--out {self.path}: another run is writing into it; name another folder") from None
-
-    def _require_finished(self) -> None:
-        if self.journal.path.exists() and not self.journal.is_finished():
+            os.close(lock)
+            raise InputError(f"--out {path}: another run is writing into it; name another folder") from None
+        folder = RunFolder(path, lock, fresh)
+        if not (resume or anew) and folder.journal.path.exists() and not folder.journal.is_finished():
             raise InputError(
-                f"--out {self.path}: it holds an unfinished run; "
-                f"--resume {self.path} continues it, --fresh sets it aside and starts another"
+                f"--out {path}: it holds an unfinished run; "
+                f"--resume {path} continues it, --fresh sets it aside and starts another"
             )
+        return folder
 
     def begin(self) -> None:
         """Keep an earlier run's files in a folder beside, and let ``latest`` name this run."""
@@ -95,13 +86,10 @@ class RunFolder:
             for file in earlier:
                 shutil.move(file, beside / file.name)
         if self.path.parent == RUNS.resolve():
-            self._name_latest()
-
-    def _name_latest(self) -> None:
-        link = self.path.with_name(f"{LATEST}-{secrets.token_hex(2)}")
-        with contextlib.suppress(OSError):  # a system without links
-            link.symlink_to(self.path.name)
-            link.replace(self.path.with_name(LATEST))
+            link = self.path.with_name(f"{LATEST}-{secrets.token_hex(2)}")
+            with contextlib.suppress(OSError):  # a system without links
+                link.symlink_to(self.path.name)
+                link.replace(self.path.with_name(LATEST))
 
     def discard(self) -> None:
         """Give back a folder in which nothing was begun."""
@@ -111,21 +99,13 @@ class RunFolder:
         self.release()
 
     def release(self) -> None:
-        """Let other runs have it."""
         if self.lock >= 0:
             os.close(self.lock)
             self.lock = -1
 
 
 class BoundedLog:
-    """Reads what the processes print to its end; the first part of it goes into a file as soon as there is one.
-
-    Args:
-        pipe: both of its ends.
-
-    Attributes:
-        descriptor: what processes write to.
-    """
+    """Reads a pipe that processes print to; the first part of it goes into a file as soon as there is one."""
 
     def __init__(self, pipe: tuple[int, int]) -> None:
         self._pipe, self.descriptor = pipe
@@ -143,7 +123,6 @@ class BoundedLog:
 
     @property
     def tail(self) -> str:
-        """The last lines so far."""
         with self._lock:
             text = self._early if self._path is None else self._path.read_bytes()
         return "\n".join(text.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])

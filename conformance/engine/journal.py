@@ -107,18 +107,9 @@ class Reported(_Event, frozen=True, tag="report"):
 
 
 JournalEvent = (
-    Planned
-    | Resumed
-    | CaseStarted
-    | Judgement
-    | WasTraced
-    | Examined
-    | HeatShown
-    | CodeLoaded
-    | GaveUp
-    | Completed
+    Planned | Resumed | CaseStarted | Judgement | WasTraced | Examined | HeatShown | CodeLoaded | GaveUp | Completed
     | Reported
-)
+)  # fmt: skip
 
 
 class JournalError(ValueError):
@@ -138,15 +129,10 @@ class Journal:
 
     @staticmethod
     def inside(directory: Path) -> "Journal":
-        """The journal of an output folder."""
         return Journal(directory / JOURNAL_NAME)
 
     def append(self, event: JournalEvent) -> None:
-        """Write one event behind those that this object wrote or took up, and hand it to the system.
-
-        Raises:
-            UnwrittenError: the system did not take the whole line.
-        """
+        """Write one event behind those that this object wrote or took up, and hand it to the system."""
         # ASCII: half a line is still text, and nothing but a newline ends one.
         line = json.dumps({"after": self._last, **msgspec.to_builtins(event)}).encode("ascii")
         try:
@@ -178,8 +164,12 @@ class Journal:
     @property
     def seals(self) -> list[Path]:
         """The pipe that names the digest of the last line; two of them where a run was ended between two steps."""
-        beside = self.path.parent.glob(f".{self.path.name}-*")
-        return [path for path in beside if _is_pipe(path)]
+        found = []
+        for path in self.path.parent.glob(f".{self.path.name}-*"):
+            with contextlib.suppress(OSError):  # a kernel may make and remove files of such names
+                if stat.S_ISFIFO(path.lstat().st_mode):  # a pipe itself, no link to one
+                    found.append(path)
+        return found
 
     def events(self) -> Iterator[JournalEvent]:
         """All whole events so far, whoever wrote them; a last line that was cut off is left out."""
@@ -188,19 +178,13 @@ class Journal:
                 yield _read(line)
 
     def records(self) -> dict[RecordKey, Record]:
-        """The last verdict on each question."""
         return {event.record.record_key: event.record for event in self.events() if isinstance(event, Judgement)}
 
     def is_finished(self) -> bool:
-        """Whether the run came to its end."""
         return [type(event) for event in self.events() if type(event) is not Reported][-1:] == [Completed]
 
     def sealed(self) -> dict[int, JournalEvent]:
-        """The events that runs wrote, each by the number of its line, counted from 1.
-
-        Raises:
-            JournalError: there is none that the seal leads to, or a line of theirs cannot be read.
-        """
+        """The events that runs wrote, each by the number of its line, counted from 1."""
         sealed = {path.name.rpartition("-")[2] for path in self.seals}
         lines, found = self._lines(), dict[int, JournalEvent]()
         for number, line in reversed(list(enumerate(lines, start=1))):
@@ -238,53 +222,33 @@ class Journal:
         return content[: content.rfind(b"\n") + 1].splitlines()
 
 
-def _is_pipe(path: Path) -> bool:
-    """Whether it is there, for a kernel may make and remove files of such names, and a pipe itself, no link to one."""
-    try:
-        return stat.S_ISFIFO(path.lstat().st_mode)
-    except OSError:
-        return False
-
-
 def _digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
 def _read(line: bytes) -> JournalEvent:
-    """The event of a line.
+    """The event of a line."""
 
-    Raises:
-        ValueError: it holds none.
-    """
+    def refuse(constant: str) -> None:
+        raise ValueError(f"expected a number, got {constant}")
+
     try:
-        plain = json.loads(line, parse_constant=_refuse)  # unlike msgspec it reads the half of a pair, as of a message
+        plain = json.loads(line, parse_constant=refuse)  # unlike msgspec it reads the half of a pair, as of a message
         event: JournalEvent = msgspec.convert(plain, JournalEvent)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return event
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"expected a number, got {constant}")
-
-
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is to judge, and with what.
+    """What a run is to judge, and with what; see :class:`RunRequest`.
 
     Attributes:
         format: version of this form.
-        suite: version of the suite.
-        torch: version of torch.
-        device: ``cpu`` or ``cuda``.
-        device_name: name of the device.
-        tier: tier of the cases.
         backends: what tells that each backend, by reference, is still the same.
         capabilities: number and digest of each capability's cases.
         cases: ids of cases that were asked for one by one.
         explore: how much is drawn for each backend; 0 for nothing.
-        shard: the part of the list that is judged.
-        deployment: the model that the cases are of, if they are.
-        salt: what inputs are drawn with beside their case.
     """
 
     format: int
@@ -304,6 +268,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
         """The plan of a request on a device, for backends as they are now."""
+
+        def case_list(capability: str) -> str:
+            ids = [case.id for case in request.cases_of(capability)]
+            return f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"
+
+        def identity(each: BackendFacts) -> str:
+            return f"{each.fingerprint}, region {each.region}" if each.region else each.fingerprint
+
         return Plan(
             format=PLAN_FORMAT,
             suite=__version__,
@@ -311,8 +283,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             device=device,
             device_name=environment["device"],
             tier=request.tier.value,
-            backends={each.reference: _identity(each) for each in facts},
-            capabilities={name: _case_list(request, name) for name in request.capabilities},
+            backends={each.reference: identity(each) for each in facts},
+            capabilities={name: case_list(name) for name in request.capabilities},
             cases=tuple(case.id for case in request.cases),
             explore=str(request.explore),
             shard=request.shard,
@@ -322,11 +294,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def recorded(journal: Journal) -> "Plan":
-        """The plan that a journal starts with.
-
-        Raises:
-            JournalError: it is not sealed, or it starts otherwise, or with a plan of another format.
-        """
+        """The plan that a journal starts with."""
         first, *_ = journal.sealed().values()
         if not isinstance(first, Planned):
             raise JournalError(f"{journal.path}: expected a journal that starts with the plan of a run")
@@ -338,7 +306,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             raise JournalError(f"{journal.path}: malformed plan: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         return data
 
@@ -351,19 +318,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
                 found += [f"{name}: {key} was {old.get(key, 'absent')}, is {new.get(key, 'absent')}" for key in changed]
             elif old != new:
-                found.append(f"{name}: was {_text(old)}, is {_text(new)}")
+                was, now = (list(value) if isinstance(value, tuple) else value for value in (old, new))
+                found.append(f"{name}: was {was}, is {now}")
         return found
-
-
-def _identity(facts: BackendFacts) -> str:
-    """What tells that a backend is still the same, and the cases that were fitted to it."""
-    return f"{facts.fingerprint}, region {facts.region}" if facts.region else facts.fingerprint
-
-
-def _text(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
-
-
-def _case_list(request: RunRequest, capability: str) -> str:
-    ids = [case.id for case in request.cases_of(capability)]
-    return f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"

@@ -1,7 +1,9 @@
 """The process between supervisor and worker: it has imported everything, forks workers, and outlives each of them.
 
 A worker that dies, hangs or kills its parent costs one case; the next one is there at once. What a worker's backend has
-started, in whatever session, is ended with it. The keeper itself never touches a device.
+started, in whatever session, is ended with it. The keeper itself never touches a device. The first one of a run is
+started before the command itself is imported, since torch takes longer than all else: nothing is imported here at once
+but Python's own modules.
 """
 
 import contextlib
@@ -9,35 +11,84 @@ import gc
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Mapping
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, NoReturn
 
-from mla_conformance.engine.limits import THREADS, adopt_orphans, end_children, end_with_parent, hide_memory
-from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
-from mla_conformance.files.late_imports import refuse_written_since
-from mla_conformance.files.places import forget_current_folder
-
+_JUDGING = ("certify", "replay", "watch")
+"""Commands of which most runs need the process; one that does not ends it with itself."""
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class EarlyKeeper(NamedTuple):
+    """A keeper that waits to be told what it is for, with both ends of the pipe that it prints to."""
+
+    process: "subprocess.Popen[bytes]"
+    connection: socket.socket
+    log: tuple[int, int]
+
+
+_begun: list[EarlyKeeper] = []
+
+
+def begin(arguments: Sequence[str]) -> None:
+    """Start one if a command line is of a command that judges."""
+    if not arguments or arguments[0] not in _JUDGING or not {"-h", "--help"}.isdisjoint(arguments):
+        return
+    log, (connection, remote) = os.pipe(), socket.socketpair()
+    _begun.append(EarlyKeeper(start_keeper(remote.fileno(), log[1], os.environ), connection, log))
+    remote.close()
+
+
+def take() -> EarlyKeeper | None:
+    """The one that was started, for the first run that asks; None if there is none."""
+    return _begun.pop() if _begun else None
+
+
+def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    """A new process that speaks over a socket and prints to ``log``."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, str(descriptor), str(os.getpid())],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=environment,
+        pass_fds=[descriptor],
+        start_new_session=True,
+    )
 
 
 def main(descriptor: int, supervisor: int) -> None:
     """Keep a worker at the other end of a socket until the supervisor closes its own end."""
+    from mla_conformance.engine.limits import THREADS, adopt_orphans, end_children, end_with_parent, hide_memory
+    from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
+    from mla_conformance.files.late_imports import refuse_written_since
+    from mla_conformance.files.places import forget_current_folder
+
+    def end(*_: object) -> NoReturn:
+        end_children(set())
+        os._exit(0)
+
     for number in _HANDLED:  # a run that was started in the background ignores some
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, _end)
+    signal.signal(signal.SIGTERM, end)
     end_with_parent(supervisor, signal.SIGTERM)
     adopt_orphans()
     forget_current_folder()
     gc.disable()  # nothing of what is imported is garbage, and each look at it takes a tenth of a second
-    from mla_conformance.engine.worker import load_all, serve  # torch, and everything that a case needs
+    from torch import set_num_threads
+
+    from mla_conformance.engine.worker import load_all, serve  # everything that a case needs
 
     connection, keeper = socket.socket(fileno=descriptor), os.getpid()
     connection.set_inheritable(False)
     if not (told := read_line(connection)):
         return  # the command has ended without a run
     setup = decode(told, Setup)
-    _heed(setup.variables)
+    os.environ.update(setup.variables)
+    if THREADS in setup.variables:  # which torch may have been imported without
+        set_num_threads(int(setup.variables[THREADS]))
     load_all(setup)
     gc.freeze()  # or each worker would look at it after all, and get a copy of it by that
     gc.enable()
@@ -58,25 +109,11 @@ def main(descriptor: int, supervisor: int) -> None:
             connection.sendall(b"\n" + encode(Ended(os.waitstatus_to_exitcode(status))))
 
 
-def _heed(variables: Mapping[str, str]) -> None:
-    """Do as variables of the environment say which torch may have been imported without."""
-    from torch import set_num_threads
-
-    os.environ.update(variables)
-    if THREADS in variables:
-        set_num_threads(int(variables[THREADS]))
-
-
 def _is_closed(connection: socket.socket) -> bool:
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
-
-
-def _end(*_: object) -> NoReturn:
-    end_children(set())
-    os._exit(0)
 
 
 if __name__ == "__main__":

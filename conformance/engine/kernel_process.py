@@ -10,10 +10,9 @@ from functools import partial
 from types import FrameType
 from typing import NoReturn
 
-from mla_conformance.apart.judge_side import RemoteExecutor
-from mla_conformance.apart.kernel_side import serve
-from mla_conformance.apart.shared import Shared
 from mla_conformance.driving.loaded import LOADED
+from mla_conformance.driving.remote import RemoteExecutor, serve
+from mla_conformance.driving.shared import Shared
 from mla_conformance.engine.limits import (
     LACKED_MEMORY,
     close_descriptors,
@@ -37,12 +36,7 @@ _MOST_STACKS = 2**16
 
 
 def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecutor:
-    """Start it; what has steps carried out there.
-
-    Args:
-        setup: of this process.
-        supervisor: is told the stacks of the kernel's process when this one is asked for its own.
-    """
+    """Start it; what has steps carried out there."""
     # The memory between two processes must be there before they part.
     shared, (stacks, reported), (mine, theirs) = Shared(machine_memory()), os.pipe(), socket.socketpair()
     judge, kernel = os.getpid(), os.fork()

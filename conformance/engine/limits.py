@@ -70,8 +70,7 @@ def _landlock() -> int:
     """The version of Landlock that this system has; less than 1 for none."""
     if sys.platform != "linux":
         return 0
-    version = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION)
-    return int(version)
+    return int(ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION))
 
 
 def keeps_from_pipes() -> bool:
@@ -102,10 +101,10 @@ def renounce_signals_and_pipes() -> None:
     os.close(rules)
 
 
-def children() -> set[int]:
-    """The processes whose parent this one is."""
+def children(process: str = "self") -> set[int]:
+    """The processes whose parent this one is, or another of this user's."""
     found: set[int] = set()
-    for task in Path("/proc/self/task").glob("*/children"):
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found.update(map(int, task.read_text(encoding="ascii").split()))
     return found
@@ -114,11 +113,10 @@ def children() -> set[int]:
 def programs_below(process: int) -> set[str]:
     """The names of the programs that a process, and what it started, has started; none of other users' processes."""
     found: set[str] = set()
-    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+    for child in children(str(process)):
         with contextlib.suppress(OSError):
-            for child in map(int, listed.read_text(encoding="ascii").split()):
-                found.add(Path(f"/proc/{child}/comm").read_text(encoding="utf-8", errors="replace").strip())
-                found |= programs_below(child)
+            found.add(Path(f"/proc/{child}/comm").read_text(encoding="utf-8", errors="replace").strip())
+            found |= programs_below(child)
     return found
 
 
@@ -222,7 +220,6 @@ def how_it_ends(step: Callable[[], object]) -> str:
 
 
 def how(status: int) -> str:
-    """How a process ended."""
     if status == LACKED_MEMORY:
         return f"exit status {status}, out of memory"
     if status >= 0:

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import Repeated, Traits
 
 
-class Setup(msgspec.Struct, frozen=True, tag_field="kind", tag="setup"):
+class Setup(msgspec.Struct, frozen=True):
     """What a place is told first.
 
     Attributes:
@@ -36,9 +37,7 @@ class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
     """Import a backend and tell what it is.
 
     Attributes:
-        reference: the backend.
-        arrays: the capabilities to whose covering arrays further cases are fitted.
-        triples: whether cases are fitted for triples as well.
+        arrays: the capabilities to whose covering arrays further cases are fitted, or for triples as well.
         cases: the id of a case of each role that is to be judged.
     """
 
@@ -52,14 +51,12 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
     """Judge a case on a backend.
 
     Attributes:
-        reference: the backend.
-        case: id of the case.
         before: (backend reference, case id) of what is run before it, in the same process; without a case, a backend is
             imported only.
         fresh: in a process that has judged nothing.
         explain: tell, too, what a failure looks like and where its errors are.
         unhurried: take the time that comparing with every candidate takes.
-        told: what other failures of the backend look like; only whether this one does as well is to be told.
+        reported: what other failures of the backend look like; only whether this one does as well is to be told.
     """
 
     reference: str
@@ -72,19 +69,11 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
 
     @property
     def record_key(self) -> RecordKey:
-        """What a record of it answers."""
         return self.reference, self.case
 
 
 class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
-    """Judge drawn cases on a backend.
-
-    Attributes:
-        reference: the backend.
-        draws: how many of each role; 0 where time decides.
-        seconds: how long; 0 where their number decides.
-        capabilities: of which spaces.
-    """
+    """Judge so many drawn cases of each role on a backend, or for so long; 0 where the other one decides."""
 
     reference: str
     draws: int
@@ -93,30 +82,18 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
 
     @property
     def record_key(self) -> RecordKey:
-        """What a record of it answers."""
         return self.reference, EXPLORED
 
 
 class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
-    """Tell which kernels a backend runs and which libraries it loads, in a process that has judged nothing.
-
-    Attributes:
-        reference: the backend.
-        cases: id of a case that it passed, by capability.
-    """
+    """Tell which kernels run and which libraries are loaded, for a case by capability that the backend passed."""
 
     reference: str
     cases: dict[str, str]
 
 
 class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
-    """Tell what numbers alone do not show of a backend.
-
-    Attributes:
-        reference: the backend.
-        bitwise: when its bits are the same.
-        accuracy: how its errors are spread.
-    """
+    """Tell when a backend's bits are the same, and how its errors are spread."""
 
     reference: str
     bitwise: bool
@@ -124,13 +101,7 @@ class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
 
 
 class Repeat(msgspec.Struct, frozen=True, tag_field="kind", tag="repeat"):
-    """Call a backend on a case again and again, and tell which results differ.
-
-    Attributes:
-        reference: the backend.
-        case: id of the case.
-        calls: how many.
-    """
+    """Call a backend on a case so often, and tell which results differ."""
 
     reference: str
     case: str
@@ -160,10 +131,9 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     """A worker is there.
 
     Attributes:
-        process: its id.
         device: where it judges, ``cpu`` or ``cuda``; empty if the one that was asked for is not there.
         facts: of the device and of what is installed, for the report.
-        gpus: GPUs that it sees.
+        gpus: those that it sees.
         memory: bytes of the one that it judges on.
     """
 
@@ -190,13 +160,8 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     """A task is done.
 
     Attributes:
-        record: of what was judged.
-        facts: of what was described.
-        missing: why no case of a role can be called on what was described, by role.
-        traced: what was seen to run.
-        traits: what was asked beside verdicts.
-        repeated: what many calls showed.
-        heat: where the errors of what was judged are, as plain data that is not looked into on its way.
+        missing: why no case of a role can be called on what was described.
+        heat: where the errors of what was judged are.
         loaded: code that the process of the backends has loaded and that was not told before.
         declared: what the backend declared of a role, in words, where it was asked for.
         wants: bytes of a GPU that a case needs and that are not there for it now; nothing was done of it. 0 if it was.
@@ -209,7 +174,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     traced: Traced | None = None
     traits: Traits | None = None
     repeated: Repeated | None = None
-    heat: dict[str, Any] | None = None
+    heat: HeatMap | None = None
     loaded: Loaded = Loaded()
     declared: dict[str, str] = {}
     wants: int = 0
@@ -217,11 +182,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
 
 
 class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
-    """A worker's process has ended, as its parent says; another one follows.
-
-    Attributes:
-        status: exit status, or minus the signal.
-    """
+    """A worker's process has ended with this status, or minus the signal, as its parent says; another one follows."""
 
     status: int
 
@@ -241,14 +202,9 @@ def read_line(connection: socket.socket) -> bytes:
 
 
 def encode(message: Setup | Given | WorkerEvent) -> bytes:
-    """A line."""
     return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")
 
 
 def decode(line: bytes, form: Any) -> Any:
-    """The message of a line, of one of the types above.
-
-    Raises:
-        ValueError: no such line; for instance the stacks of a worker that hangs.
-    """
+    """The message of a line, of one of the types above."""
     return msgspec.convert(json.loads(line), form)

@@ -11,17 +11,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mla_conformance.engine.early import EarlyKeeper, start_keeper
+from mla_conformance.engine.keeper import EarlyKeeper, start_keeper
 from mla_conformance.engine.limits import LACKED_MEMORY, cause_of, end_of, how, programs_below
 from mla_conformance.engine.messages import (
     Ended,
-    Explore,
     Given,
     Hello,
-    Judge,
     Setup,
     Task,
-    TaskReply,
     Unrecorded,
     WorkerEvent,
     WorkerJudged,
@@ -39,8 +36,6 @@ EXPLAIN_SECONDS = 300.0
 _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _READ = 2**16
-_LONGEST_LINE = 2**24
-"""Bytes of a message, generously: every text in one is cut, and a case's id has 1 MiB at most."""
 _MOST_STACKS = 2**10
 _COMPILERS = {"cc1plus", "cicc", "clang", "clang++", "cudafe++", "g++", "gcc", "ld", "ninja", "nvcc", "ptxas"}
 _IN_COMPILER = re.compile(
@@ -48,9 +43,7 @@ _IN_COMPILER = re.compile(
     rb"cutlass/base_dsl|tilelang/jit|tvm_ffi/cpp)[/.]"
 )
 """In the stacks of a process that compiles without a program of its own."""
-_MOST_DRAWN = 100_000
 DIED = "the process died during this case"
-GARBLED = "it was ended, since it wrote to the supervisor what no worker says"
 HUNG = "no verdict within the time that a case may take; the process was ended"
 
 
@@ -63,8 +56,6 @@ class WorkerSlot:
     """A keeper with the worker that it keeps.
 
     Attributes:
-        number: of the place in the run.
-        setup: what its workers are told first.
         environment: variables of its processes beside those of this one.
         log: descriptor that its processes print to.
         timeout: seconds that a case may take.
@@ -93,10 +84,8 @@ class WorkerSlot:
     _asked: bool = False
     _programs: set[str] = field(default_factory=set)
     _killed: bool = False
-    _garbled: bool = False
     _served: bool = False
     _makes_room: bool = False
-    _begun: int = 0
 
     def __post_init__(self) -> None:
         self.spawn()
@@ -112,17 +101,14 @@ class WorkerSlot:
         self._ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self._wait(START_SECONDS)
-        with contextlib.suppress(OSError):  # it died at once: its end is on the way
-            self.connection.sendall(encode(self.setup))
+        self._send(self.setup)
 
     @property
     def descriptors(self) -> list[int]:
-        """What becomes readable when there is something to :meth:`read`."""
         return [self.connection.fileno(), *self._ends]
 
     @property
     def is_idle(self) -> bool:
-        """Whether it waits for a task."""
         return self.hello is not None and self.task is None and not self._makes_room
 
     @property
@@ -133,19 +119,16 @@ class WorkerSlot:
     def give(self, task: Task, share: int | None = None) -> None:
         """Have the worker carry out a task, a case in no more than its share of a GPU's memory."""
         self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
-        self._begun = 0
         self._wait(self.timeout)
         if isinstance(task, Unrecorded):
             self.history.append((task.reference, ""))
-        with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
-            self.connection.sendall(encode(Given(self._process, task, share)))
+        self._send(Given(self._process, task, share))
 
     def make_room(self) -> None:
         """Have the worker give back what it holds of its GPU for cases to come."""
         self._makes_room = True
         self._wait(self.timeout)
-        with contextlib.suppress(OSError):  # as above
-            self.connection.sendall(encode(Given(self._process)))
+        self._send(Given(self._process))
 
     def renew(self) -> None:
         """Have the worker replaced by one that has judged nothing, whatever it is doing."""
@@ -165,77 +148,52 @@ class WorkerSlot:
             yield ended
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
-        stray = len(self._buffer) > _LONGEST_LINE
+        stray = False
         for line in filter(None, lines):
             try:
                 event = decode(line, WorkerEvent)
-            except (ValueError, RecursionError):
-                stray = not self._is_stack(line)
+            except ValueError:
+                stray = not self._asked  # else it is where the worker is
+                if self._asked and len(self._stacks) < _MOST_STACKS:
+                    self._stacks.append(line[:_READ])
                 continue
             stray = stray and not isinstance(event, Ended)  # it died in the middle of a line
-            if not self._comes_too_late(event):
+            # What a worker says that is being ended comes too late.
+            if not self._killed or isinstance(event, Hello | Ended):
                 self._note(event)
                 yield event
-        if stray:
-            self._refuse()
-
-    def _is_stack(self, line: bytes) -> bool:
-        """Keep a line of a worker that was asked where it is; whether it is one."""
-        if self._asked and len(self._stacks) < _MOST_STACKS:
-            self._stacks.append(line[:_READ])
-        return self._asked
-
-    def _refuse(self) -> None:
-        """End a worker that writes what no worker says, and forget the rest of it."""
-        self._buffer = b""
-        if not self._garbled:
-            self._garbled = True
-            self._end_worker()
-
-    def _comes_too_late(self, event: WorkerEvent) -> bool:
-        """Whether it is said by a worker that was ended, or once more."""
-        said = (self._killed or self._garbled) and isinstance(event, WorkerStarted | WorkerJudged | TaskReply)
-        return said or (self._judged is not None and isinstance(event, WorkerJudged))
+        if stray and self.hello:
+            self._end_worker()  # nothing that it says can be told from what is lost
 
     def _note(self, event: WorkerEvent) -> None:
-        if isinstance(event, TaskReply | Ended):
-            self._makes_room = False
         if isinstance(event, Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
-            self._killed, self._garbled, self._served = False, False, True
+            self._killed, self._served = False, True
         elif isinstance(event, WorkerStarted):
-            self._begin(event.record)
+            self._started, judged = event.record, (event.record.reference, event.record.case)
+            if self.history[-1:] != [judged]:  # told twice where it waited for memory
+                self.history.append(judged)
+            self._wait(self.timeout)
         elif isinstance(event, WorkerJudged):
             self._judged = event.record
             self._wait(EXPLAIN_SECONDS)
-        elif isinstance(event, TaskReply):
-            if event.leaves:
+        else:
+            self._makes_room = False
+            if isinstance(event, Ended):
+                self.hello, self._process = None, 0
+                self._wait(START_SECONDS)
+            elif event.leaves:
                 self.hello = None
                 self._wait(_END_SECONDS)
-        elif isinstance(event, Ended):
-            self.hello, self._process = None, 0
-            self._wait(START_SECONDS)
-
-    def _begin(self, record: Record) -> None:
-        """The backend's time on a case begins."""
-        self._started, judged = record, (record.reference, record.case)
-        if self.history[-1:] != [judged]:  # told twice where it waited for memory
-            self.history.append(judged)
-        self._begun += 1
-        if self._begun <= _most_begun(self.task):
-            self._wait(self.timeout)
 
     def why(self, status: int) -> str:
-        """What the worker of the moment ended of."""
-        if self._garbled:
-            return GARBLED
         return f"no answer within {self.timeout:g} s" if self._killed else how(status)
 
     def outcome(self, status: int) -> Record | None:
         """The record of what a worker was judging when it ended; None if that was nothing yet."""
         if self._judged is not None:
-            how = f"its time limit, {EXPLAIN_SECONDS:g} s" if self._asked else cause_of(status)
-            return self._judged.with_fields(explanation=ended_by(how))
+            ended = f"its time limit, {EXPLAIN_SECONDS:g} s" if self._asked else cause_of(status)
+            return self._judged.with_fields(explanation=ended_by(ended))
         if self._started is None:
             return None
         if self._killed:
@@ -245,7 +203,7 @@ class WorkerSlot:
             cut = Verdict(Status.UNAVAILABLE, COMPILING) if compiling else Verdict(Status.TIMEOUT, HUNG, detail=detail)
             return self._started.with_verdict(cut, self.timeout)
         died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
-        return self._started.with_verdict(Verdict(died, f"{DIED}: {self.why(status)}"), 0.0)
+        return self._started.with_verdict(Verdict(died, f"{DIED}: {how(status)}"), 0.0)
 
     def expire(self) -> None:
         """The deadline has passed: ask where the worker is, then end it; at last its keeper."""
@@ -274,7 +232,6 @@ class WorkerSlot:
         self.keeper.terminate()
 
     def end(self) -> None:
-        """Wait until everything has ended."""
         if self._ends:
             select.select(self._ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
         try:
@@ -301,6 +258,10 @@ class WorkerSlot:
             os.close(descriptor)
         self._ends = []
 
+    def _send(self, message: Setup | Given) -> None:
+        with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
+            self.connection.sendall(encode(message))
+
     def _signal(self, number: int) -> None:
         if self._process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -308,8 +269,3 @@ class WorkerSlot:
 
     def _wait(self, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
-
-
-def _most_begun(task: Task | None) -> int:
-    """How often a worker may tell that a case begins: each twice, where it waits for memory, and once more again."""
-    return _MOST_DRAWN if isinstance(task, Explore) else 4 * (1 + len(task.before)) if isinstance(task, Judge) else 0

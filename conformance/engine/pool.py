@@ -7,7 +7,6 @@ from mla_conformance.engine.devices import (
     MOST_ON_GPU,
     VISIBLE,
     WHOLE,
-    GpuPart,
     ahead_on,
     may_have_gpu,
     part_of,
@@ -27,10 +26,6 @@ _MOST_ON_CPU = 4
 _WORTH = 20
 """Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
-
-
-def _most_on_cpu() -> int:
-    return min(_MOST_ON_CPU, machine_cores())
 
 
 @dataclass(frozen=True)
@@ -53,7 +48,6 @@ class Limits:
     ends_at: float = float("inf")
 
     def timeout_of(self, request: RunRequest) -> float:
-        """Seconds that a case of a run may take."""
         return self.timeout or (CPU_TIMEOUT if surely_cpu(request) else GPU_TIMEOUT)
 
 
@@ -62,79 +56,47 @@ def surely_cpu(request: RunRequest) -> bool:
     return request.device == "cpu" or not may_have_gpu()
 
 
-@dataclass
 class Pool:
-    """The places of a run.
+    """The places of a run, which the supervisor has.
 
     Attributes:
-        request: what is judged.
-        limits: what the run allows.
-        supervisor: has the places.
-        began: when the run began, in seconds since the epoch.
         beside: what a worker has of its GPU beside the others.
     """
 
-    request: RunRequest
-    limits: Limits
-    supervisor: Supervisor
-    began: float
-    beside: GpuPart = WHOLE
-
-    def __post_init__(self) -> None:
-        self._on_cpu = surely_cpu(self.request)
+    def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
+        self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
+        self.beside = WHOLE
+        self._on_cpu, self._most_on_cpu = surely_cpu(request), min(_MOST_ON_CPU, machine_cores())
 
     def start(self) -> None:
         """Start the places that there are in any case."""
-        workers = self.limits.workers or (self._useful if self._on_cpu else min(MOST_ON_GPU, machine_cores()))
+        workers = self.limits.workers
+        if not workers and self._on_cpu:
+            worth = len(self.request.judged_ids) * len(self.request.backends) // _WORTH
+            workers = self._most_on_cpu if self.request.explore else max(1, min(self._most_on_cpu, worth))
+        workers = workers or min(MOST_ON_GPU, machine_cores())
         self._add_place(self.request.device, workers)  # imports torch while the cases are counted
+        self._most = max(1, len(self.request.judged_ids))  # have something to do
         for _ in range(1, self.limits.workers or min(workers, self._most)):
             self._add_place(self.request.device, workers)
         self._workers = len(self.supervisor.places)
 
     def settle(self) -> Hello:
-        """Have as many places as the device is enough for; what the first says of it.
+        """Have as many places as the device is enough for, or as were asked for; what the first says of it.
+
+        The GPUs are shared out among them. Those that may compile ahead start as well: what decides is there before a
+        backend is imported.
 
         Raises:
             RequestError: the device that was asked for is not there.
             RunError: no process can be started.
             Stopped: by a signal or the deadline.
         """
-        self._hello = self.supervisor.hello()
-        if not self._hello.device:
+        self._hello = hello = self.supervisor.hello()
+        if not hello.device:
             raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
-        if not self._on_cpu:
-            self._share_gpus()
-        return self._hello
-
-    def get_ahead(self) -> int:
-        """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
-        workers, places = self._workers, len(self.supervisor.places)
-        self._share_memory(places)
-        return workers if places > workers else workers - workers // 4
-
-    def begin_without_ahead(self) -> None:
-        """End the places that were to compile."""
-        if self.supervisor.gpus:
-            self.supervisor.end_places(self._workers)
-
-    @property
-    def _most(self) -> int:
-        """How many workers have something to do."""
-        return max(1, len(self.request.judged_ids))
-
-    @property
-    def _useful(self) -> int:
-        """How many workers are worth their start on a CPU."""
-        request = self.request
-        worth = len(request.judged_ids) * len(request.backends) // _WORTH
-        return _most_on_cpu() if request.explore else max(1, min(_most_on_cpu(), worth))
-
-    def _share_gpus(self) -> None:
-        """As many places as cores and GPUs are enough for, or as were asked for, the GPUs shared out among them.
-
-        Those that may compile ahead start as well: what decides is there before a backend is imported.
-        """
-        hello = self._hello
+        if self._on_cpu:
+            return hello
         gpus = len(hello.gpus) or 1
         workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
         self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
@@ -146,6 +108,18 @@ class Pool:
         if hello.gpus:
             self.supervisor.gpus = gpus
             self._share_memory(workers)
+        return hello
+
+    def get_ahead(self) -> int:
+        """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
+        workers, places = self._workers, len(self.supervisor.places)
+        self._share_memory(places)
+        return workers if places > workers else workers - workers // 4
+
+    def begin_without_ahead(self) -> None:
+        """End the places that were to compile."""
+        if self.supervisor.gpus:
+            self.supervisor.end_places(self._workers)
 
     def _share_memory(self, places: int) -> None:
         self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
@@ -159,7 +133,7 @@ class Pool:
         threads = {THREADS: max(1, machine_cores() // workers)}
         own = threads if self._on_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
-        share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or _most_on_cpu()))
+        share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or self._most_on_cpu))
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
         setup = Setup(device, memory, request.salt, bool(request.explore), self.began, variables)

@@ -49,11 +49,9 @@ class RunRequest:
     """A checked request.
 
     Attributes:
-        backends: the backends; every registered one if none was named.
-        capabilities: names of the capabilities.
-        tier: how many of their cases.
-        device: where they run: ``cpu``, ``cuda``, or empty for CUDA where there is one.
-        cases: exactly these cases, or all of the tier if empty.
+        backends: every registered one if none was named.
+        device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
+        cases: exactly these, or all of the tier if empty.
         explore: how much is drawn for each backend beside them.
         salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
         shard: judge only this part of the cases.
@@ -84,21 +82,25 @@ class RunRequest:
         explore: Extent = NOTHING_DRAWN,
         salt: str = "",
     ) -> "RunRequest":
-        """Check a request.
-
-        Raises:
-            RequestError: something in it is unknown or malformed, or there is no torch; the message says what was
-                expected.
-        """
+        """Check a request."""
         try:
             references = [parse_reference(r) for r in backends] or known_backends()
             for reference in backends:
                 require_class(reference)
             parsed = tuple(Case.parse(text) for text in cases)
-            wanted = [_capability(name) for name in [*capabilities, *(case.capability for case in parsed)]]
-            chosen = tuple(dict.fromkeys(wanted)) or tuple(CAPABILITIES)
-            _require_device(device)
-            _require_exploration(explore, chosen)
+            wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
+            for name in wanted:
+                if name not in CAPABILITIES:
+                    raise RequestError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
+            chosen = tuple(wanted) or tuple(CAPABILITIES)
+            if device is not None and device not in DEVICES:
+                raise RequestError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
+            if explore and find_spec("hypothesis") is None:
+                raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
+            if explore and not set(SPACES) & set(chosen):
+                raise RequestError(
+                    f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected"
+                )
             require_salt(salt)
             if find_spec("torch") is None:
                 raise RequestError(NO_TORCH)
@@ -126,12 +128,10 @@ class RunRequest:
 
     @property
     def case_ids(self) -> tuple[str, ...]:
-        """Ids of all cases, capability by capability, in all shards."""
         return tuple(case.id for name in self.capabilities for case in self.cases_of(name))
 
     @property
     def judged_ids(self) -> tuple[str, ...]:
-        """Ids of the cases that are to be judged."""
         return self.shard.cases if self.shard else self.case_ids
 
     def judged_of(self, facts: BackendFacts) -> tuple[str, ...]:
@@ -169,12 +169,7 @@ class RunRequest:
         return tuple(name for name in SPACES if name in self.capabilities)
 
     def tasks(self, backends: Sequence[BackendFacts], before: tuple[str, ...] = ()) -> list[list[Judge | Explore]]:
-        """What these backends have to do, in groups that one worker takes: a case's backends side by side.
-
-        Args:
-            backends: that can run here.
-            before: cases that are run before each, in the same process.
-        """
+        """What these backends have to do, in groups that one worker takes: a case's backends side by side."""
         sides: dict[str, list[str]] = {case: [] for case in self.judged_ids}
         for facts in backends:
             for case in self.judged_of(facts):
@@ -194,23 +189,8 @@ def compiles(backend: BackendFacts) -> bool:
     return not _COMPILERS.isdisjoint(backend.versions)
 
 
-def _capability(name: str) -> str:
-    if name not in CAPABILITIES:
-        raise CapabilityError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
-    return name
-
-
-def _require_device(name: str | None) -> None:
-    if name is not None and name not in DEVICES:
-        raise RequestError(f"unknown device '{name}'; expected {' or '.join(DEVICES)}")
-
-
 def require_salt(salt: str) -> None:
-    """Refuse what not every command line would carry.
-
-    Raises:
-        RequestError: it is no salt.
-    """
+    """Refuse what not every command line would carry."""
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
         raise RequestError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
 
@@ -226,10 +206,3 @@ def _distinct(references: Sequence[BackendReference]) -> tuple[BackendReference,
                 "judge them in two runs, or rename a class"
             )
     return tuple(found.values())
-
-
-def _require_exploration(extent: Extent, capabilities: Sequence[str]) -> None:
-    if extent and find_spec("hypothesis") is None:
-        raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
-    if extent and not set(SPACES) & set(capabilities):
-        raise RequestError(f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected")

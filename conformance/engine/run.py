@@ -1,11 +1,10 @@
 """A run: places for its workers, what its backends are, every verdict, and the confirmation of what failed."""
 
-import contextlib
 import datetime
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, takewhile
@@ -14,23 +13,18 @@ import msgspec
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
-from mla_conformance.engine.code import LoadedCode
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
 from mla_conformance.engine.devices import WHOLE, GpuPart
-from mla_conformance.engine.findings import Findings
+from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.installation import Installation
 from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
 from mla_conformance.engine.messages import Describe, Explore, Judge, Trace
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
-from mla_conformance.engine.rounds import alike, rounds_of
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor, TaskOutcome
-from mla_conformance.engine.tasks import ENOUGH, Tasks, call_of
-from mla_conformance.engine.undisturbed import OnGpu
+from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
+from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.late_imports import load_all_again, refuse_written_since
@@ -53,10 +47,6 @@ class Run:
     """One run into a folder, from :meth:`prepare` to :meth:`summary`.
 
     Attributes:
-        request: what is judged.
-        folder: receives journal, log and reports.
-        limits: what it allows.
-        expectations: failures that are known, with reasons.
         environment: where and with what it takes place, once it is prepared.
         facts: of its backends, once it is prepared.
         before: cases that each process runs before each of its own.
@@ -96,12 +86,7 @@ class Run:
 
     @property
     def available(self) -> list[BackendFacts]:
-        """The backends that can run here."""
         return [facts for facts in self.facts if not facts.reasons]
-
-    @property
-    def _without_traits(self) -> list[str]:
-        return [facts.reference for facts in self.available if facts.reference not in self.found.traits]
 
     def prepare(self) -> None:
         """Start the workers, and have them tell what the backends are.
@@ -126,16 +111,14 @@ class Run:
     def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
         for outcome in self.supervisor.run(tasks, part):
-            self._add_code(outcome.answer.loaded)
+            loaded = outcome.answer.loaded
+            if loaded.found or loaded.generated:
+                self.found.code.add(loaded)
+                if self._begun:
+                    self._write(journal.CodeLoaded(loaded))
+                else:
+                    self._early.append(loaded)
             yield self._held_to_its_word(outcome)
-
-    def _add_code(self, loaded: Loaded) -> None:
-        if loaded.found or loaded.generated:
-            self.found.code.add(loaded)
-            if self._begun:
-                self._write(journal.CodeLoaded(loaded))
-            else:
-                self._early.append(loaded)
 
     def _held_to_its_word(self, outcome: TaskOutcome) -> TaskOutcome:
         """The outcome, a failure if the backend declared something else where it was judged than where it was asked."""
@@ -148,12 +131,7 @@ class Run:
         return replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
     def describe(self) -> list[BackendFacts]:
-        """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable.
-
-        Raises:
-            RunError: no process can be started.
-            Stopped: by a signal or the deadline.
-        """
+        """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable."""
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
         asked = self.request.arrays, self.request.triples, self._examples
@@ -167,12 +145,10 @@ class Run:
 
     @cached_property
     def _examples(self) -> tuple[str, ...]:
-        """The id of a case of each role that is to be judged."""
         return tuple({case.role: case.id for case in map(Case.parse, reversed(self.request.judged_ids))}.values())
 
     @property
     def plan(self) -> journal.Plan:
-        """The plan of this run."""
         return journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
     def begin(self) -> None:
@@ -240,7 +216,8 @@ class Run:
                 self._write(journal.Judgement(record))
         for record in self._compared():
             self._write(journal.Judgement(record))
-        if asked := self.request.examinations(self._without_traits):
+        without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
+        if asked := self.request.examinations(without):
             self._on_phase("asking when bits are the same, and how errors are spread")
             for outcome in self.outcomes(Tasks(asked)):
                 self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
@@ -287,9 +264,7 @@ class Run:
     def _keep_heat(self, outcome: TaskOutcome) -> None:
         """Journal where the errors of a failure are, if that was told."""
         if outcome.answer.heat and isinstance(outcome.task, Judge):
-            with contextlib.suppress(msgspec.ValidationError):  # told by a process in which a backend may write as well
-                heat = msgspec.convert(outcome.answer.heat, HeatMap)
-                self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, heat))
+            self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
@@ -324,7 +299,8 @@ class Run:
     def _own_verdict(self, outcome: TaskOutcome, tasks: Tasks, shared: dict[RecordKey, str]) -> Record | None:
         """The record of an outcome; None of a crash in a process that another backend had used, so that it may be its.
 
-        Then the case alone counts, in a process of its own, and if it passes there the crash is charged to nobody.
+        Backends share the kernel's process. Then the case alone counts, in a process of its own, and if it passes there
+        the crash is charged to nobody.
         """
         record, task = outcome.answer.record, outcome.task
         assert record is not None and isinstance(task, Judge | Explore)
@@ -343,7 +319,7 @@ class Run:
         """What comes of cases."""
         if self.device != "cuda":
             return self.outcomes(tasks)
-        return OnGpu(self.outcomes, self._pool.beside, self._on_phase).judged(tasks)
+        return judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
@@ -364,8 +340,7 @@ class Run:
     def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:
         """The groups of these backends' tasks without those that have a verdict."""
         for group in self.request.tasks(backends, tuple(self.before)):
-            left = [task for task in group if task.record_key not in self.found.verdicts]
-            if left:
+            if left := [task for task in group if task.record_key not in self.found.verdicts]:
                 yield left
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[FailureConfirmation]:
@@ -373,28 +348,26 @@ class Run:
         tried = [record for record in self.found.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}
+        # Of cases that were declared unsupported the kernel was not called.
+        refused = {key for key, record in self.found.verdicts.items() if record.status is Status.UNSUPPORTED}
         found: list[FailureConfirmation] = []
-        for record in sorted(self.found.failures, key=self._position):
+        for record in self._in_order(self.found.failures):
             key = (record.reference, record.capability)
-            if key not in done and record.record_key not in self._tried:
-                self._tried.add(record.record_key)
-                earlier = len({capability for reference, capability in done if reference == record.reference})
-                found.append(self._confirmation(record, failures.get(record.record_key), earlier < MOST_EXPLAINED))
-                done |= {key} - misled
+            if key in done or record.record_key in self._tried:
+                continue
+            self._tried.add(record.record_key)
+            explain = (
+                len({capability for reference, capability in done if reference == record.reference}) < MOST_EXPLAINED
+            )
+            if explain:
+                self._explained.add(record.record_key)
+            outcome = failures.get(record.record_key)
+            before = takewhile(record.record_key.__ne__, outcome.history if outcome else ())
+            history = tuple(judged for judged in before if judged not in refused)
+            unhurried = len(self.request.cases) == 1
+            found.append(FailureConfirmation(record, history, explain, unhurried))
+            done |= {key} - misled
         return found
-
-    def _confirmation(self, record: Record, outcome: TaskOutcome | None, explain: bool) -> FailureConfirmation:
-        history = outcome.history if outcome else ()
-        before = takewhile(lambda judged: judged != (record.reference, record.case), history)
-        history = tuple(done for done in before if not self._is_refused(done))
-        if explain:
-            self._explained.add(record.record_key)
-        return FailureConfirmation(record, history, explain, unhurried=len(self.request.cases) == 1)
-
-    def _is_refused(self, done: RecordKey) -> bool:
-        """Whether a case was declared unsupported, so that its kernel was not called."""
-        found = self.found.verdicts.get(done)
-        return found is not None and found.status is Status.UNSUPPORTED
 
     def _confirmed(self, pending: list[FailureConfirmation]) -> Iterator[Record]:
         """Make the next attempt of every confirmation, all at once, until each is settled."""
@@ -407,8 +380,7 @@ class Run:
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
                 self._keep_heat(outcome)
-                settled = confirmation.settled(outcome.task, outcome.answer.record)
-                if settled:
+                if settled := confirmation.settled(outcome.task, outcome.answer.record):
                     yield settled
                 else:
                     pending.append(confirmation)
@@ -424,8 +396,7 @@ class Run:
             failure = self.found.verdicts[outcome.task.record_key]
             if outcome.answer.record.check == failure.check:
                 self._keep_heat(outcome)
-            found = compared(failure, outcome.answer.record)
-            if found:
+            if found := compared(failure, outcome.answer.record):
                 yield found
 
     def _write(self, event: journal.JournalEvent) -> None:
@@ -443,7 +414,7 @@ class Run:
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
-        for record in sorted(self.found.verdicts.values(), key=self._position):
+        for record in self._in_order(self.found.verdicts.values()):
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
                 record = record.with_fields(explanation=UNASKED)
@@ -457,25 +428,18 @@ class Run:
             )
             for facts in self.facts
         )
-        request = self.request
-        return RunSummary(
-            self.environment,
-            backends,
-            request.case_ids,
-            request.shard,
-            request.deployment,
-            date=datetime.date.today().isoformat(),
-            code=self.found.code.own,
-        )
+        request, date = self.request, datetime.date.today().isoformat()
+        about = self.environment, backends, request.case_ids, request.shard, request.deployment
+        return RunSummary(*about, date=date, code=self.found.code.own)
+
+    def _in_order(self, records: Iterable[Record]) -> list[Record]:
+        """Records as their cases stand in the list; drawn cases stand behind it."""
+        return sorted(records, key=lambda record: self._positions.get(record.case, len(self._positions)))
 
     @cached_property
     def _positions(self) -> dict[str, int]:
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         return {case: index for index, case in enumerate(cases)}
-
-    def _position(self, record: Record) -> int:
-        """Where a record's case stands in the list; drawn cases stand behind it."""
-        return self._positions.get(record.case, len(self._positions))
 
     def _expected(self, record: Record) -> Record:
         if not self.expectations.entries:

@@ -5,7 +5,7 @@ import select
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
@@ -13,17 +13,14 @@ from math import inf
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.devices import WHOLE, GpuPart
-from mla_conformance.engine.early import take
 from mla_conformance.engine.folder import BoundedLog
+from mla_conformance.engine.keeper import take
 from mla_conformance.engine.limits import LACKED_MEMORY, adopt_orphans, children, end_children, how
 from mla_conformance.engine.messages import (
-    Describe,
     Ended,
-    Examine,
     Explore,
     Hello,
     Judge,
-    Repeat,
     Setup,
     Task,
     TaskReply,
@@ -33,7 +30,7 @@ from mla_conformance.engine.messages import (
     WorkerStarted,
 )
 from mla_conformance.engine.place import DIED, RunError, WorkerSlot
-from mla_conformance.engine.tasks import Tasks, call_of
+from mla_conformance.engine.tasks import TaskOutcome, Tasks, call_of
 from mla_conformance.judging.record import COMPILING, EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import array_of
@@ -55,32 +52,11 @@ def heeded(handler: Callable[[int, object], None]) -> Iterator[None]:
 
 
 class Stopped(Exception):
-    """A run that was told to end: by a signal, or by its deadline.
-
-    Attributes:
-        signal: number of the signal; 0 for the deadline.
-    """
+    """A run that was told to end: by the signal of this number, or by its deadline, 0."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(signal.Signals(number).name if number else "the deadline")
         self.signal = number
-
-
-@dataclass(frozen=True)
-class TaskOutcome:
-    """What came of a task.
-
-    Attributes:
-        task: the task.
-        answer: to it; if the process ended over it, what that says of the case that was judged.
-        ended: how the process ended, if it did.
-        history: what the same process was given to judge before, the task included.
-    """
-
-    task: Task
-    answer: TaskReply
-    ended: str = ""
-    history: Sequence[tuple[str, str]] = ()
 
 
 class Supervisor:
@@ -142,7 +118,6 @@ class Supervisor:
             os.close(descriptor)
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
-        """Start one more."""
         early, self._early = self._early, None
         self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early))
 
@@ -175,22 +150,15 @@ class Supervisor:
         self._tasks, self._part = tasks, part
         self._unbegun.clear()
         if part.is_alone:
-            self._make_room(part)
+            # All but one place of each GPU give back what they hold of it, or begin anew, which gives back all, but a
+            # new process loads libraries again, which takes seconds.
+            for place in self.places[self.gpus :]:
+                if place.is_idle:  # others begin anew already
+                    (place.renew if part.is_cleared else place.make_room)()
+            while not all(place.is_idle for place in self.places):
+                self._wait()
         while self._deal():
             yield from self._events()
-
-    def _make_room(self, part: GpuPart) -> None:
-        """Have all but one place of each GPU give back what they hold of it, or begin anew.
-
-        The latter gives back all, but a new process loads libraries again, which takes seconds.
-        """
-        for place in self.places[self.gpus :]:
-            if place.is_idle and part.is_cleared:
-                place.renew()
-            elif place.is_idle:  # others begin anew already
-                place.make_room()
-        while not all(place.is_idle for place in self.places):
-            self._wait()
 
     def _deal(self) -> bool:
         """Give tasks to whoever waits for one; whether any is under way."""
@@ -221,7 +189,7 @@ class Supervisor:
         share, taken, most = self._part.share, self._tasks.taken[place.number], self._part.most
         if share is None or not isinstance(task, Judge):
             return 0
-        lacked = reply.record is not None and reply.record.lacked_memory and answers(task, reply)
+        lacked = reply.record is not None and reply.record.lacked_memory
         wants = min(2 * max(share, taken), most) if lacked else 0 if taken else reply.wants
         return wants if taken < wants <= most else 0
 
@@ -251,16 +219,9 @@ class Supervisor:
             if wants := self._wanted(place, task, event):
                 self._tasks.defer(place.number, task, wants)
                 return
-            if not (event.wants and self._may_wait(task)) and not answers(task, event):
-                event = TaskReply(crash_of(task, "its process answered what it was not asked"), leaves=True)
-                place.renew()
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             yield from self._ended(place, event.status)
-
-    def _may_wait(self, task: Task) -> bool:
-        """Whether a case may come back undone: beyond its share of a GPU, or of what a process holds that is used."""
-        return isinstance(task, Judge) and (self._part.share is not None or (bool(self.gpus) and not task.fresh))
 
     def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""
@@ -270,20 +231,16 @@ class Supervisor:
             self._count_start(status)
             return
         record = place.outcome(status)
-        if record is None and self._is_unstartable(given):
-            record = crash_of(given, f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}")
-            if record and status == LACKED_MEMORY:
-                record = record.with_fields(status=Status.UNAVAILABLE)
+        if record is None and isinstance(given, Judge | Explore):
+            # Processes ended again and again before they began what they were given.
+            self._unbegun[id(given)] += 1
+            if self._unbegun[id(given)] >= _MOST_STARTS:
+                record = _unstartable(given, status)
         if record or isinstance(given, Unrecorded):
             yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
             return
         self._count_start(status)
         self._tasks.put_back(place.number, given)
-
-    def _is_unstartable(self, task: Task) -> bool:
-        """Whether processes ended again and again before they began what they were given."""
-        self._unbegun[id(task)] += 1
-        return isinstance(task, Judge | Explore) and self._unbegun[id(task)] >= _MOST_STARTS
 
     def _count_start(self, status: int) -> None:
         """A process that ends although it had nothing to do, again and again, will never start."""
@@ -299,43 +256,21 @@ class Supervisor:
             raise Stopped
 
 
-def answers(task: Task, reply: TaskReply) -> bool:
-    """Whether a reply is of what was asked: of this backend and, of a case, of it or of one that was run before it."""
-    if isinstance(task, Describe):
-        return reply.facts is not None and reply.facts.reference == task.reference
-    if isinstance(task, Trace):
-        return reply.traced is not None
-    if isinstance(task, Examine):
-        return reply.traits is not None
-    if isinstance(task, Repeat):
-        return reply.repeated is not None
-    if reply.record is None:
-        return False
-    if isinstance(task, Explore):
-        return reply.record.record_key == task.record_key
-    return (reply.record.reference, reply.record.case) in (task.record_key, *task.before)
-
-
-def crash_of(task: Task, message: str) -> Record | None:
-    """The record of a case whose process said nothing of it that can be used; None of what has no record."""
-    if not isinstance(task, Judge | Explore):
-        return None
+def _unstartable(task: Judge | Explore, status: int) -> Record:
+    """The record of a case that no process came to."""
     if isinstance(task, Judge):
         case = Case.parse(task.case)
         capability = case.capability
     else:
         case, capability = array_of(task.capabilities[0])[0], EXPLORED
-    name = parse_reference(task.reference).name
-    return Record(name, task.reference, capability, case.id, Status.CRASH, message=message)
+    died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
+    message = f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}"
+    return Record(parse_reference(task.reference).name, task.reference, capability, case.id, died, message=message)
 
 
 @dataclass
 class FailureLimit:
-    """How many equal failures of its process a call of a backend has.
-
-    Attributes:
-        most: after so many the call is given up.
-    """
+    """How many equal failures of its process a call of a backend has, which is given up after the ``most``."""
 
     most: int
     _failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -345,7 +280,7 @@ class FailureLimit:
         if record.status not in (Status.CRASH, Status.TIMEOUT) and record.message != COMPILING:
             return ""
         call = call_of(record.case)
-        self._failures[record.reference, call, record.message] += 1
-        if self._failures[record.reference, call, record.message] < self.most:
+        self._failures[failure := (record.reference, call, record.message)] += 1
+        if self._failures[failure] < self.most:
             return ""
         return f"gave up on {call} after {self.most} equal failures of its process: {record.message}"

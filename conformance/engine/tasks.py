@@ -1,26 +1,48 @@
-"""What the places of a run have still to do, and which of it a place takes next."""
+"""What the places of a run have still to do, in which order, and which of it a place takes next."""
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 
 import msgspec
 
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.messages import Judge, Task
+from mla_conformance.engine.devices import ALONE, CLEARED, GpuPart
+from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
+from mla_conformance.report.terminal import counted
 
 _NOBODY = -1
 """Stands for a place while none has begun with what is to follow."""
 ENOUGH = 200
 """Groups that take longer to judge than one kernel to compile: with fewer left nobody compiles ahead, for whom the
 others would wait, and for fewer that compile no worker is started."""
+_UNDISTURBED = frozenset(("determinism", "large_offsets", "many_rows", "streams"))
+"""Capabilities that watch for races, or take much of a GPU's memory: their cases have a GPU for themselves."""
+CaseGroup = Sequence[Judge | Explore]
+"""Tasks that one worker takes: a case's, of several backends, which share what was made for it."""
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """What came of a task.
+
+    Attributes:
+        answer: to it; if the process ended over it, what that says of the case that was judged.
+        ended: how the process ended, if it did.
+        history: what the same process was given to judge before, the task included.
+    """
+
+    task: Task
+    answer: TaskReply
+    ended: str = ""
+    history: Sequence[tuple[str, str]] = ()
 
 
 class Tasks:
-    """Groups of tasks: one place takes a group, since a case's backends share what was made for it.
+    """Groups of tasks, each for one place.
 
     Attributes:
-        groups: what is left.
         later: groups that are to follow, by the place that takes them, one after the other.
         rounds: groups that are to follow before those, round by round.
         ahead: number of the first place that takes of the later ones while the others have many to judge.
@@ -55,10 +77,11 @@ class Tasks:
             self.taken[place] = 0
             self._early.discard(place)
             fitting = next((large for large in self._large if large[0] <= room), None)
+            is_ahead = place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
             if fitting:
                 self._large.remove(fitting)
                 self.taken[place], self._own[place] = fitting
-            elif self._is_ahead(place) and not alone and any(self.later.values()):
+            elif is_ahead and not alone and any(self.later.values()):
                 self._own[place] = self._next_of_later(place)
                 if self.ahead:
                     self._early.add(place)
@@ -66,9 +89,6 @@ class Tasks:
                 self._own[place] = self.groups.popleft()
             else:
                 return None
-
-    def _is_ahead(self, place: int) -> bool:
-        return place >= self.ahead and (len(self.groups) > ENOUGH or not self.ahead)
 
     def _next_of_later(self, place: int) -> list[Task]:
         """The next of what a place goes through; it begins with half of what another one has still before it.
@@ -91,14 +111,13 @@ class Tasks:
             self._large.append((wants, group))
 
     def put_back(self, place: int, task: Task) -> None:
-        """Have a place take a task again."""
         self._own[place].insert(0, task)
 
-    def set_apart(self, chosen: Callable[[Task], bool]) -> list[list[Task]]:
-        """Take what is chosen out of the groups; the groups that it makes. What is to follow is not chosen ahead."""
-        apart, self.groups = _divided(self.groups, chosen)
+    def set_apart(self) -> list[list[Task]]:
+        """Take what is to have its GPU for itself out of the groups; of what is to follow, behind the rest of it."""
+        apart, self.groups = _divided(self.groups)
         for place, groups in self.later.items():
-            last, self.later[place] = _divided(groups, chosen)
+            last, self.later[place] = _divided(groups)
             self._last += last
         return list(apart)
 
@@ -117,17 +136,112 @@ class Tasks:
         self.groups.append([msgspec.structs.replace(task, fresh=True)])
 
     def is_left(self) -> bool:
-        """Whether a place has something to take."""
         later = not self.ahead and any(self.later.values())
         return bool(self.groups or self._large or later) or any(self._own.values())
 
 
-def _divided(groups: Iterable[list[Task]], chosen: Callable[[Task], bool]) -> list[deque[list[Task]]]:
-    """What is chosen of groups, and the rest of them."""
-    parts = ([[task for task in group if chosen(task) is is_chosen] for group in groups] for is_chosen in (True, False))
+def _divided(groups: Iterable[list[Task]]) -> list[deque[list[Task]]]:
+    """What of groups is to have a GPU for itself, and the rest of them."""
+
+    def is_undisturbed(task: Task) -> bool:
+        return isinstance(task, Judge) and task.case.partition(":")[0] in _UNDISTURBED
+
+    parts = ([[task for task in group if is_undisturbed(task) is alone] for group in groups] for alone in (True, False))
     return [deque(filter(None, part)) for part in parts]
 
 
 def call_of(case: str) -> str:
-    """The call that a case is about, of its id."""
     return str(Case.parse(case).call)
+
+
+def judged_on_gpu(
+    outcomes: Callable[[Tasks, GpuPart], Iterator[TaskOutcome]],
+    beside: GpuPart,
+    on_phase: Callable[[str], None],
+    tasks: Tasks,
+) -> Iterator[TaskOutcome]:
+    """What comes of cases; of those that need their GPU for themselves once the others are judged.
+
+    Args:
+        outcomes: has tasks carried out by places that have such a part of their GPUs.
+        beside: what each worker has of a GPU beside the others; what exceeds that has a GPU for itself.
+        on_phase: is told what goes on.
+    """
+
+    def count() -> str:
+        return counted(sum(map(len, tasks.groups)), "case")
+
+    while True:
+        alone = tasks.set_apart()
+        for part in (beside, ALONE):
+            if part is ALONE:
+                tasks.groups.extend(alone)
+                if not tasks.groups:
+                    continue
+                on_phase(f"judging {count()} with the GPU for itself")
+            lacking = list[list[Task]]()
+            for outcome in outcomes(tasks, part):
+                if task := _lacked_memory(outcome):
+                    lacking.append([task])
+                else:
+                    yield outcome
+            tasks.groups.extend(lacking)
+        if tasks.groups:
+            on_phase(f"judging {count()} with all of the GPU's memory")
+            for outcome in outcomes(tasks, CLEARED):  # what lacks memory then, too, has a process of its own
+                task = _lacked_memory(outcome, cleared=True)
+                if task and task is not outcome.task:
+                    tasks.groups.append([task])
+                else:
+                    yield outcome
+        next_is = "the backends that compile" if not tasks.rounds else "the next backends"
+        if not tasks.go_on():
+            return
+        on_phase(f"judging {next_is}")
+
+
+def _lacked_memory(outcome: TaskOutcome, cleared: bool = False) -> Judge | None:
+    """What to do instead of a case for which there was no memory; None if there was.
+
+    Others may have held it, or, where they have given it back, the process itself.
+    """
+    task, record = outcome.task, outcome.answer.record
+    if not isinstance(task, Judge):
+        return None
+    if record is None and not cleared:
+        return task
+    if record is not None and not record.lacked_memory:
+        return None
+    return task if task.fresh else msgspec.structs.replace(task, fresh=True)
+
+
+def rounds_of(groups: Iterable[CaseGroup]) -> list[list[CaseGroup]]:
+    """The groups in rounds, each of whole roles, after which a backend or more are done, even if the run is cut short.
+
+    First comes the round that completes most backends for what it has to do. Backends of one role stay side by side,
+    since they share inputs and golden results.
+    """
+    by_role, wanted, roles = Counter[str](), defaultdict[str, set[str]](set), list[tuple[CaseGroup, str]]()
+    for group in groups:
+        role = str(Case.parse(group[0].case).role) if isinstance(group[0], Judge) else ""
+        roles.append((group, role))
+        by_role[role] += 1
+        for task in group:
+            wanted[task.reference].add(role)
+    rounds, left = list[list[CaseGroup]](), dict(wanted)
+    while left:
+        gains = {frozenset(own): sum(other <= own for other in left.values()) for own in left.values()}
+        chosen = max(gains, key=lambda own: gains[own] / sum(map(by_role.__getitem__, own)))
+        rounds.append([group for group, role in roles if role in chosen])
+        left = {reference: rest for reference, own in left.items() if (rest := own - chosen)}
+    return rounds
+
+
+def alike(groups: Iterable[CaseGroup]) -> list[CaseGroup]:
+    """The groups, those side by side for which a library compiles the same, or nearly: of one dtype and dimensions."""
+
+    def compiled_for(group: CaseGroup) -> tuple[str, ...]:
+        case = Case.parse(group[0].case) if isinstance(group[0], Judge) else None
+        return (case.dtype, case.dims) if case else ()
+
+    return sorted(groups, key=compiled_for)

@@ -3,6 +3,7 @@
 The backends are in a process beside it, which is forked before a GPU is used.
 """
 
+import contextlib
 import faulthandler
 import os
 import select
@@ -14,6 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from typing import NoReturn
 
 import msgspec
@@ -25,6 +27,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
+from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.executor import Executor
 from mla_conformance.driving.loaded import Loaded, newly_loaded
 from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
@@ -42,7 +45,6 @@ from mla_conformance.engine.messages import (
     Task,
     TaskReply,
     Trace,
-    Unrecorded,
     WorkerEvent,
     WorkerJudged,
     WorkerStarted,
@@ -50,13 +52,13 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
-from mla_conformance.engine.warming import warm_up
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
+from mla_conformance.roles.table import judge
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
@@ -66,7 +68,6 @@ from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
-from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
 
@@ -75,6 +76,7 @@ _AT_ONCE = 0.05
 """Seconds within which a process is given something that others wait for."""
 _KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]
 """Bytes of a GPU that a process has use for beside those of a case."""
+_USUAL = "lse:q=[4]"
 _LARGE = 2**31
 """Bytes of the largest case of which a worker that shares its GPU goes on to hold what it took."""
 
@@ -103,48 +105,35 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
             raise
         traceback.print_exc()
         leave(LACKED_MEMORY)
+    leave(0)
 
 
-def _answer_tasks(connection: socket.socket, setup: Setup) -> NoReturn:
-    process = os.getpid()
-    executor = start_kernel_process(setup, connection)
+def _answer_tasks(connection: socket.socket, setup: Setup) -> None:
+    def send(event: WorkerEvent) -> None:
+        connection.sendall(encode(event))
+
+    process, executor = os.getpid(), start_kernel_process(setup, connection)
     faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
     if setup.memory:
         limit_memory(setup.memory)
-
-    device = find_device(setup.device)
-    connection.sendall(encode(_hello(process, device)))
-    place = device or torch.device("cpu")
-    executor.use(place)
-    worker = Worker(place, setup.memory, lambda event: connection.sendall(encode(event)), executor, setup.salt)
+    if device := find_device(setup.device):
+        gpus = visible_gpus() if device.type == "cuda" else ()
+        send(Hello(process, device.type, device_facts(device), gpus, whole_memory(device)))
+    else:
+        send(Hello(process, "", {}))
+    executor.use(device := device or torch.device("cpu"))
+    worker = Worker(device, setup.memory, send, executor, setup.salt)
     if not select.select([connection], [], [], _AT_ONCE)[0]:
         worker.warm_up()  # while others tell what the backends are
-    _answer_all(connection, worker, process)
-
-
-def _answer_all(connection: socket.socket, worker: "Worker", process: int) -> NoReturn:
-    """Answer what is given to this process, until it is to judge nothing more."""
     while line := read_line(connection):
         try:
             given = decode(line, Given)
         except ValueError:
             continue  # the rest of what an earlier process has read in part
-        if given.process != process:
-            continue
-        answer = worker.answer(given.task, given.share)
-        if os.getpid() != process:
-            leave(0)  # an import forked, and its child came back into a process that is not its own
-        connection.sendall(encode(answer))
-        if answer.leaves:
-            break
-    leave(0)
-
-
-def _hello(process: int, device: torch.device | None) -> Hello:
-    if device is None:
-        return Hello(process, "", {})
-    gpus = visible_gpus() if device.type == "cuda" else ()
-    return Hello(process, device.type, device_facts(device), gpus, whole_memory(device))
+        if given.process == process:
+            send(answer := worker.answer(given.task, given.share))
+            if answer.leaves:
+                return
 
 
 class Worker:
@@ -160,9 +149,18 @@ class Worker:
         self._subject = cache(self._loaded)
 
     def warm_up(self) -> None:
-        """Use the GPU once, if it is one."""
-        if self._device.type == "cuda":
-            warm_up(self._context, self._device)
+        """Use a GPU once, before a case does: what is loaded when it is used first takes a second.
+
+        All is done that is done for each case, without a backend: the results are the golden ones.
+        """
+        if self._device.type != "cuda":
+            return
+        with contextlib.suppress(Exception):  # the first case tells what is wrong
+            problem = self._context.problem(Case.parse(_USUAL), self._device)
+            expected = self._context.expect(problem)
+            output, lse = islice(expected.tensors, 2)
+            results = output.to(problem.output_dtype), lse.float()
+            judge(problem, expected, Observation((Returned(problem.calls[0], results),), None, ()), Declaration())
 
     def _loaded(self, reference: str) -> Subject:
         """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
@@ -219,39 +217,49 @@ class Worker:
             self._held_to = share
 
     def _done(self, task: Task) -> TaskReply:
-        if isinstance(task, Unrecorded):
-            return self._told(task)
+        if isinstance(task, Judge):
+            return self._judged(task)
+        if isinstance(task, Trace):  # by a process that has not imported the backend before
+            traced = Subject.of(task.reference, self._device, self._executor)
+            seen = self._executor.query(partial(trace_all, traced, task.cases), Traced)
+            return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
+        subject = self._subject(task.reference)
+        if isinstance(task, Describe):
+            facts = self._described(subject, task)
+            return TaskReply(facts=facts, missing={} if facts.reasons else self._missing_roles(subject, task))
         if isinstance(task, Explore):
-            return self._explored(task)
+            starts = partial(self._starts, subject, capability=EXPLORED)
+            record = explore(subject, task.draws, task.seconds, task.capabilities, self._context, starts)
+            return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
+        if isinstance(task, Examine):  # whose kernels are called as no case calls them
+            answers = bitwise(subject, self._context) if task.bitwise else ()
+            spreads = accuracy(subject, self._context) if task.accuracy else ()
+            return TaskReply(traits=Traits(answers, spreads), leaves=True)
+        found = repeated(subject, self._context, Case.parse(task.case), task.calls)
+        return TaskReply(repeated=found, leaves=True)
+
+    def _judged(self, task: Judge) -> TaskReply:
         subject = self._subject(task.reference)
         for reference, before in task.before:
             earlier = self._subject(reference)
             if before:  # without a case it is imported, which is all
                 judge_one(earlier, Case.parse(before), self._context, partial(self._starts, earlier))
-        case = Case.parse(task.case)
+        case, heat = Case.parse(task.case), None
         trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
-        heat = None
         if task.explain and record.status is Status.FAIL and not self._executor.lost(self._device):
             self._send(WorkerJudged(record))
-            heat = msgspec.to_builtins(heat_of(trial, record))
-            record = record.with_fields(explanation=_looks_like(task, trial, record))
+            heat, failure = heat_of(trial, record), Failure.of(trial, record)
+            if task.reported:
+                looks_like = ReportedCauses(list(task.reported)).explain(failure)
+            else:
+                looks_like = explain(failure, WHOLE if task.unhurried else PATIENCE)
+            record = record.with_fields(explanation=looks_like)
+            del failure
         disturbed, declared = trial.disturbed, trial.declared
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 
-    def _told(self, task: Unrecorded) -> TaskReply:
-        if isinstance(task, Describe):
-            facts = self._described(task)
-            return TaskReply(facts=facts, missing={} if facts.reasons else self._missing_roles(task))
-        if isinstance(task, Trace):
-            return self._traced(task)
-        if isinstance(task, Examine):
-            return self._examined(task)
-        found = repeated(self._subject(task.reference), self._context, Case.parse(task.case), task.calls)
-        return TaskReply(repeated=found, leaves=True)
-
-    def _described(self, task: Describe) -> BackendFacts:
-        subject = self._subject(task.reference)
+    def _described(self, subject: Subject, task: Describe) -> BackendFacts:
         done = self._executor.query(partial(describe, subject), BackendFacts)
         facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
         if facts.reasons:
@@ -264,36 +272,14 @@ class Worker:
         words = {role.value: repr(each) for role, each in declared.value.items()}
         return replace(facts, declared=words, fitted=fitted, region=digest_of(fitted))
 
-    def _missing_roles(self, task: Describe) -> dict[Role, str]:
+    def _missing_roles(self, subject: Subject, task: Describe) -> dict[Role, str]:
         """Why no case of a role can be called; of a role whose question fails its cases ask again."""
-        subject, found = self._subject(task.reference), dict[Role, str]()
+        found = dict[Role, str]()
         for case in map(Case.parse, task.cases):
             asked = self._executor.query(partial(subject.missing_role, case), list[str])
             if asked.value and not (asked.error or asked.disturbed):
                 found[case.role] = "; ".join(asked.value)
         return found
-
-    def _explored(self, task: Explore) -> TaskReply:
-        subject = self._subject(task.reference)
-
-        def starts(case: Case) -> None:
-            self._starts(subject, case, EXPLORED)
-
-        record = explore(subject, task.draws, task.seconds, task.capabilities, self._context, starts)
-        return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
-
-    def _traced(self, task: Trace) -> TaskReply:
-        """What is seen to run, by a process that has not imported the backend before."""
-        subject = Subject.of(task.reference, self._device, self._executor)
-        seen = self._executor.query(partial(trace_all, subject, task.cases), Traced)
-        return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
-
-    def _examined(self, task: Examine) -> TaskReply:
-        """By a process that judges nothing more: its kernels have been called as no case calls them."""
-        subject = self._subject(task.reference)
-        answers = bitwise(subject, self._context) if task.bitwise else ()
-        spreads = accuracy(subject, self._context) if task.accuracy else ()
-        return TaskReply(traits=Traits(answers, spreads), leaves=True)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
@@ -305,29 +291,17 @@ class Worker:
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether this process must not judge further cases.
 
-        It lost its GPU, or memory that it does not get back; what one case leaked must not be missing to the next. Or a
-        backend left it other than it was.
+        It lost its GPU, or memory that it does not get back: it or that of the backends has taken half of what it may.
+        What one case leaked must not be missing to the next. Or a backend left it other than it was.
         """
         if disturbed or record.check == Check.PROCESS_STATE or self._executor.lost(self._device):
             return True
-        crowded = self._is_crowded()
+        crowded = self._executor.spent
+        if not crowded and self._memory is not None:
+            taken = max(allocated_memory(), self._executor.query(allocated_memory, int).value or 0)
+            crowded = 2 * taken > self._memory
         if record.status is Status.UNAVAILABLE:
             self._context.forget()
             # What processes share of a GPU may not have been opened, and is not offered again.
             return crowded or self._device.type == "cuda"
         return crowded
-
-    def _is_crowded(self) -> bool:
-        """Whether this process, or that of the backends, has taken half of what it may."""
-        if self._executor.spent:
-            return True
-        taken = [allocated_memory(), self._executor.query(allocated_memory, int).value or 0]
-        return self._memory is not None and 2 * max(taken) > self._memory
-
-
-def _looks_like(task: Judge, trial: Trial, record: Record) -> str:
-    """What a failure looks like, or whether it looks as others of its backend do."""
-    failure = Failure.of(trial, record)
-    if task.reported:
-        return ReportedCauses(list(task.reported)).explain(failure)
-    return explain(failure, WHOLE if task.unhurried else PATIENCE)

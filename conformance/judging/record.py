@@ -91,7 +91,6 @@ class Record(Said, frozen=True):
         case: id of the case.
         status: outcome.
         seconds: wall time of the trial.
-        phases: seconds of it by phase: the golden result, the backend's calls, the judge.
         evidence: what served the calls, as the backend tells: library, version, variant, plan.
         cases: how many cases it stands for; more than one for drawn cases of which none fails.
         sampled: `rows` judged `of` all, of which `drawn` at random; empty where every row was judged.
@@ -104,7 +103,6 @@ class Record(Said, frozen=True):
     case: str
     status: Status
     seconds: float = 0.0
-    phases: dict[str, float] = field(default_factory=dict)
     evidence: dict[str, str] = field(default_factory=dict)
     cases: int = 1
     sampled: dict[str, int] = field(default_factory=dict)

@@ -2,10 +2,13 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +19,9 @@ from typing import Any, ClassVar
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.judging.golden import GoldenAttention
+from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.roles.table import judge
 
 
 class Faulty(EagerPrefillBackend):
@@ -42,16 +48,6 @@ class Faulty(EagerPrefillBackend):
 class Segfault(Faulty):
     def before(self, *_: Any) -> None:
         ctypes.string_at(0)
-
-
-class Abort(Faulty):
-    def before(self, *_: Any) -> None:
-        os.abort()
-
-
-class DividesByZero(Faulty):
-    def before(self, *_: Any) -> None:
-        signal.raise_signal(signal.SIGFPE)
 
 
 class Killed(Faulty):
@@ -107,11 +103,6 @@ class InterruptsItself(Faulty):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-class RaisesKeyboardInterrupt(Faulty):
-    def before(self, *_: Any) -> None:
-        raise KeyboardInterrupt
-
-
 class ForbidsFiles(Faulty):
     def before(self, *_: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -145,24 +136,6 @@ class KillsItsParent(Faulty):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Unspeakable(Exception):
-    """Neither text nor pickle can be made of it."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: None)
-
-    def __str__(self) -> str:
-        raise ValueError
-
-    def __reduce__(self) -> Any:
-        raise TypeError
-
-
-class RaisesTheUnspeakable(Faulty):
-    def before(self, *_: Any) -> None:
-        raise Unspeakable
-
-
 class Floods(Faulty):
     def before(self, *_: Any) -> None:
         block = b"x" * 2**20
@@ -177,12 +150,6 @@ class ClosesStdout(Faulty):
         os.closerange(1, 2)
 
 
-class LeavesAutocastOn(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        torch.autocast("cpu", torch.bfloat16).__enter__()
-        return result
-
-
 class ReplacesExp(Faulty):
     def after(self, result: Any, *_: Any) -> Any:
         setattr(torch.Tensor, "exp", lambda tensor: torch.exp(tensor) * 2)  # noqa: B010 - of another type
@@ -192,11 +159,6 @@ class ReplacesExp(Faulty):
 class ChangesDtype(Faulty):
     def before(self, *_: Any) -> None:
         torch.set_default_dtype(torch.float64)
-
-
-class ChangesDevice(Faulty):
-    def before(self, *_: Any) -> None:
-        torch.set_default_device("meta")
 
 
 class Seeds(Faulty):
@@ -212,6 +174,61 @@ class ChangesEnvironment(Faulty):
 class ChangesDirectory(Faulty):
     def before(self, *_: Any) -> None:
         os.chdir(Path(__file__).anchor)
+
+
+def _passes(*_: Any, **__: Any) -> Any:
+    from mla_conformance.judging.verdict import Status, Verdict
+
+    return Verdict(Status.PASS)
+
+
+class RewritesTheJudge(Faulty):
+    """Three times what is right, and a judge whose code says that it passes: it is still the same function."""
+
+    def before(self, *_: Any) -> None:
+        judge.__code__ = _passes.__code__
+        assert judge(None, None, None, None) == Verdict(Status.PASS)  # type: ignore[arg-type]
+
+    def after(self, result: Any, *_: Any) -> Any:
+        return result[0].mul_(3), result[1]
+
+
+class LooksForTheRightResult(Faulty):
+    def before(self, *_: Any) -> None:
+        found = [each for each in gc.get_objects() if type(each) is GoldenAttention]
+        assert not found, "what is expected is in this process"
+
+
+class Forges(Faulty):
+    """Answers in place of the process that calls it."""
+
+    answer = b'{"number": 1, "error": "", "verdict": "pass"}'
+
+    def before(self, *_: Any) -> None:
+        for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            try:
+                connection = socket.socket(fileno=os.dup(number))
+            except OSError:  # no socket, or the folder's own
+                continue
+            connection.sendall(struct.pack("<Q", len(self.answer)) + self.answer)
+
+
+class Signals(Faulty):
+    """Sends the judge a signal that does nothing; whoever may do that may stop or end it as well."""
+
+    def before(self, *_: Any) -> None:
+        os.kill(os.getppid(), signal.SIGCONT)
+
+
+class Refusing(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("not with me")
+
+
+class ReturnsASubclass(Faulty):
+    def after(self, result: Any, *_: Any) -> Any:
+        return result[0].as_subclass(Refusing), result[1]
 
 
 class Forks(Faulty):
@@ -274,11 +291,6 @@ class WrongShape(Faulty):
 class WrongDtype(Faulty):
     def after(self, result: Any, *_: Any) -> Any:
         return result[0], result[1].double()
-
-
-class WrongDevice(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0], result[1].to("meta")
 
 
 class OnlyNaN(Faulty):

@@ -1,83 +1,26 @@
 """Judged apart: what crosses between the processes, what is believed of it, and which verdicts come of it."""
 
-import ctypes
 import os
-import shutil
 import socket
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 import pytest
 import torch
 
-from mla_conformance.apart.judge_side import RemoteExecutor
-from mla_conformance.apart.packing import Arena, Unpacker, pack
-from mla_conformance.apart.reply import MalformedReply, Part, Reader, Reply, Writer, decode
-from mla_conformance.apart.shared import Shared, SharedRange, send
 from mla_conformance.cases.case import Case
-from mla_conformance.commands.console import run_and_report
 from mla_conformance.driving.driver import Instead
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.pool import Limits
-from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Run
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.driving.packing import Arena, Unpacker, pack
+from mla_conformance.driving.remote import RemoteExecutor
+from mla_conformance.driving.reply import MalformedReply, Part, Reader, Reply, Writer, decode
+from mla_conformance.driving.shared import Shared, SharedRange, send
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.report.loading import load_report
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.layer.call import RankedCall
 from mla_conformance.roles.table import build_problem
 
 CPU = torch.device("cpu")
-CASE = "no_side_effects:q=[7,4];out=1"
-FORBIDS_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
-"""Whether the system can, by the version of its Landlock; Linux from 6.12 on."""
-OUTCOMES = {
-    "EAGER": (Status.PASS, "", ""),
-    "LooksForTheRightResult": (Status.PASS, "", ""),
-    "RewritesTheJudge": (Status.FAIL, Check.OUTPUT, "new tokens: output is"),
-    "Forges": (Status.FAIL, Check.CALL, "malformed reply from the kernel process"),
-    "Signals": (Status.FAIL, Check.CALL, "PermissionError") if FORBIDS_SIGNALS else (Status.PASS, "", ""),
-    "Subclass": (Status.FAIL, Check.SHAPE, "expected a strided torch.Tensor as output, got a Refusing"),
-    "ReturnsItsBuffer": (Status.FAIL, Check.STALE_RESULT, "overwrote the result of an earlier one"),
-    "Segfault": (Status.CRASH, "", "the process died during this case: Segmentation fault"),
-    "ExitsAtOnce": (Status.CRASH, "", "the process died during this case: exit status 0"),
-}
-FILES = {"Subclass": "hostile", "ReturnsItsBuffer": "faults", "Segfault": "faults", "ExitsAtOnce": "faults"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one run, judged apart."""
-    folder = tmp_path_factory.mktemp("apart")
-    for name in {*FILES.values(), "reaching"}:
-        shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
-    files = {name: folder / f"{FILES.get(name, 'reaching')}.py" for name in OUTCOMES}
-    backends = [name if name == "EAGER" else f"{files[name]}:{name}" for name in OUTCOMES]
-    request = RunRequest.of(backends, device="cpu", cases=[CASE])
-    assert run_and_report(Run(request, RunFolder.claim(folder / "out"), Limits(1)), as_json=True) == 1
-    return folder / "out"
-
-
-@pytest.mark.parametrize("name", OUTCOMES)
-def test_a_backend_has_the_verdict_that_it_deserves(folder: Path, name: str) -> None:
-    (record,) = (record for record in load_report(folder).records if record.backend == name)
-    status, check, said = OUTCOMES[name]
-    assert (record.status, record.check) == (status, check) and said in record.message
-    assert record.confirmation == ("alone" if record.failed else "")
-
-
-def test_the_judge_tells_where_the_errors_of_a_wrong_output_are(folder: Path) -> None:
-    parts = {each.name: [heat_map.part for heat_map in each.heat.values()] for each in load_report(folder).backends}
-    assert parts == {
-        name: ["output of new tokens"] if check == Check.OUTPUT else [] for name, (_, check, _) in OUTCOMES.items()
-    }
-
-
-def test_a_report_says_that_it_was_judged_apart(folder: Path) -> None:
-    assert load_report(folder).environment["judge"] == "kernel and judge apart"
 
 
 def crossed(value: Any) -> tuple[Any, Shared]:

@@ -32,7 +32,7 @@ from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import columns
 from mla_conformance.tests.own_functions import as_function, decode_with
-from mla_conformance.trials.context import Clock, Context
+from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
@@ -351,7 +351,7 @@ def test_inputs_refuse_what_they_cannot_hand_out() -> None:
 
 def golden_of(case: mla.FunctionCase) -> Any:
     context = Context()
-    return context.expect(context.problem(case.suite_case, CPU, Clock()), Clock()).calls[0]  # type: ignore[attr-defined]
+    return context.expect(context.problem(case.suite_case, CPU)).calls[0]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8", "fp8_ds_mla"])

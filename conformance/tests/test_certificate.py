@@ -26,7 +26,7 @@ from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
 from mla_conformance.commands.certify import Issuing
-from mla_conformance.driving.sources import judging_sources
+from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.engine.describe import describe, device_facts
 from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
 from mla_conformance.engine.request import RunRequest

@@ -21,8 +21,7 @@ from mla_conformance.engine.messages import Hello, Judge, Setup, TaskReply
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import TaskOutcome
-from mla_conformance.engine.tasks import Tasks
+from mla_conformance.engine.tasks import TaskOutcome, Tasks
 from mla_conformance.judging.needs import memory_need, needed_bytes
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status

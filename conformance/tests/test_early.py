@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 
-from mla_conformance.engine import early
+from mla_conformance.engine import keeper
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
@@ -31,11 +31,11 @@ class TellsThreads(EagerPrefillBackend):
     [("certify --backend A", 1), ("replay x", 1), ("watch f", 1), ("", 0), ("backends", 0), ("certify --help", 0)],
 )
 def test_commands_that_judge_start_it(line: str, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "start_keeper", lambda descriptor, log, environment: "a process")
-    monkeypatch.setattr(early, "_begun", [])
-    early.begin(line.split())
-    taken = early.take()
-    assert bool(taken) == bool(starts) and early.take() is None
+    monkeypatch.setattr(keeper, "start_keeper", lambda descriptor, log, environment: "a process")
+    monkeypatch.setattr(keeper, "_begun", [])
+    keeper.begin(line.split())
+    taken = keeper.take()
+    assert bool(taken) == bool(starts) and keeper.take() is None
     if taken:
         taken.connection.close()
         for end in taken.log:
@@ -68,8 +68,8 @@ def test_the_first_worker_of_a_run_comes_from_it_with_the_threads_of_all(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("mla_conformance.engine.pool.machine_cores", lambda: 3)
     (tmp_path / "tells.py").write_text(TELLS_THREADS, encoding="utf-8")
-    early.begin(["certify"])
-    process = early._begun[0].process
+    keeper.begin(["certify"])
+    process = keeper._begun[0].process
     request = RunRequest.of([f"{tmp_path / 'tells.py'}:TellsThreads"], device="cpu", cases=["lse:q=[1]"])
     with Run(request, RunFolder.claim(tmp_path / "out"), Limits(1)) as run:
         run.prepare()

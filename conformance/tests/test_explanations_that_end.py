@@ -64,11 +64,12 @@ def test_without_a_folder_for_numbers(monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/dev/null/none")
     test_mine()
 """
+ENDED = "explanation ended by signal 11 (Segmentation fault)"
 
 
-def printed(folder: Path, *command: str, test: str = TEST) -> str:
+def printed(folder: Path, *command: str) -> str:
     """What a command prints where the process ends that compares a failure."""
-    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL, "test_mine.py": test}.items():
+    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL, "test_mine.py": AT_ODDS}.items():
         (folder / name).write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -78,26 +79,15 @@ def printed(folder: Path, *command: str, test: str = TEST) -> str:
     return " ".join(done.stdout.split())
 
 
-JUDGED = "--backend wrong.py:Wrong --device cpu --timeout 60"
+def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
+    command = "mla_conformance certify --capability lse --tier smoke --out out -n 1 --backend wrong.py:Wrong"
+    assert ENDED in printed(tmp_path, *command.split(), "--device=cpu", "--timeout=60")
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"mla_conformance certify --capability lse --tier smoke --out out -n 1 {JUDGED}",
-        f"mla_conformance replay {CASE} {JUDGED}",
-        "pytest -p no:cacheprovider test_mine.py",
-    ],
-    ids=["certify", "replay", "pytest"],
-)
-def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(command: str, tmp_path: Path) -> None:
-    assert "explanation ended by signal 11 (Segmentation fault)" in printed(tmp_path, *command.split())
-
-
-def test_threads_take_turns_and_no_room_for_the_numbers_is_told(tmp_path: Path) -> None:
+def test_in_a_test_run_threads_take_turns_and_no_room_for_the_numbers_is_told(tmp_path: Path) -> None:
     tests = ("test_mine.py::test_threads", "test_mine.py::test_without_a_folder_for_numbers")
-    said = printed(tmp_path, "pytest", "-s", "-p", "no:cacheprovider", *tests, test=AT_ODDS)
-    assert said.count("explanation ended by signal 11 (Segmentation fault)") == 2
+    said = printed(tmp_path, "pytest", "-s", "-p", "no:cacheprovider", *tests)
+    assert said.count(ENDED) == 2
     assert "explanation ended by NotADirectoryError" in said
 
 

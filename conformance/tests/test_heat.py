@@ -15,10 +15,8 @@ from mla_conformance.diagnosis.heat import heat_map, heat_maps, heat_of
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import HeatShown, Journal, Judgement, Planned
-from mla_conformance.engine.messages import Judge, TaskReply
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import TaskOutcome
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
@@ -132,7 +130,6 @@ def test_what_the_journal_tells_of_failures_is_kept_when_a_run_is_resumed(tmp_pa
     run = Run(RunRequest.of(["EAGER"], device="cpu", cases=[CASE, passes]), RunFolder.claim(tmp_path, resume=True))
     run.facts, run.environment = [BackendFacts("EAGER", "EAGER")], {}
     run.resume()
-    run._keep_heat(TaskOutcome(Judge("EAGER", CASE), TaskReply(heat={"part": "made up"})))
     assert run.summary().backends[0].heat == {CASE: SMALL}
     run.supervisor.log.close()
     run.folder.release()

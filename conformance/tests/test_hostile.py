@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving import system_settings
-from mla_conformance.driving.executor import ProcessState, run_step
+from mla_conformance.driving import settings
+from mla_conformance.driving.executor import run_step
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.trials.context import Context
@@ -94,7 +94,7 @@ def process() -> list[Any]:
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_is_charged_and_undone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_settings, "_PATIENCE", 0.0)  # what it leaves does not end by itself
+    monkeypatch.setattr(settings, "_PATIENCE", 0.0)  # what it leaves does not end by itself
     before = process()
     record = judged(name)
     assert process() == before
@@ -139,7 +139,7 @@ def test_an_interrupt_from_outside_is_no_failure_of_the_call(heeded: None) -> No
 
 def test_what_libraries_do_is_no_change() -> None:
     seed = torch.manual_seed
-    with ProcessState.watched() as changes:
+    with settings.watched() as changes:
         torch.Tensor.of_a_library = lambda self: self  # type: ignore[attr-defined]
         os.environ["OF_A_LIBRARY"] = "1"
         torch.set_float32_matmul_precision("high")

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.engine import installation
-from mla_conformance.engine.installation import Installation
+from mla_conformance.engine import findings
+from mla_conformance.engine.findings import Installation
 from mla_conformance.files.installed import harness_files
 from mla_conformance.files.late_imports import load_all_again, refuse_written_since
 from mla_conformance.tests.unexplained import unexplained
@@ -94,7 +94,7 @@ def test_an_installation_that_is_another_at_the_end_has_no_report(
     )
     decides = tmp_path / "decides.toml"
     decides.touch()
-    monkeypatch.setattr(installation, "harness_files", lambda: {"decides.toml": decides})
+    monkeypatch.setattr(findings, "harness_files", lambda: {"decides.toml": decides})
     asked = [f"--backend={tmp_path / 'kernel.py'}:Wrong", "--capability=new_tokens", "--tier=smoke", "--device=cpu"]
     with unexplained():
         assert main(["certify", *asked, "-n1", f"--out={tmp_path / 'out'}"]) == 3
@@ -132,7 +132,7 @@ def test_a_file_that_changed_went_or_came_is_named(tmp_path: Path, monkeypatch: 
     paths = {name: tmp_path / name for name in ("same", "changed", "gone")}
     for path in paths.values():
         path.write_text("before")
-    monkeypatch.setattr(installation, "harness_files", lambda: {p.name: p for p in tmp_path.iterdir()})
+    monkeypatch.setattr(findings, "harness_files", lambda: {p.name: p for p in tmp_path.iterdir()})
     before = Installation.now()
     assert before.changed() == []
     paths["changed"].write_text("after")

@@ -4,13 +4,13 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mla_conformance.driving.loaded import Loaded
-from mla_conformance.engine.code import LoadedCode
+from mla_conformance.engine.findings import LoadedCode
 from mla_conformance.files.installed import file_digest
 
 LOADS = """
@@ -80,49 +80,21 @@ found = LOADED.new()
 print(json.dumps([found.found, found.generated, values, list(LOADED.new().found)]))
 """
 FOUND = ["computed.py", "removed.py", "threaded.py", "by_spec.py", "by_loader.py", "package/__init__.py"]
-FOUND += [
-    "package/inner.py",
-    "unchecked.py",
-    "timed.py",
-    "sourceless.pyc",
-    "zipped.zip",
-    "kernel.so.1",
-    "plain.py",
-    "wheels/unlisted.py",
-]
+FOUND += ["package/inner.py", "unchecked.py", "timed.py", "sourceless.pyc", "zipped.zip", "kernel.so.1", "plain.py"]
+FOUND += ["wheels/unlisted.py"]
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, str]]]]:
-    """The folder of a process that loads code in every way, and what it noted."""
-    folder = tmp_path_factory.mktemp("loads").resolve()
+def test_every_way_of_loading_a_file_is_noted_and_what_runs_is_the_source(tmp_path: Path) -> None:
+    """No bytecode beside it; of what came to be meanwhile, its generator counts, and Python's own is no backend's."""
+    folder = tmp_path.resolve()
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", LOADS, folder], capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    yield folder, json.loads(done.stdout)
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_every_way_of_loading_a_file_is_noted(loaded: tuple[Path, list[dict[str, str]]], name: str) -> None:
-    folder, (found, _, _, again) = loaded
-    ran = hashlib.sha256(b"VALUE = 'right'\n").hexdigest() if name == "plain.py" else file_digest(folder / name)
-    assert found[str(folder / name)] == ran and again == []
-
-
-def test_what_came_to_be_meanwhile_is_its_generators(loaded: tuple[Path, list[dict[str, str]]]) -> None:
-    folder, (_, generated, _, _) = loaded
+    found, generated, values, again = json.loads(done.stdout)
+    digests = {str(folder / name): file_digest(folder / name) for name in FOUND}
+    assert found == digests | {str(folder / "plain.py"): hashlib.sha256(b"VALUE = 'right'\n").hexdigest()}
     assert generated == {str(folder / name): file_digest(folder / name) for name in ("generated.py", "plain.py")}
-
-
-@pytest.mark.parametrize("name", ["unchecked", "timed", "wheels/unlisted"])
-def test_what_runs_is_the_source_and_no_bytecode_beside_it(
-    loaded: tuple[Path, list[dict[str, str]]], name: str
-) -> None:
-    assert loaded[1][2][name] == "xxxx"
-
-
-def test_pythons_own_modules_are_no_backends(loaded: tuple[Path, list[dict[str, str]]]) -> None:
-    folder, (found, _, _, _) = loaded
-    assert {path for path in found if not path.startswith(str(folder))} == set()
+    assert {name for name, value in values.items() if value == "xxxx"} == {"unchecked", "timed", "wheels/unlisted"}
+    assert again == []
 
 
 @pytest.mark.parametrize(

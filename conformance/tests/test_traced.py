@@ -17,8 +17,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import TaskReply, Trace
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import TaskOutcome
-from mla_conformance.engine.tasks import Tasks
+from mla_conformance.engine.tasks import TaskOutcome, Tasks
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.outcome import ran

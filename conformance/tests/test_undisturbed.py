@@ -1,4 +1,4 @@
-"""Cases that a GPU's other users disturb are judged at the end, alone; here a CPU takes the part of one GPU."""
+"""The order of a run: rounds of backends, and at the end what a GPU's other users disturb; a CPU takes its part."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,14 +9,12 @@ import pytest
 from mla_conformance.engine.devices import ALONE, CLEARED, GpuPart, part_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
-from mla_conformance.engine.messages import Judge, TaskReply
+from mla_conformance.engine.messages import Explore, Judge, TaskReply
 from mla_conformance.engine.place import WorkerSlot
 from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import TaskOutcome
-from mla_conformance.engine.tasks import Tasks
-from mla_conformance.engine.undisturbed import OnGpu
+from mla_conformance.engine.tasks import TaskOutcome, Tasks, judged_on_gpu, rounds_of
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 
@@ -45,7 +43,7 @@ class Compiles(EagerPrefillBackend):
     declaration = Declaration(distributions=("torch", "triton"))
 """
 CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in range(1, 9)]
-RACES = [f"determinism:dims=small;heads=2;q=[{tokens}]" for tokens in (5, 6)]
+RACE = "determinism:dims=small;heads=2;q=[5]"
 
 
 @dataclass
@@ -95,27 +93,6 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
     return seen
 
 
-def test_what_watches_for_races_is_judged_last_while_no_other_place_is_busy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given_back: list[int] = []
-    make_room = WorkerSlot.make_room
-
-    def note(place: WorkerSlot) -> None:
-        given_back.append(place.number)
-        make_room(place)
-
-    monkeypatch.setattr(WorkerSlot, "make_room", note)
-    seen = judged(tmp_path, ["EAGER"], [*RACES, *CASES], monkeypatch)
-    assert sorted(seen.order[:-2]) == CASES and seen.order[-2:] == RACES
-    beside, alone = seen.started[:-2], seen.started[-2:]
-    assert {busy for _, busy, _ in alone} == {1} and 2 in {busy for _, busy, _ in beside}
-    assert len({here for *_, here in seen.started}) == 1, "nobody lacks memory, so that nobody begins anew"
-    assert given_back == [1], "the other one, before the first of them"
-    assert {record.status for record in seen.records.values()} == {Status.PASS}
-    assert seen.phases == ["judging 2 cases with the GPU for itself"]
-
-
 def test_what_lacked_memory_beside_others_is_judged_again_and_only_then_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,24 +120,36 @@ def test_a_case_that_neither_others_nor_a_used_process_leave_room_for_is_given_t
             yield TaskOutcome(task, TaskReply(record, wants=0 if record else 1))
 
     beside = part_of(80 * 2**30, 4)
-    (done,) = OnGpu(outcomes, beside, phases.append).judged(Tasks([[Judge("A", CASES[0])]]))
+    (done,) = judged_on_gpu(outcomes, beside, phases.append, Tasks([[Judge("A", CASES[0])]]))
     assert asked == [(beside, False), (ALONE, False), (CLEARED, False), (CLEARED, True)]
     assert phases == ["judging 1 case with the GPU for itself", "judging 1 case with all of the GPU's memory"]
     assert done.answer.record and done.answer.record.status is Status.PASS
 
 
-def test_one_that_compiles_follows_when_the_others_are_complete(
+def test_what_compiles_follows_and_what_watches_for_races_is_judged_last_of_each_while_no_other_place_is_busy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "compiles.py").write_text(COMPILES)
     monkeypatch.setattr("mla_conformance.engine.run.ENOUGH", 0)
+    given_back, make_room = list[int](), WorkerSlot.make_room
+
+    def note(place: WorkerSlot) -> None:
+        given_back.append(place.number)
+        make_room(place)
+
+    monkeypatch.setattr(WorkerSlot, "make_room", note)
     compiling = f"{tmp_path / 'compiles.py'}:Compiles"
-    seen = judged(tmp_path, [compiling, "EAGER", "TORCH_SDPA"], [RACES[0], *CASES[:2]], monkeypatch)
+    seen = judged(tmp_path, [compiling, "EAGER", "TORCH_SDPA"], [RACE, *CASES[:2]], monkeypatch)
     assert sorted(seen.backends[:4]) == ["EAGER"] * 2 + ["TORCH_SDPA"] * 2
-    assert (seen.backends[4:6], seen.order[4:6]) == (["EAGER", "TORCH_SDPA"], [RACES[0]] * 2)
-    assert seen.backends[6:] == [compiling] * 3 and seen.order[8] == RACES[0]
+    assert (seen.backends[4:6], seen.order[4:6]) == (["EAGER", "TORCH_SDPA"], [RACE] * 2)
+    assert seen.backends[6:] == [compiling] * 3 and seen.order[8] == RACE
+    assert {busy for case, busy, _ in seen.started if case == RACE} == {1}
+    assert 2 in {busy for _, busy, _ in seen.started[:4]}
+    assert len({here for *_, here in seen.started}) == 1, "nobody lacks memory, so that nobody begins anew"
+    assert given_back == [1, 1], "the other one, before the first that has the GPU for itself"
+    assert {record.status for record in seen.records.values()} == {Status.PASS}
     alone = "judging {} with the GPU for itself"
-    assert seen.phases[:4] == [
+    assert seen.phases == [
         "judging 2 backends, compiling for others beside them",
         alone.format("2 cases"),
         "judging the backends that compile",
@@ -171,3 +160,39 @@ def test_one_that_compiles_follows_when_the_others_are_complete(
 def test_a_library_that_compiles_is_known_by_its_name() -> None:
     assert compiles(BackendFacts("A", "A", versions={"torch": "2.13", "triton": "not installed as a distribution"}))
     assert not compiles(BackendFacts("A", "A", versions={"torch": "2.13", "nvidia-cudnn-frontend": "1.32"}))
+
+
+PREFILL = ["lse:q=[4]", "lse:q=[5]"]
+DECODE = ["decode:q=[2];kv=[63]"]
+LAYER = ["mixed_batch:call=layer;q=[2];kv=[9]", "mixed_batch:call=layer;q=[3];kv=[9]"]
+
+
+def group(case: str, *references: str) -> list[Judge]:
+    return [Judge(reference, case) for reference in references]
+
+
+def test_what_completes_most_backends_comes_first() -> None:
+    layers = [group(case, "All") for case in LAYER]
+    decode = [group(case, "Decode", "All") for case in DECODE]
+    prefill = [group(case, "P1", "P2", "P3", "All") for case in PREFILL]
+    assert rounds_of([*layers, *decode, *prefill]) == [prefill, decode, layers]
+
+
+def test_one_backend_is_judged_in_the_order_of_its_cases() -> None:
+    groups = [group(case, "All") for case in (*LAYER, *PREFILL, *DECODE)]
+    assert rounds_of(groups) == [groups]
+    assert rounds_of([]) == []
+
+
+def test_backends_that_are_complete_sooner_together_are_judged_together() -> None:
+    cases, drawn = [group(case, "P", "All") for case in PREFILL], [Explore("All", 1, 0, ("combinations",))]
+    assert rounds_of([*cases, drawn]) == [[*cases, drawn]]
+
+
+def test_no_round_begins_before_the_last_is_done() -> None:
+    first, second = group(PREFILL[0], "P"), group(DECODE[0], "D")
+    tasks = Tasks([first], [group(LAYER[0], "Compiles")], [[second]])
+    assert (tasks.take(0), tasks.take(0)) == (first[0], None)
+    assert tasks.go_on() and tasks.take(0) == second[0]
+    assert tasks.go_on() and tasks.take(0) == Judge("Compiles", LAYER[0])
+    assert not tasks.go_on()

@@ -9,12 +9,11 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving import executor
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.limits import LACKED_MEMORY
-from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
+from mla_conformance.engine.messages import Judge, TaskReply, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.verdict import Status
@@ -68,114 +67,88 @@ def asked(kernel: type[EagerPrefillBackend], case: str = SMALL, limit: int | Non
     return [*said, answer]
 
 
-def test_a_case_is_announced_before_it_is_judged_and_a_pass_keeps_the_process() -> None:
-    started, answer = asked(EagerPrefillBackend)
-    assert isinstance(started, WorkerStarted) and started.record.case == SMALL
-    assert answer.record.status is Status.PASS and not answer.leaves
-
-
-def test_cases_before_are_run_first_in_the_same_process() -> None:
+def test_a_case_and_those_before_are_announced_before_they_are_judged_and_a_pass_keeps_the_process() -> None:
     first = "lse:dims=small;heads=2;q=[3]"
     *started, answer = asked(EagerPrefillBackend, before=((reference(EagerPrefillBackend), first),))
+    assert [type(event) for event in started] == [WorkerStarted] * 2
     assert [event.record.case for event in started] == [first, SMALL]
-    assert answer.record.case == SMALL
+    assert answer.record.case == SMALL and answer.record.status is Status.PASS and not answer.leaves
 
 
-def test_a_case_waits_that_takes_more_than_is_left_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    task, worker = Judge(reference(EagerPrefillBackend), SMALL), Worker(CPU, None, lambda event: None, IN_PROCESS)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
+class Gpu:
+    """What a worker that shares a GPU is told of it, and does with it; a CPU takes its part."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.free, self.held, self.whole = [2**40], 0, 2**42
+        self.done: list[Any] = []
+        self.worker = Worker(CPU, None, lambda event: None, IN_PROCESS)
+        patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: self.done.append(part))
+        patch.setattr(torch.cuda, "memory_allocated", lambda device: self.held)
+        patch.setattr(torch.cuda, "empty_cache", lambda: self.done.append("here"))
+        patch.setattr(executor.Executor, "make_room", lambda executor: self.done.append("where the kernel is"))
+        patch.setattr(Context, "forget", lambda context: self.done.append("kept"))
+        patch.setattr(room, "free_memory", lambda device: self.free.pop(0) if self.free[1:] else self.free[0])
+        patch.setattr(room, "whole_memory", lambda device: self.whole)
+
+    def answer(self, share: int | None, case: str = SMALL) -> TaskReply:
+        return self.worker.answer(Judge(reference(EagerPrefillBackend), case), share)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return Gpu(monkeypatch)
+
+
+ALL = ["kept", "where the kernel is", "here"]
+
+
+def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(gpu: Gpu) -> None:
     need = memory_need(Case.parse(SMALL), "cpu")
-    wanted = worker.answer(task, need).wants
+    wanted = gpu.answer(need).wants
     assert wanted == need + 2 * GIB, "inputs and golden results are kept for cases to come"
     for share, free, wants in ((wanted - 1, need, wanted), (wanted, need - 1, wanted), (wanted, need, 0), (None, 0, 0)):
-        monkeypatch.setattr(room, "free_memory", lambda device, free=free: free)
-        answer = worker.answer(task, share)
+        gpu.free = [free]
+        answer = gpu.answer(share)
         assert answer.wants == wants and (answer.record is None) is bool(wants)
 
 
-def test_within_its_share_a_process_keeps_what_it_made_for_a_case_and_gives_back_the_rest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given_back: list[str] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(""))
-    monkeypatch.setattr(room, "free_memory", lambda device: GIB)
-    worker = Worker(CPU, None, lambda event: None, IN_PROCESS)
+def test_within_its_share_a_process_keeps_what_it_made_for_a_case_and_gives_back_the_rest(gpu: Gpu) -> None:
+    gpu.held = 3 * GIB
     for case, times in ((SMALL, 1), (SMALL, 1), (SMALL.replace("9", "8"), 2)):
-        assert worker.answer(Judge(reference(EagerPrefillBackend), case), 3 * GIB).record
-        assert len(given_back) == times
+        assert gpu.answer(3 * GIB, case).record
+        assert gpu.done.count("kept") == times
 
 
-def test_a_process_gives_back_what_it_holds_of_its_gpu_when_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back: list[str] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("!"))
-    monkeypatch.setattr(Context, "forget", lambda self: given_back.append("kept"))
-    answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(None)
-    assert answer.record is None and not answer.leaves and given_back == ["kept", "!"]
+def test_a_process_gives_back_what_it_holds_of_its_gpu_when_it_is_told_to(gpu: Gpu) -> None:
+    answer = gpu.worker.answer(None)
+    assert answer.record is None and not answer.leaves and gpu.done == ALL
 
 
-def test_a_process_that_holds_what_a_case_lacks_gives_it_back_or_leaves_the_case_to_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_process_that_holds_what_a_case_lacks_gives_it_back_or_leaves_the_case_to_another(gpu: Gpu) -> None:
     task = Judge(reference(EagerPrefillBackend), SMALL)
-    need, given_back = memory_need(Case.parse(SMALL), "cuda"), list[str]()
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("!"))
-    monkeypatch.setattr(room, "whole_memory", lambda device: need)
-    for fresh, free, fits, asked_for in (
-        (False, [need], True, 0),
-        (False, [0, need], True, 1),
-        (False, [0, 0], False, 1),
-        (True, [0], True, 0),
+    need = gpu.whole = memory_need(Case.parse(SMALL), "cuda")
+    for fresh, free, fits, given_back in (
+        (False, [need], True, []),
+        (False, [0, need], True, ALL),
+        (False, [0, 0], False, ALL),
+        (True, [0], True, []),
     ):
-        left = iter(free)
-        monkeypatch.setattr(room, "free_memory", lambda device, left=left: next(left))
-        given_back.clear()
+        gpu.free, gpu.done = free, []
         worker = Worker(torch.device("cuda"), None, lambda event: None, IN_PROCESS)
         assert worker._has_room(msgspec.structs.replace(task, fresh=fresh), need, None) is fits
-        assert len(given_back) == asked_for
+        assert gpu.done == given_back
     assert worker._has_room(task, need + 1, None), "what no process has room for is told so"
 
 
-@pytest.mark.parametrize(("share", "large", "times"), [(2**40, 0, 1), (2**40, 2**40, 0), (None, 0, 0)])
-def test_what_a_large_case_took_of_a_shared_gpu_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, share: int | None, large: int, times: int
+@pytest.mark.parametrize(("share", "large", "done"), [(2**40, 0, ["here", "where the kernel is"]), (2**40, 2**40, [])])
+def test_what_a_large_case_took_of_a_shared_gpu_is_given_back_and_no_more_is_kept_than_the_share(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, share: int, large: int, done: list[str]
 ) -> None:
-    given_back: list[str] = []
     monkeypatch.setattr(room, "_LARGE", large)
-    monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("here"))
-    monkeypatch.setattr(executor.Executor, "make_room", lambda self: given_back.append("where the kernel is"))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
-    Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Judge(reference(EagerPrefillBackend), SMALL), share)
-    assert given_back == ["here", "where the kernel is"] * times
-
-
-@pytest.mark.parametrize(("held", "times"), [(0, 0), (2**40, 1)])
-def test_what_is_kept_for_cases_to_come_makes_room_for_one_that_fits_a_share_without_it(
-    monkeypatch: pytest.MonkeyPatch, held: int, times: int
-) -> None:
-    forgotten: list[str] = []
-    monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: held)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: None)
-    monkeypatch.setattr(Context, "forget", lambda self: forgotten.append("inputs and golden results"))
-    answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(
-        Judge(reference(EagerPrefillBackend), SMALL), 2**40
-    )
-    assert answer.record and answer.record.status is Status.PASS and len(forgotten) == times
-
-
-def test_a_worker_keeps_no_more_of_a_gpu_than_its_share_until_it_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts: list[float] = []
-    monkeypatch.setattr(room, "whole_memory", lambda device: 2**42)
-    monkeypatch.setattr(room, "free_memory", lambda device: 2**40)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: parts.append(part))
-    worker = Worker(CPU, None, lambda event: None, IN_PROCESS)
-    for share in (2**40, 2**40, None):
-        worker.answer(Judge(reference(EagerPrefillBackend), SMALL), share)
-    assert parts == [0.25, 1.0]
+    for each, part in ((share, [0.25]), (share, []), (None, [1.0])):
+        gpu.done.clear()
+        assert gpu.answer(each).record
+        assert gpu.done == part + (done if each else [])
 
 
 def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +156,7 @@ def test_a_failure_is_told_before_it_is_explained(monkeypatch: pytest.MonkeyPatc
     _, judged, answer = asked(Wrong, explain=True)
     assert isinstance(judged, WorkerJudged) and not judged.record.explanation
     assert answer.record.explanation == "as one that is off by one" and not answer.leaves
-    found = msgspec.convert(answer.heat, HeatMap)
-    assert (found.part, found.wrong) == ("LSE of new tokens", 2 * 14)
+    assert (answer.heat.part, answer.heat.wrong) == ("LSE of new tokens", 2 * 14)
     assert asked(Wrong)[-1].heat is None
 
 

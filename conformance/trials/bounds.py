@@ -11,8 +11,7 @@ from functools import partial
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import Observation
-from mla_conformance.driving.fenced import OutOfBoundsError, call_fenced
+from mla_conformance.driving.driver import Observation, OutOfBoundsError, call_fenced
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.fences import OUT, Fence, Side, operands
 from mla_conformance.trials.context import Context

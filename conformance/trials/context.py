@@ -3,10 +3,8 @@
 Nothing that is kept is handed to a backend: each trial gets a copy of the inputs.
 """
 
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Generic, TypeVar
 
@@ -32,7 +30,6 @@ class BoundedCache(Generic[Value]):
         self._entries: OrderedDict[tuple[str, str], tuple[Value, int]] = OrderedDict()
 
     def find(self, key: tuple[str, str]) -> Value | None:
-        """The value, if it is still there."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
@@ -45,36 +42,8 @@ class BoundedCache(Generic[Value]):
         while len(self._entries) > 1 and sum(size for _, size in self._entries.values()) > limit:
             self._entries.popitem(last=False)
 
-    def values(self) -> list[Value]:
-        """Everything that is kept."""
-        return [value for value, _ in self._entries.values()]
-
     def forget(self) -> None:
-        """Keep nothing."""
         self._entries.clear()
-
-
-class Clock:
-    """Where the time of one trial goes: seconds for inputs, golden result, calls, judge."""
-
-    def __init__(self) -> None:
-        self._spent: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str, device: torch.device | None = None) -> Iterator[None]:
-        """Add the wall time of what happens inside to ``name``, with the work of the device if one is given."""
-        started = time.perf_counter()
-        try:
-            yield
-            if device is not None and device.type == "cuda":
-                torch.cuda.synchronize(device)
-        finally:
-            self._spent[name] = self._spent.get(name, 0.0) + time.perf_counter() - started
-
-    @property
-    def spent(self) -> dict[str, float]:
-        """Seconds by phase so far."""
-        return {name: round(seconds, 4) for name, seconds in self._spent.items()}
 
 
 class Context:
@@ -87,7 +56,7 @@ class Context:
     def __init__(self, salt: str = "") -> None:
         self.salt, self._problems, self._golden = salt, BoundedCache[Problem](), BoundedCache[Golden]()
 
-    def problem(self, case: Case, device: torch.device, clock: Clock) -> Problem:
+    def problem(self, case: Case, device: torch.device) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to.
 
         Raises:
@@ -95,27 +64,23 @@ class Context:
             ValueError: the reference's chunk planner or cache refuses the case.
         """
         key = (case.id, str(device))
-        with clock.phase("inputs", device):
-            untouched = self._problems.find(key)
-            if untouched is None:
-                untouched = build_problem(case, device, self.salt)
-                if untouched.memory > PROBLEM_BYTES[device.type]:
-                    return untouched
-                self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
-            return deepcopy(untouched, {id(untouched.case): untouched.case})
+        untouched = self._problems.find(key)
+        if untouched is None:
+            untouched = build_problem(case, device, self.salt)
+            if untouched.memory > PROBLEM_BYTES[device.type]:
+                return untouched
+            self._problems.keep(key, untouched, untouched.tensors(), PROBLEM_BYTES[device.type])
+        return deepcopy(untouched, {id(untouched.case): untouched.case})
 
-    def expect(self, problem: Problem, clock: Clock) -> Golden:
-        """The golden result of a problem."""
+    def expect(self, problem: Problem) -> Golden:
+        """The golden result of a problem; a kept one is returned without a word to the device, which may be lost."""
         key = (problem.key, str(problem.device))
         found = self._golden.find(key)
         if found is None:
-            # A kept result is returned without a word to the device, which a backend may have lost by then.
-            with clock.phase("golden", problem.device):
-                found = golden_of(problem)
-                self._golden.keep(key, found, found.tensors, GOLDEN_BYTES[problem.device.type])
+            found = golden_of(problem)
+            self._golden.keep(key, found, found.tensors, GOLDEN_BYTES[problem.device.type])
         return found
 
     def forget(self) -> None:
-        """Make everything anew from here on."""
         self._problems.forget()
         self._golden.forget()

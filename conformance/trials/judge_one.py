@@ -5,8 +5,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.needs import is_too_long, memory_need
@@ -30,8 +28,6 @@ def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted
     """The record of a case on a backend.
 
     Args:
-        subject: the backend on its device.
-        case: the case.
         context: what this process has made before.
         started: told of the case before anything of the backend is asked, and again after waiting for memory.
     """
@@ -44,36 +40,31 @@ def judged_trial(
     """As :func:`judge_one`, with the trial, whose last observation can be explained."""
     subject.executor.begin()
     trial, began = Trial(subject, case, context), time.perf_counter()
-    verdict = _verdict(trial, started)
-    if verdict.status is Status.UNAVAILABLE:
-        verdict = replace(verdict, too_large=_is_too_large(case, subject.device))
-    seconds = round(time.perf_counter() - began, 4)
-    record = Record(
-        subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
-        evidence=trial.evidence(), phases=trial.clock.spent, salt=context.salt,
-    )  # fmt: skip
-    return trial, record.with_verdict(verdict, seconds)
-
-
-def _verdict(trial: Trial, started: OnStarted) -> Verdict:
     try:
-        started(trial.case)
+        started(case)
         trial.require_support()
         trial.require_size()
         _require_memory(trial, started)
-        PROCEDURES[find_capability(trial.case.capability).procedure](trial)
+        PROCEDURES[find_capability(case.capability).procedure](trial)
+        verdict = trial.verdict
     except Nonconformance as outcome:
-        return outcome.verdict
+        verdict = outcome.verdict
     except Exception as error:
         if out_of_memory(error):
-            return Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
-        return Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
-    return trial.verdict
-
-
-def _is_too_large(case: Case, device: torch.device) -> bool:
-    """Whether a case takes more than this machine has; what a backend says that it lacked decides nothing."""
-    return is_too_long(case, device.type) or memory_need(case, device.type) > whole_memory(device)
+            verdict = Verdict(Status.UNAVAILABLE, f"out of memory: {one_line(error)}")
+        else:
+            verdict = Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
+    if verdict.status is Status.UNAVAILABLE:
+        # What a backend says that it lacked does not decide whether a case takes more than this machine has.
+        kind = subject.device.type
+        too_large = is_too_long(case, kind) or memory_need(case, kind) > whole_memory(subject.device)
+        verdict = replace(verdict, too_large=too_large)
+    seconds = round(time.perf_counter() - began, 4)
+    record = Record(
+        subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
+        evidence=trial.evidence(), salt=context.salt,
+    )  # fmt: skip
+    return trial, record.with_verdict(verdict, seconds)
 
 
 def _require_memory(trial: Trial, started: OnStarted) -> None:
@@ -81,15 +72,18 @@ def _require_memory(trial: Trial, started: OnStarted) -> None:
     device = trial.subject.device
     if device.type != "cuda":
         return
+
+    def unavailable(need: int, found: str) -> None:
+        what = f"may need {need / 2**20:.0f} MiB, {found}"
+        trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {what}"))
+
     need, whole = memory_need(trial.case, device.type), whole_memory(device)
     if need > whole:
-        found = f"may need {need / 2**20:.0f} MiB, this device has {whole / 2**20:.0f} MiB"
-        trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
+        unavailable(need, f"this device has {whole / 2**20:.0f} MiB")
     if free_memory(device) < need:
         trial.context.forget()
         trial.subject.executor.make_room()
     free = wait_for_memory(device, need, MEMORY_PATIENCE)
     if free < need:
-        found = f"may need {need / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"
-        trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {found}"))
+        unavailable(need, f"{free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s")
     started(trial.case)

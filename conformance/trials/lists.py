@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.call import SparseCall
@@ -14,7 +15,16 @@ from mla_conformance.trials.trial import Trial
 
 def reversed_lists(problem: Problem) -> Problem:
     """Every list the other way round, up to its length; what it means stays the same."""
-    return _changed(problem, _reversed, problem.key)
+
+    def reverse(call: SparseCall) -> SparseCall:
+        columns = _columns(call).expand_as(call.topk_indices)
+        length = torch.full_like(columns[:, :1], columns.shape[1])
+        if call.topk_length is not None:
+            length = call.topk_length.long().unsqueeze(1)
+        order = torch.where(columns < length, length - 1 - columns, columns)
+        return replace(call, topk_indices=call.topk_indices.gather(1, order))
+
+    return _changed(problem, reverse, problem.key)
 
 
 def widened_lists(problem: Problem, columns: int) -> Problem:
@@ -34,24 +44,16 @@ def half_lists(problem: Problem, half: int) -> Problem:
 
 def lonely_row(problem: Problem, row: int) -> Problem:
     """The lists of all other rows name nothing."""
-    return _kept(problem, lambda call: _rows(call).expand_as(call.topk_indices) == row, f"row={row}")
+
+    def kept(call: SparseCall) -> torch.Tensor:
+        rows = torch.arange(len(call.topk_indices), device=call.topk_indices.device).unsqueeze(1)
+        return rows.expand_as(call.topk_indices) == row
+
+    return _kept(problem, kept, f"row={row}")
 
 
 def _columns(call: SparseCall) -> torch.Tensor:
     return torch.arange(call.topk_indices.shape[1], device=call.topk_indices.device)
-
-
-def _rows(call: SparseCall) -> torch.Tensor:
-    return torch.arange(len(call.topk_indices), device=call.topk_indices.device).unsqueeze(1)
-
-
-def _reversed(call: SparseCall) -> SparseCall:
-    columns = _columns(call).expand_as(call.topk_indices)
-    length = torch.full_like(columns[:, :1], columns.shape[1])
-    if call.topk_length is not None:
-        length = call.topk_length.long().unsqueeze(1)
-    order = torch.where(columns < length, length - 1 - columns, columns)
-    return replace(call, topk_indices=call.topk_indices.gather(1, order))
 
 
 def _kept(problem: Problem, kept: Callable[[SparseCall], torch.Tensor], said: str) -> Problem:
@@ -60,21 +62,20 @@ def _kept(problem: Problem, kept: Callable[[SparseCall], torch.Tensor], said: st
     def blanked(call: SparseCall) -> SparseCall:
         own, rest = call.selected.tensor_split([call.topk_indices.shape[1]], dim=1)
         counted = kept(call)
+        selected = torch.cat((own.masked_fill(~counted, NO_KEY), rest), dim=1)
         if call.topk_length is not None:
             counted = counted | (_columns(call) >= call.topk_length.unsqueeze(1))
-        indices = call.topk_indices.masked_fill(~counted, NO_KEY)
-        selected = torch.cat((own.masked_fill(~kept(call), NO_KEY), rest), dim=1)
-        return replace(call, topk_indices=indices, selected=selected)
+        return replace(call, topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY), selected=selected)
 
     return _changed(problem, blanked, f"{problem.key}|{said}")
 
 
 def _changed(problem: Problem, change: Callable[[SparseCall], SparseCall], key: str) -> Problem:
-    calls = []
-    for call in problem.calls:
+    def changed(call: KernelCall) -> SparseCall:
         assert isinstance(call, SparseCall)
-        calls.append(change(call))
-    return replace(problem, key=key, calls=tuple(calls))
+        return change(call)
+
+    return replace(problem, key=key, calls=tuple(map(changed, problem.calls)))
 
 
 def selection_order(trial: Trial) -> None:

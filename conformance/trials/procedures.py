@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
-from mla_conformance.driving.driver import Observation, merged_by_its_own, states_of
+from mla_conformance.driving.driver import merged_by_its_own, states_of
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
@@ -34,7 +34,7 @@ def determinism(trial: Trial) -> None:
     """The same call again and again."""
     first = returned_bytes(trial.conforms())
     for number in range(1, REPEATS):
-        same = returned_bytes(trial.repeat()) == first
+        same = returned_bytes(trial.run(trial.backend, trial.problem)) == first
         trial.require(same, Check.NONDETERMINISM, f"repeat {number} of the same call returned other bits")
 
 
@@ -52,20 +52,15 @@ def batch_invariance(trial: Trial) -> None:
 
 
 def request_order(trial: Trial) -> None:
-    """The requests in other orders."""
+    """The requests in other orders: everything, only what stands between the ends, or all places, but no neighbours."""
     trial.conforms(step="as given")
-    for change, order in _orders(len(trial.case.q)).items():
-        trial.conforms(regroup(trial.problem, order), step=f"after {change}")
-
-
-def _orders(requests: int) -> dict[str, list[int]]:
-    """Orders by what is changed: everything; only what stands between the ends; or all places, but no neighbours."""
-    everyone = list(range(requests))
+    everyone = list(range(len(trial.case.q)))
     orders = {"the requests were reversed": everyone[::-1]}
-    if requests >= _ENDS_AND_A_PAIR:
+    if len(everyone) >= _ENDS_AND_A_PAIR:
         orders["requests 1 and 2 were swapped"] = [0, 2, 1, *everyone[3:]]
         orders["request 0 was moved to the end"] = [*everyone[1:], 0]
-    return orders
+    for change, order in orders.items():
+        trial.conforms(regroup(trial.problem, order), step=f"after {change}")
 
 
 def causal_prefix(trial: Trial) -> None:
@@ -88,16 +83,12 @@ def merge_states(trial: Trial) -> None:
     seen = trial.conforms(step="as the calls return them")
     if not (trial.case.is_merged and trial.case.own_merge):
         return
-    states = [(_spoiled(output, lse), lse) for output, lse in states_of(problem, seen.returned)]
+    states = states_of(problem, seen.returned)  # output [T, N, V] and LSE [N, T]
+    states = [(o.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan), lse) for o, lse in states]
     step = partial(merged_by_its_own, trial.backend, problem.case.merges_in_place, states)
     what = "with NaN behind every LSE of -inf"
     merged = trial.call(f"{what}: merge_attn_states", step)
     trial.judged(problem, expectation, replace(seen, merged=merged), what)
-
-
-def _spoiled(output: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Output [T, N, V] with NaN where the LSE [N, T] says that a row has no key."""
-    return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan)
 
 
 def v_linearity(trial: Trial) -> None:
@@ -162,47 +153,40 @@ def must_refuse(trial: Trial, declared: str) -> None:
     """The backend rejects this configuration, so a call must raise before it launches anything."""
     problem = trial.problem  # built outside: an input that cannot be built is no refusal
     expectation = trial.expect(problem)
+
+    def fail(check: Check, what: str) -> NoReturn:
+        trial.fail(check, f"declared unsupported ({declared}), but {what}")
+
+    def require_undisturbed(disturbed: tuple[str, ...]) -> None:
+        if disturbed:
+            trial.disturbed = True
+            fail(Check.PROCESS_STATE, f"changed the process: {'; '.join(disturbed)}")
+
     made = trial.subject.executor.make(partial(trial.subject.create, trial.case))
-    _require_undisturbed(trial, made.disturbed, declared)
+    require_undisturbed(made.disturbed)
     if made.error:
         trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))
         return
     observation = trial.run(made.value, problem)
-    _require_harmless(trial, observation, declared)
-    if observation.error and not observation.error.out_of_memory:
-        trial.settle(Verdict(Status.PASS, f"refused: {observation.error.error}"))
+    refused = observation.error
+    # Whether it was refused or not: nothing is lost, written or left changed.
+    if observation.device_lost and refused:
+        fail(Check.UNSAFE_REFUSAL, f"launched: {refused.error}")
+    if observation.mutated:
+        fail(Check.UNSAFE_REFUSAL, f"changed {', '.join(observation.mutated)}")
+    out = refused.out if refused and not refused.out_of_memory else None
+    if out and (written := out.written() + out.overrun()):
+        fail(Check.UNSAFE_REFUSAL, f"wrote {written} bytes of or around out= before it raised")
+    require_undisturbed(observation.disturbed)
+    if refused and not refused.out_of_memory:
+        trial.settle(Verdict(Status.PASS, f"refused: {refused.error}"))
         return
     verdict = judge(problem, expectation, observation, trial.declaration)
     if verdict.status is Status.UNAVAILABLE:
         trial.settle(verdict)
-    right = verdict.status is Status.PASS
-    check = Check.UNDECLARED_SUPPORT if right else Check.UNSAFE_REFUSAL
-    result = "a right result" if right else "a wrong result"
-    trial.fail(check, f"declared unsupported ({declared}), but it ran and returned {result}")
-
-
-def _require_harmless(trial: Trial, observation: Observation, declared: str) -> None:
-    """Whether it was refused or not: nothing is lost, written or left changed."""
-    if observation.device_lost and observation.error:
-        _unsafe(trial, declared, f"launched: {observation.error.error}")
-    if observation.mutated:
-        _unsafe(trial, declared, f"changed {', '.join(observation.mutated)}")
-    refused = observation.error
-    written = refused.out.written() + refused.out.overrun() if refused and refused.out else 0
-    if refused and not refused.out_of_memory and written:
-        _unsafe(trial, declared, f"wrote {written} bytes of or around out= before it raised")
-    _require_undisturbed(trial, observation.disturbed, declared)
-
-
-def _require_undisturbed(trial: Trial, disturbed: tuple[str, ...], declared: str) -> None:
-    if disturbed:
-        trial.disturbed = True
-        what = f"declared unsupported ({declared}), but changed the process: {'; '.join(disturbed)}"
-        trial.fail(Check.PROCESS_STATE, what)
-
-
-def _unsafe(trial: Trial, declared: str, what: str) -> NoReturn:
-    trial.fail(Check.UNSAFE_REFUSAL, f"declared unsupported ({declared}), but {what}")
+    if verdict.status is Status.PASS:
+        fail(Check.UNDECLARED_SUPPORT, "it ran and returned a right result")
+    fail(Check.UNSAFE_REFUSAL, "it ran and returned a wrong result")
 
 
 PROCEDURES: Mapping[str, Callable[[Trial], object]] = {

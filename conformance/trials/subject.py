@@ -1,7 +1,7 @@
 """The backend under test: its class in each role, its declarations, and what it and its device support."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import Any
@@ -44,16 +44,14 @@ class Subject:
 
     @staticmethod
     def of(reference: str, device: torch.device, executor: Executor = IN_PROCESS) -> "Subject":
-        """The subject that ``reference`` names.
-
-        Raises:
-            BackendReferenceError: it names nothing that can be judged.
-        """
         return Subject(parse_reference(reference), device, executor)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the process that imports it, it is one object for all steps."""
+        return _here, (self.backend.reference, self.device)
 
     @property
     def name(self) -> str:
-        """Name in reports."""
         return self.backend.name
 
     @cached_property
@@ -76,7 +74,6 @@ class Subject:
         return {}
 
     def declaration_of(self, role: Role) -> Declaration:
-        """What the adapter of a role declares."""
         return self.declarations[role]
 
     @cached_property
@@ -113,7 +110,6 @@ class Subject:
 
     @cached_property
     def capability(self) -> DeviceCapability | None:
-        """Compute capability of the device."""
         return get_device_capability(self.device)
 
     @cached_property
@@ -135,7 +131,6 @@ class Subject:
         return [f"{case.role} unavailable: {'; '.join(reasons)}"] if reasons else []
 
     def versions(self) -> dict[str, str]:
-        """Versions of the distributions behind the backend."""
         found = {}
         for name in self.declaration.distributions:
             try:
@@ -159,9 +154,13 @@ class Subject:
         return reasons or device_reasons(case, self.device, kernel)
 
     def create(self, case: Case) -> Any:
-        """A new instance of the case's role for its head dims and scale."""
         dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
         return definition_of(case.role).kernel(self.class_of(case.role), case, dtype, self.device)
+
+
+@cache
+def _here(reference: str, device: torch.device) -> Subject:
+    return Subject.of(reference, device)
 
 
 def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Case, Layout
+from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import operations_of
 from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
 from mla_conformance.driving.executor import StepResult
@@ -22,15 +22,13 @@ from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
-from mla_conformance.trials.context import Clock, Context
+from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What running a problem showed, and what was expected of it."""
-
     problem: Problem
     expectation: Golden
     observation: Observation
@@ -41,13 +39,10 @@ class Trial:
     """Runs a subject and collects the verdict of everything that is judged on the way.
 
     Attributes:
-        subject: the backend under test.
-        case: the case.
         context: what the process has made before.
         verdict: the verdict so far; a pass carries the budget used by all judged steps.
         last: what was judged last.
         disturbed: whether the backend left the process other than it found it.
-        clock: where the time goes.
     """
 
     subject: Subject
@@ -56,20 +51,18 @@ class Trial:
     verdict: Verdict = field(default_factory=lambda: Verdict(Status.HARNESS_ERROR, "nothing was judged"))
     last: Observed | None = None
     disturbed: bool = False
-    clock: Clock = field(default_factory=Clock)
 
     @cached_property
     def problem(self) -> Problem:
-        """The inputs of the case."""
         return self.build()
 
     def build(self, case: Case | None = None) -> Problem:
         """The inputs of a case, by default the trial's own, on the subject's device."""
-        return self.context.problem(case or self.case, self.subject.device, self.clock)
+        return self.context.problem(case or self.case, self.subject.device)
 
     def expect(self, problem: Problem) -> Golden:
         """The golden result; asked for before a call: one that changes its inputs must not change what is expected."""
-        return self.context.expect(problem, self.clock)
+        return self.context.expect(problem)
 
     @cached_property
     def declaration(self) -> Declaration:
@@ -95,19 +88,17 @@ class Trial:
 
     def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
         """What a call returned; what it raises, or leaves changed in the process, is the backend's failure."""
-        return self._done(what, partial(self.subject.executor.call, call, reached))
+        return self._value(what, self.subject.executor.call(call, reached))
 
     def make(self, what: str, step: Callable[[], Any]) -> Any:
         """What is for later steps; otherwise as :meth:`call`."""
-        return self._done(what, partial(self.subject.executor.make, step))
+        return self._value(what, self.subject.executor.make(step))
 
     def query(self, what: str, question: Callable[[], Any], kind: Any) -> Any:
         """Plain data of this type; otherwise as :meth:`call`."""
-        return self._done(what, partial(self.subject.executor.query, question, kind))
+        return self._value(what, self.subject.executor.query(question, kind))
 
-    def _done(self, what: str, carry_out: Callable[[], StepResult]) -> Any:
-        with self.clock.phase("calls"):
-            done = carry_out()
+    def _value(self, what: str, done: StepResult) -> Any:
         self.disturbed = self.disturbed or bool(done.disturbed)
         if done.out_of_memory:
             self.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {done.error}"))
@@ -160,7 +151,6 @@ class Trial:
         """Run a problem, by default the case's own, and judge everything that comes back.
 
         Args:
-            problem: what to run.
             step: where in a sequence of calls this is, for the message.
             prepare: as for :meth:`run`.
         """
@@ -171,26 +161,21 @@ class Trial:
     def run(
         self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
     ) -> Observation:
-        """Make the problem's calls on an instance.
+        """Make the problem's calls on an instance, each by ``perform``, as for :func:`run_calls`.
 
         Args:
-            instance: a kernel, or a layer.
-            problem: whose calls.
             prepare: whether its metadata are handed over first; those of ranks are before each call in any case, since
                 the ranks share the instance.
-            perform: makes each call, as for :func:`run_calls`.
         """
         ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
-        with self.clock.phase("calls"):
-            observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
+        observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
 
     def interleaved(self, other: Problem, difference: str = "") -> None:
-        """Two instances: prepare both, then run both.
+        """Two instances: prepare both, then run both; the second one is made for the other problem's case.
 
         Args:
-            other: the problem of the second one, which is made for its case.
             difference: how that instance differs from the first, for the message.
         """
         both = [
@@ -205,15 +190,10 @@ class Trial:
             step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
             self.judged(problem, expectation, observation, step)
 
-    def repeat(self, problem: Problem | None = None) -> Observation:
-        """Run a problem again without judging it."""
-        return self.run(self.backend, problem or self.problem)
-
     def judged(self, problem: Problem, expectation: Golden, observation: Observation, step: str = "") -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
         self.last = Observed(problem, expectation, observation)
-        with self.clock.phase("judge"):
-            verdict = judge(problem, expectation, observation, self.declaration)
+        verdict = judge(problem, expectation, observation, self.declaration)
         if step and verdict.status is not Status.PASS:
             verdict = replace(verdict, message=f"{step}: {verdict.message}")
         self.settle(verdict)
@@ -223,22 +203,15 @@ class Trial:
         """The same configuration with other lengths and values, for tests of state."""
         return self.build(self.case.varied())
 
-    def relaid_problem(self) -> Problem:
-        """The same values in another memory layout."""
-        layout = Layout.PACKED if self.case.layout != Layout.PACKED else Layout.SLICED
-        return self.build(replace(self.case, layout=layout))
-
     def redrawn_problem(self) -> Problem:
         """The same shapes with other values."""
         return self.build(replace(self.case, seed=self.case.seed + 2))
 
     def require(self, holds: bool, check: Check, message: str) -> None:
-        """Fail the trial with this check unless ``holds``."""
         if not holds:
             self.fail(check, message)
 
     def fail(self, check: Check, message: str) -> NoReturn:
-        """Fail the trial."""
         self.settle(failed(check, message))
         raise AssertionError("a failure settles a trial")
 
@@ -285,7 +258,6 @@ def results(observation: Observation) -> list[torch.Tensor]:
 
 
 def prepare(backend: Any, problem: Problem) -> None:
-    """Hand over the metadata of the problem's only call."""
     problem.calls[0].prepare(backend)
 
 
@@ -300,13 +272,11 @@ def invoke(backend: Any, problem: Problem) -> Any:
 
 
 def prepared_call(backend: Any, problem: Problem) -> Any:
-    """Both."""
     prepare(backend, problem)
     return invoke(backend, problem)
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors that a call returned."""
     found = value if isinstance(value, tuple | list) else (value,)
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
 
@@ -321,5 +291,4 @@ def cut(value: Any, rows: slice) -> Any:
 
 
 def observed(problem: Problem, value: Any) -> Observation:
-    """What a call returned, as the judge takes it."""
     return Observation((Returned(problem.calls[0], value),), None, ())

@@ -3,8 +3,8 @@
 import builtins
 import sys
 
-from mla_conformance.apart import reply
-from mla_conformance.apart.reply import Reply
+from mla_conformance.driving import reply
+from mla_conformance.driving.reply import Reply
 from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 
 _TUPLE = "expected the output itself, got a tuple of 1"

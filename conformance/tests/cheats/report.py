@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from mla_conformance.driving.sources import judging_sources
+from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest

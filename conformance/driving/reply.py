@@ -11,10 +11,10 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from mla_conformance.apart.shared import Shared, SharedRange
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Instead, parts_of, why_not_plain
 from mla_conformance.driving.executor import StepResult
+from mla_conformance.driving.shared import Shared, SharedRange
 from mla_conformance.problems.memory import out_of_memory, storage_bytes
 
 LONGEST_LINE, LONGEST_TEXT, LONGEST_REPLY = 2_000, 100_000, 2**22
@@ -32,15 +32,12 @@ class MalformedReply(ValueError):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One object that a call returned.
+    """One object that a call returned: a tensor, or why it is none that can be looked at.
 
     Attributes:
         kind: name of its type.
         why: what it is instead of a tensor that can be looked at; empty if it is one.
         is_tensor: whether it is a tensor of any kind.
-        dtype: name of the dtype, without ``torch``.
-        shape: of the tensor.
-        strides: of the tensor, in elements.
         place: where its bytes are, from the first element to the last; None of a tensor without.
         offset: bytes before its first element.
         of: number of the caller's storage that it is a view of, whose bytes are in their own place.
@@ -58,16 +55,11 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of a step.
+    """What became of a step, beside what a :class:`StepResult` says.
 
     Attributes:
         number: of the request.
-        error: as of a :class:`StepResult`, like what follows.
-        traceback: behind the error.
-        out_of_memory: the error says so.
-        disturbed: settings of the kernel's process that changed.
-        parts: what a call returned, by its parts.
-        several: whether that was a tuple or a list.
+        parts: what a call returned; several if that was a tuple or a list.
         needs: bytes that the parts need, by type of device, where there was not so much room.
         fact: plain data, as JSON.
         lost: the GPU's context is lost.
@@ -86,12 +78,10 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Writer:
-    """Puts what a call returned into the room for it, in the kernel's process.
+    """Puts what a call returned into the rooms that are free for it, in the kernel's process.
 
     Args:
-        shared: the memory.
-        rooms: what is free of it.
-        reached: places of the caller's storages.
+        reached: places of the caller's storages, of which a part may be a view.
     """
 
     def __init__(self, shared: Shared, rooms: list[SharedRange], reached: list[SharedRange]) -> None:
@@ -110,20 +100,17 @@ class Writer:
         kind, is_tensor = type_name(value)[:LONGEST_LINE], issubclass(type(value), torch.Tensor)
         if why := why_not_plain(value):
             return Part(kind, why[:LONGEST_LINE], is_tensor)
-        form = (str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
+        part = Part(kind, "", True, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
         if value.is_meta:
-            return Part(kind, "", True, *form)
+            return part
         if value.device != self._shared.device(value.device.type):
             return Part(kind, f"a tensor on {value.device}", True)
-        begin = value.untyped_storage().data_ptr()
+        begin, item = value.untyped_storage().data_ptr(), value.element_size()
         for index, place in enumerate(self._reached):
             if place.size and place.kind == value.device.type and begin == self._shared.storage(place).data_ptr():
-                return Part(kind, "", True, *form, offset=value.storage_offset() * value.element_size(), of=index)
-        return self._copied(value, Part(kind, "", True, *form))
-
-    def _copied(self, value: torch.Tensor, part: Part) -> Part:
-        """The bytes from the first element to the last, as far behind an aligned address as they are."""
-        size, item = _span(part, value.element_size()), value.element_size()
+                return msgspec.structs.replace(part, offset=value.storage_offset() * item, of=index)
+        # The bytes from the first element to the last, as far behind an aligned address as they are.
+        size = _span(part, item)
         lead = value.data_ptr() % _ALIGNMENT if size else 0
         lead -= lead % item
         room, taken = self._rooms[value.device.type], self._needs.get(value.device.type, 0)
@@ -136,11 +123,9 @@ class Writer:
 
 
 class Reader:
-    """Takes what a call returned out of the room, in the judge's process: copies that nothing else can write.
+    """Takes what a call returned out of the rooms, in the judge's process: copies that nothing else can write.
 
     Args:
-        shared: the memory.
-        rooms: what was free of it.
         reached: the caller's tensors whose storages a part may be a view of.
     """
 
@@ -173,16 +158,16 @@ class Reader:
             raise MalformedReply(f"expected a dtype and as many strides as sizes, got {part.dtype!r}")
         if part.place is None and part.of is None:
             return torch.empty_strided(part.shape, part.strides, dtype=dtype, device="meta")
-        storage = self._viewed(part.of) if part.of is not None else self._copy(SharedRange(*part.place or ()))
+        if part.of is None:
+            storage = self._copy(SharedRange(*part.place or ()))
+        elif 0 <= part.of < len(self._reached):
+            storage = self._reached[part.of].untyped_storage()
+        else:
+            raise MalformedReply(f"expected one of {len(self._reached)} storages, got number {part.of}")
         if part.offset % dtype.itemsize or part.offset + _span(part, dtype.itemsize) > storage.nbytes():
             raise MalformedReply(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
         made = torch.empty(0, dtype=dtype, device=storage.device)
         return made.set_(storage, part.offset // dtype.itemsize, part.shape, part.strides)
-
-    def _viewed(self, index: int) -> torch.UntypedStorage:
-        if not 0 <= index < len(self._reached):
-            raise MalformedReply(f"expected one of {len(self._reached)} storages, got number {index}")
-        return self._reached[index].untyped_storage()
 
     def _copy(self, place: SharedRange) -> torch.UntypedStorage:
         room = self._rooms.get(place.kind)
@@ -194,16 +179,17 @@ class Reader:
 
 def reply_of(number: int, done: StepResult) -> Reply:
     """The reply to a step that raised, or whose value is told in another field."""
-    disturbed = tuple(map(_clean, done.disturbed))
-    return Reply(number, _clean(done.error), _clean(done.traceback), done.out_of_memory, disturbed)
+
+    def clean(text: str) -> str:
+        return text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
+
+    return Reply(
+        number, clean(done.error), clean(done.traceback), done.out_of_memory, tuple(map(clean, done.disturbed))
+    )
 
 
 def decode(data: bytes, number: int) -> Reply:
-    """The reply to the request of this number.
-
-    Raises:
-        MalformedReply: it is none.
-    """
+    """The reply to the request of this number."""
     try:
         reply = msgspec.json.decode(data, type=Reply)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -211,11 +197,6 @@ def decode(data: bytes, number: int) -> Reply:
     if reply.number != number:
         raise MalformedReply(f"expected the answer to request {number}, got that to {reply.number}")
     return reply
-
-
-def _clean(text: str) -> str:
-    """The end of a text, as every encoding can carry it."""
-    return text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _span(part: Part, item: int) -> int:

@@ -1,37 +1,77 @@
-"""The executor of steps in another process: steps go there, answers come back and are checked."""
+"""Steps carried out in another process: the executor that has them done, and the process that does them.
+
+That process imports a backend, asks it and calls it; of a problem it knows what a backend is handed. What the judge
+asks is pickled, since the other side trusts it; what is answered is checked, see ``reply.py``.
+"""
 
 import pickle
 import select
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from typing import Any, NoReturn
 
 import msgspec
 import torch
 
-from mla_conformance.apart.kernel_side import KernelRequest, Wanted
-from mla_conformance.apart.packing import Arena, RemoteValue, pack
-from mla_conformance.apart.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, decode
-from mla_conformance.apart.shared import FrameError, Shared, receive, send
-from mla_conformance.driving.executor import Executor, StepResult, itself
-from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.driving.executor import Executor, StepResult, itself, run_step
+from mla_conformance.driving.packing import Arena, Unpacker, pack
+from mla_conformance.driving.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, Writer, decode, reply_of
+from mla_conformance.driving.shared import FrameError, Shared, SharedRange, receive, send
+from mla_conformance.problems.memory import device_lost, storage_bytes
 
 _MALFORMED = "malformed reply from the kernel process"
+
+
+class Wanted(Enum):
+    """What the judge wants to know of a step's value: its tensors, plain data, or that it is kept for later steps."""
+
+    RETURNED = "returned"
+    FACT = "fact"
+    NOTHING = "nothing"
+
+
+class KernelRequest(msgspec.Struct, frozen=True):
+    """A step to carry out.
+
+    Attributes:
+        number: of the request; what the step makes is kept under it, unless it is a fact.
+        released: numbers of what is kept for no later step.
+        openers: of pieces of the GPU's memory.
+        rooms: what is free for the answer.
+        reached: places of what the step may write.
+    """
+
+    number: int
+    step: bytes
+    wanted: Wanted
+    released: list[int]
+    openers: list[bytes]
+    rooms: list[SharedRange]
+    reached: list[SharedRange]
+
+
+class RemoteValue:
+    """What a step left in the kernel's process, for as long as anything here refers to it."""
+
+    def __init__(self, number: int, released: list[int]) -> None:
+        self.number, self._released = number, released
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return kept, (self.number,)
+
+    def __del__(self) -> None:
+        self._released.append(self.number)
 
 
 class RemoteExecutor(Executor):
     """Has steps carried out by the kernel's process.
 
     Args:
-        connection: to that process.
-        shared: the memory.
         ended: what is done when that process has ended.
         ends: descriptors that become readable when it ends; what it has started may hold the connection open.
-
-    Attributes:
-        spent: whether it should be replaced: its GPU is lost, it answered what cannot be, or it holds much memory.
     """
 
     def __init__(
@@ -43,7 +83,7 @@ class RemoteExecutor(Executor):
 
     @property
     def spent(self) -> bool:
-        """See above."""
+        """Its GPU is lost, it answered what cannot be, or it holds much memory."""
         return self._lost or bool(self._broken) or self._arena.is_large
 
     def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
@@ -78,7 +118,6 @@ class RemoteExecutor(Executor):
             return replace(done, error=f"{_MALFORMED}: {error}")
 
     def lost(self, device: torch.device) -> bool:
-        """Whether the kernel's process said so."""
         return self._lost
 
     def use(self, device: torch.device) -> None:
@@ -88,11 +127,9 @@ class RemoteExecutor(Executor):
         send(self._connection, pickle.dumps(device))
 
     def begin(self) -> None:
-        """What was handed over earlier may be written over."""
         self._arena.sweep()
 
     def make_room(self) -> None:
-        """Have the kernel's process give back what it only holds."""
         self.make(torch.cuda.empty_cache)
 
     def _asked(
@@ -101,19 +138,17 @@ class RemoteExecutor(Executor):
         """What became of a step, and the reply, whose fields are plain data of the right types."""
         self._number += 1
         if not self._broken:
+            packed, reached = pack(step, self._arena), list(map(self._arena.place_of, memory))
+            openers, self._arena.openers = self._arena.openers, []
+            released = [self._released.pop() for _ in range(len(self._released))]
+            rooms = self._arena.rooms()
+            request = KernelRequest(self._number, packed, wanted, released, openers, rooms, reached)
             try:
-                return self._answered(self._request(step, wanted, memory), memory)
+                return self._answered(request, memory)
             except (MalformedReply, FrameError) as error:
                 # Nothing that comes later is the answer to what is asked.
                 self._broken = f"{_MALFORMED}: {error}"
         return StepResult(error=self._broken), Reply(self._number)
-
-    def _request(self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor]) -> KernelRequest:
-        packed = pack(step, self._arena)
-        reached = [self._arena.place_of(x) for x in memory]
-        openers, self._arena.openers = self._arena.openers, []
-        released = [self._released.pop() for _ in range(len(self._released))]
-        return KernelRequest(self._number, packed, wanted, released, openers, self._arena.rooms(), reached)
 
     def _answered(self, request: KernelRequest, memory: Sequence[torch.Tensor]) -> tuple[StepResult, Reply]:
         shared = self._arena.shared
@@ -126,9 +161,9 @@ class RemoteExecutor(Executor):
         value = Reader(shared, request.rooms, memory).value(reply) if returned else None
         shared.synchronize()
         self._lost = self._lost or reply.lost
-        kept = RemoteValue(request.number, self._released) if request.keeps and not reply.error else None
-        reported = (reply.error, reply.traceback, reply.out_of_memory, reply.disturbed)
-        return StepResult(value, *reported, kept), reply
+        is_kept = request.wanted is not Wanted.FACT and not reply.error
+        left = RemoteValue(request.number, self._released) if is_kept else None
+        return StepResult(value, reply.error, reply.traceback, reply.out_of_memory, reply.disturbed, left), reply
 
     def _sent(self, frame: bytes) -> bytes:
         """The answer to a frame; where there is none, the kernel's process has ended."""
@@ -140,3 +175,50 @@ class RemoteExecutor(Executor):
         except OSError:
             answer = b""
         return answer or self._ended()
+
+
+_KEPT: dict[int, Any] = {}
+"""In the kernel's process, what steps made, by the number of their request."""
+
+
+def kept(number: int) -> Any:
+    return _KEPT[number]
+
+
+def serve(connection: socket.socket, shared: Shared) -> None:
+    """Hear where backends are judged, then carry out steps until the other end is closed."""
+    if frame := receive(connection):
+        device = pickle.loads(frame)
+        shared.use(device)
+        while frame := receive(connection):
+            send(connection, _answer(pickle.loads(frame), shared, device))
+
+
+def _answer(request: KernelRequest, shared: Shared, device: torch.device) -> bytes:
+    for number in request.released:
+        _KEPT.pop(number, None)
+    for opener in request.openers:
+        shared.open_cuda(opener)
+    done = run_step(partial(_told, request, shared))
+    reply = reply_of(request.number, done)
+    if done.error:
+        reply = msgspec.structs.replace(reply, lost=device_lost(device))
+    else:
+        reply = msgspec.structs.replace(done.value, disturbed=reply.disturbed)
+    data = msgspec.json.encode(reply)
+    if len(data) > LONGEST_REPLY:
+        error = f"ValueError: an answer of {len(data)} bytes, at most {LONGEST_REPLY} are taken"
+        data = msgspec.json.encode(reply_of(request.number, StepResult(error=error)))
+    return data
+
+
+def _told(request: KernelRequest, shared: Shared) -> Reply:
+    value = Unpacker(request.step, shared).load()()
+    if request.wanted is Wanted.FACT:
+        return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
+    _KEPT[request.number] = value
+    reply = Reply(request.number)
+    if request.wanted is Wanted.RETURNED:
+        reply = Writer(shared, request.rooms, request.reached).reported(request.number, value)
+    shared.synchronize()
+    return reply

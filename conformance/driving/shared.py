@@ -25,14 +25,7 @@ _KEPT_BYTES = 2**28
 
 
 class SharedRange(NamedTuple):
-    """Bytes that both processes know.
-
-    Attributes:
-        kind: type of the device.
-        piece: number of the piece.
-        at: first byte in it.
-        size: how many.
-    """
+    """Bytes that both processes know: of a device's type and of one of its pieces, the first and how many."""
 
     kind: str
     piece: int
@@ -41,18 +34,16 @@ class SharedRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Memory in one of the processes, by address and size in bytes."""
-
     address: int
     size: int
 
 
-class Shared:
-    """What one of two processes sees of their memory.
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
-    Args:
-        host_bytes: of the host's piece; to be made before the other process is forked.
-    """
+
+class Shared:
+    """What one of two processes sees of their memory; to be made before the other one is forked."""
 
     def __init__(self, host_bytes: int) -> None:
         self._map = mmap.mmap(-1, host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
@@ -69,14 +60,22 @@ class Shared:
 
     def add_cuda(self, size: int) -> bytes:
         """One more piece of the GPU; what opens it in the other process."""
-        address = _allocate(size)
-        self.pieces["cuda"].append(Piece(address, size))
-        return _exported(address) + size.to_bytes(8, "little")
+        driver, address, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64(), _Handle()
+        if status := driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)):
+            raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
+        self.pieces["cuda"].append(Piece(address.value, size))
+        _check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(ctypes.byref(handle), address))
+        return bytes(handle) + size.to_bytes(8, "little")
 
     def open_cuda(self, opener: bytes) -> None:
         """One more piece, of the other process's."""
-        address = _opened(opener[:-8])
-        self.pieces["cuda"].append(Piece(address, int.from_bytes(opener[-8:], "little")))
+        driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+        handle, flags = _Handle.from_buffer_copy(opener[:-8]), ctypes.c_uint(_LAZY_PEER_ACCESS)
+        status = driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, flags)
+        if status == _OUT_OF_MEMORY:
+            raise MemoryError("no memory of the GPU is left to open what another process shares")
+        _check("cuIpcOpenMemHandle", status)
+        self.pieces["cuda"].append(Piece(address.value, int.from_bytes(opener[-8:], "little")))
 
     def give_back(self) -> None:
         """Let the system have most of the host's piece, of which nothing is in use."""
@@ -93,56 +92,14 @@ class Shared:
         return made
 
     def bytes_of(self, place: SharedRange) -> torch.Tensor:
-        """The same as a tensor of uint8."""
         return torch.empty(0, dtype=torch.uint8, device=self.device(place.kind)).set_(self.storage(place))
 
     def device(self, kind: str) -> torch.device:
-        """The device of this type."""
         return torch.device(HOST) if kind == HOST else self._device
 
     def synchronize(self) -> None:
-        """Wait for what was launched on the GPU."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-class _Handle(ctypes.Structure):
-    _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
-
-
-def _allocate(size: int) -> int:
-    """The address of so many new bytes.
-
-    Raises:
-        MemoryError: there are not so many.
-    """
-    address = ctypes.c_uint64()
-    status = _driver().cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
-    if status:
-        raise MemoryError(f"{size} bytes of a GPU that two processes share: the driver refused them ({status})")
-    return address.value
-
-
-def _exported(address: int) -> bytes:
-    """What opens an allocation in another process."""
-    handle = _Handle()
-    _check("cuIpcGetMemHandle", _driver().cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(address)))
-    return bytes(handle)
-
-
-def _opened(handle: bytes) -> int:
-    """The address, here, of an allocation of another process."""
-    address = ctypes.c_uint64()
-    flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
-    status = _driver().cuIpcOpenMemHandle_v2(ctypes.byref(address), _Handle.from_buffer_copy(handle), flags)
-    if status == _OUT_OF_MEMORY:
-        raise MemoryError("no memory of the GPU is left to open what another process shares")
-    _check("cuIpcOpenMemHandle", status)
-    return address.value
-
-
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def _check(name: str, status: int) -> None:
@@ -155,16 +112,11 @@ class FrameError(ValueError):
 
 
 def send(connection: socket.socket, frame: bytes) -> None:
-    """Write one frame."""
     connection.sendall(_LENGTH.pack(len(frame)) + frame)
 
 
 def receive(connection: socket.socket, limit: int | None = None) -> bytes:
-    """Read one frame; empty if the other end is closed.
-
-    Raises:
-        FrameError: it has more than ``limit`` bytes.
-    """
+    """One frame; empty if the other end is closed."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size) or bytes(_LENGTH.size))
     if limit is not None and length > limit:
         raise FrameError(f"expected at most {limit} bytes, got {length}")

@@ -11,28 +11,17 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_conformance.apart.shared import HOST, Shared, SharedRange
+from mla_conformance.driving.shared import HOST, Shared, SharedRange
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
-from mla_conformance.trials.subject import Subject
 
 _ALIGNMENT = 512
 _LEAST_PIECE = 2**28
 """Bytes of a GPU's memory that are asked for at once."""
 _MOST_SHARE = 8
 """A process that holds more than this part of a GPU for what it hands over should be replaced."""
-
-
-class RemoteValue:
-    """What a step left in the kernel's process, for as long as anything here refers to it."""
-
-    def __init__(self, number: int, released: list[int]) -> None:
-        self.number, self._released = number, released
-
-    def __del__(self) -> None:
-        self._released.append(self.number)
 
 
 class Arena:
@@ -50,11 +39,15 @@ class Arena:
 
     def place_of(self, tensor: torch.Tensor) -> SharedRange:
         """The place of a tensor's storage."""
-        storage = tensor.untyped_storage()
+        storage, kind = tensor.untyped_storage(), tensor.device.type
         found = self._places.get(storage._cdata)
         if found is None or found[0].expired():
-            place = self._reserved(tensor.device.type, storage.nbytes())
-            found = self._places[storage._cdata] = (StorageWeakRef(storage), place)
+            self.require(kind, size := storage.nbytes())
+            room = self._room(kind)
+            if size > room.size:
+                raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
+            self._ends[kind] = room.at + size
+            found = self._places[storage._cdata] = (StorageWeakRef(storage), room._replace(size=size))
         return found[1]
 
     def rooms(self) -> list[SharedRange]:
@@ -62,7 +55,6 @@ class Arena:
         return [self._room(kind) for kind, pieces in self.shared.pieces.items() if pieces]
 
     def require(self, kind: str, size: int) -> None:
-        """Have so many bytes free."""
         if kind == "cuda" and self._room(kind).size < size:
             self.openers.append(self.shared.add_cuda(max(size + _ALIGNMENT, _LEAST_PIECE)))
             self._ends[kind] = 0
@@ -80,20 +72,11 @@ class Arena:
 
     @property
     def is_large(self) -> bool:
-        """Whether it holds much of a GPU."""
         pieces = self.shared.pieces["cuda"]
         if len(pieces) < 2:
             return False
         total = torch.cuda.get_device_properties(self.shared.device("cuda")).total_memory
         return _MOST_SHARE * sum(piece.size for piece in pieces) > total
-
-    def _reserved(self, kind: str, size: int) -> SharedRange:
-        self.require(kind, size)
-        room = self._room(kind)
-        if size > room.size:
-            raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
-        self._ends[kind] = room.at + size
-        return room._replace(size=size)
 
     def _room(self, kind: str) -> SharedRange:
         pieces = self.shared.pieces[kind]
@@ -109,28 +92,23 @@ class _Packer(pickle.Pickler):
         self._arena = arena
         self._written: set[SharedRange] = set()
 
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, RemoteValue):
-            return ("kept", value.number)
-        if isinstance(value, Subject):
-            return ("subject", value.backend.reference)
-        return self._tensor(value) if type(value) is torch.Tensor else None
+    def persistent_id(self, tensor: Any) -> Any:
+        if type(tensor) is not torch.Tensor:
+            return None
+        form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.is_meta:
+            return form
+        place = self._arena.place_of(tensor)
+        if place not in self._written:
+            self._written.add(place)
+            self._arena.shared.bytes_of(place).copy_(storage_bytes(tensor))
+        return (*form, place, tensor.storage_offset())
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, KernelCall | Problem | CacheImage):
             return NotImplemented
         shown = value.handed()
         return NotImplemented if shown is value else shown.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-    def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.is_meta:
-            return ("form", *form)
-        place = self._arena.place_of(tensor)
-        if place not in self._written:
-            self._written.add(place)
-            self._arena.shared.bytes_of(place).copy_(storage_bytes(tensor))
-        return ("tensor", *form, place, tensor.storage_offset())
 
 
 def pack(value: Any, arena: Arena) -> bytes:
@@ -142,22 +120,16 @@ def pack(value: Any, arena: Arena) -> bytes:
 
 
 class Unpacker(pickle.Unpickler):
-    """Reads what another process packed.
-
-    Args:
-        data: the bytes.
-        shared: the memory, in which tensors stay.
-    """
+    """Reads what another process packed; tensors stay in the memory that both have."""
 
     def __init__(self, data: bytes, shared: Shared) -> None:
         super().__init__(io.BytesIO(data))
         self._shared = shared
         self._storages: dict[SharedRange, torch.UntypedStorage] = {}
 
-    def persistent_load(self, reported: Any) -> Any:
-        """A tensor."""
-        what, dtype, shape, strides, *there = reported
-        if what == "form":
+    def persistent_load(self, reported: Any) -> torch.Tensor:
+        dtype, shape, strides, *there = reported
+        if not there:
             return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         place, offset = there
         storage = self._storages.setdefault(place, self._shared.storage(place))

@@ -1,0 +1,452 @@
+"""What a call must leave as it is (SPEC 3.6): a table of settings, the functions that others call, and the streams.
+
+One more setting is one line. A library may add names and import modules; a name that hides an inherited one replaces
+it. Torch's compiler, once it is imported, wraps functions of torch.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import locale
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+import warnings
+from _signal import getsignal  # type: ignore[import-not-found]
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+
+_UNREADABLE = "(unreadable)"
+"""Stands for a value whose reading raised."""
+_BUILTINS = vars(builtins)
+_OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)
+"""What functions are looked up in."""
+_FOLLOWS = torch.Storage  # type: ignore[attr-defined]
+"""A class that torch replaces by itself when the default dtype changes."""
+_PATIENCE = 2.0
+"""Seconds for children to end by themselves: a forked one may be on its way."""
+_OWN_CHILDREN = Path("/proc/thread-self/children")
+_SERVICES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
+"""Parts of the command lines of helpers that Python and torch start once and keep for the life of the process."""
+_ENVIRONMENT_BYTES, _CONTROL = 64, 28
+"""The size of C's ``fenv_t`` of x86-64, and where MXCSR stands in it, in 4 bytes."""
+_STICKY = 0x3F
+"""Bits of MXCSR that record what happened, which every inexact result sets."""
+_STANDARD = (1, 2)
+_held: list[Any] = []
+"""Modes that were entered to undo another: a mode ends with its object."""
+
+
+def _from_to(name: str, old: Any, now: Any) -> str:
+    """What a plain value became; empty if it is the same."""
+    return "" if old == now else f"{name} from {old} to {now}"
+
+
+class Setting(NamedTuple):
+    """A setting that a call must leave as it is.
+
+    Attributes:
+        read: its value now.
+        restore: puts back a value that was read; where there is no way a change is told only.
+        tell: of name, old value and new one, what counts as a change, as a text; empty for none.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    restore: Callable[[Any], object] = lambda old: None
+    tell: Callable[[str, Any, Any], str] = _from_to
+
+    def value(self) -> Any:
+        """What is read now; a call may have left a state that cannot be read."""
+        try:
+            return self.read()
+        except Exception:
+            return _UNREADABLE
+
+    def change(self, old: Any) -> str:
+        """What became of a value that was read; values that a call left may refuse to be compared or printed."""
+        now = self.value()
+        try:
+            return "" if now is old else self.tell(self.name, old, now)
+        except Exception:
+            return self.name
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[str]]:
+    """Restore everything at the end of the block, and fill the list with what had changed.
+
+    Functions come first, since those of torch restore the rest; a mode that was left entered must not see how the
+    settings behind it are. Drawing from torch's generator is no change, a new seed is.
+    """
+    functions = [(owner, vars(owner).copy()) for owner in _OWNERS]
+    settings = [(setting, setting.value()) for setting in SETTINGS]
+    random, streams, changes = torch.get_rng_state(), _replace_streams(), list[str]()
+    try:
+        yield changes
+    finally:
+        for owner, before in functions:
+            changes += _settle_functions(owner, before)
+        changed = [(setting, old, change) for setting, old in settings if (change := setting.change(old))]
+        for setting, old, change in changed:
+            changes.append(change)
+            try:
+                setting.restore(old)
+            except Exception:
+                changes.append(f"{setting.name} could not be restored")
+        torch.set_rng_state(random)
+        changes += _settle_streams(*streams)
+
+
+def builtins_now() -> dict[str, Any]:
+    return _BUILTINS.copy()
+
+
+def settle_builtins(before: dict[str, Any]) -> list[str]:
+    """Put back Python's own functions, and tell which were replaced; with none of them, since any may be another."""
+    present = _BUILTINS
+    changed = [name for name in before if name[0] != "_" and (name not in present or present[name] is not before[name])]
+    for name in changed:
+        present[name] = before[name]
+    return [f"builtins.{name} was replaced" for name in changed]
+
+
+def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
+    """Put back what was replaced of a module or a class, and tell its names."""
+    present = vars(owner)
+    with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
+        if present == before:
+            return
+    is_class = isinstance(owner, type)
+    title = f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
+    for name, function in before.items():
+        now = present.get(name)
+        if now is not function and _is_function(function) and not _is_wrapped_by_torch(now, function):
+            setattr(owner, name, function)
+            yield f"{title}.{name} was replaced"
+    for name in present.keys() - before.keys():
+        inherited = is_class and any(name in vars(base) for base in owner.__mro__[1:])
+        if inherited and _is_function(present[name]):
+            delattr(owner, name)
+            yield f"{title}.{name} was replaced"
+
+
+def _is_wrapped_by_torch(now: Any, function: Any) -> bool:
+    if not isinstance(now, FunctionType) or vars(now).get("__wrapped__") is not function:
+        return False
+    return Path(torch.__file__).parent in Path(now.__code__.co_filename).parents
+
+
+def _is_function(value: Any) -> bool:
+    """Functions, classes, and what is bound to an instance."""
+    return value is not _FOLLOWS and (callable(value) or hasattr(type(value), "__get__"))
+
+
+def _replace_streams() -> tuple[Any, ...]:
+    """Put stand-ins into the streams' place, since pytest itself still writes to them; what there was, and those."""
+    descriptors = [os.dup(number) for number in _STANDARD]
+    stand_ins = [os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace") for number in _STANDARD]
+    before, (sys.stdout, sys.stderr) = (sys.stdout, sys.stderr), stand_ins
+    return before, stand_ins, descriptors
+
+
+def _settle_streams(before: Any, stand_ins: list[Any], descriptors: list[int]) -> list[str]:
+    """Put the streams back, and tell whether one was closed or redirected."""
+    kept = not any(stand_in.closed for stand_in in stand_ins)
+    for descriptor, number, stand_in in zip(descriptors, _STANDARD, stand_ins, strict=True):
+        try:
+            kept = kept and os.path.sameopenfile(descriptor, number)
+        except OSError:
+            kept = False
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # a call closed the file below it
+            stand_in.close()
+    sys.stdout, sys.stderr = before
+    return [] if kept else ["a standard stream"]
+
+
+def _attribute(name: str, owner: Any, attribute: str) -> Setting:
+    return Setting(name, partial(getattr, owner, attribute), partial(setattr, owner, attribute))
+
+
+def _modes(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any]) -> Setting:
+    def restore(old: list[Any]) -> None:
+        while read():
+            pop()
+        for mode in old:
+            push(mode)
+
+    def tell(name: str, old: list[Any], now: list[Any]) -> str:
+        if [*map(id, old)] == [*map(id, now)]:
+            return ""
+        return f"{name} from {[type(mode).__name__ for mode in old]} to {[type(mode).__name__ for mode in now]}"
+
+    return Setting(name, read, restore, tell)
+
+
+def _autocast(device: str) -> Setting:
+    """Whether operations on a device choose their own dtypes, and which."""
+
+    def restore(old: tuple[bool, torch.dtype]) -> None:
+        torch.set_autocast_enabled(device, old[0])
+        torch.set_autocast_dtype(device, old[1])
+        torch.clear_autocast_cache()
+
+    def read() -> tuple[bool, torch.dtype]:
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+    return Setting(f"autocast on {device}", read, restore)
+
+
+def _precision(name: str, backend: Any) -> Setting:
+    """The float32 precision of a group of operations; ``none`` chooses nothing, which computes as ``ieee`` does."""
+
+    def read() -> str:
+        return str(backend.fp32_precision).replace("none", "ieee")
+
+    return Setting(f"float32 precision of {name}", read, partial(setattr, backend, "fp32_precision"))
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _set_inference(enabled: bool) -> None:
+    mode = torch.inference_mode(enabled)
+    mode.__enter__()
+    _held.append(mode)
+
+
+def _each(name: str, names: dict[str, int], read: Callable[[int], Any], write: Callable[[int, Any], Any]) -> Setting:
+    """Several values, each under a name of its own."""
+
+    def restore(old: dict[str, Any]) -> None:
+        now = values()
+        for each, value in old.items():
+            if now[each] is not value:
+                write(names[each], value)
+
+    def tell(name: str, old: dict[str, Any], now: dict[str, Any]) -> str:
+        return "; ".join(
+            _from_to(f"{name} {each}", value, now[each]) for each, value in old.items() if now[each] != value
+        )
+
+    def values() -> dict[str, Any]:
+        return dict(zip(names, map(read, names.values()), strict=True))
+
+    return Setting(name, values, restore, tell)
+
+
+def _set_handler(number: int, handler: Any) -> None:
+    if handler is not None:
+        signal.signal(number, handler)
+
+
+def _timer(number: int) -> str:
+    """Whether it runs; how long it still runs changes by itself."""
+    return "running" if signal.getitimer(number)[0] else "off"
+
+
+def _stop_timer(number: int, state: str) -> None:
+    if state == "off":
+        signal.setitimer(number, 0)
+
+
+def _set_limit(number: int, limits: tuple[int, int]) -> None:
+    """The soft limit as far as the hard one allows; a hard one that was lowered stays, unless for a superuser."""
+    try:
+        resource.setrlimit(number, limits)
+    except (ValueError, OSError):
+        hard = resource.getrlimit(number)[1]
+        resource.setrlimit(number, (hard, hard))
+
+
+def _c_library() -> Any:
+    """C's functions, where the layout of their environment is known."""
+    library = ctypes.CDLL(None) if platform.system() == "Linux" and platform.machine() == "x86_64" else None
+    return library if hasattr(library, "fegetenv") else None
+
+
+_LIBRARY = _c_library()
+
+
+def _floating_point() -> Any:
+    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    _LIBRARY.fegetenv(environment)
+    return environment
+
+
+def _control() -> str:
+    """The control bits in hexadecimal; 0x1f80 rounds to nearest and keeps denormals. Empty where they are not known."""
+    if _LIBRARY is None:
+        return ""
+    environment = _floating_point()
+    return hex(int.from_bytes(environment[_CONTROL : _CONTROL + 4], "little") & ~_STICKY)
+
+
+def _set_control(control: str) -> None:
+    environment = _floating_point()
+    environment[_CONTROL : _CONTROL + 4] = int(control, 16).to_bytes(4, "little")
+    _LIBRARY.fesetenv(environment)
+
+
+def _directory() -> str:
+    try:
+        return os.getcwd()  # noqa: PTH109 - a text, as it is printed
+    except FileNotFoundError:
+        return "(removed)"
+
+
+def _mask() -> str:
+    mask = os.umask(0o77)
+    os.umask(mask)
+    return f"{mask:#o}"
+
+
+def _tell_missing(name: str, old: list[str], now: list[str]) -> str:
+    """A library may add entries."""
+    gone = [path for path in old if path not in now]
+    return f"{name} without {', '.join(gone)}" if gone else ""
+
+
+def _set_path(old: list[str]) -> None:
+    sys.path[:] = [*old, *(path for path in sys.path if path not in old)]
+
+
+def _filters() -> tuple[list[Any], int]:
+    """The filters, and how many modules are loaded: one that is imported may add some."""
+    return list(warnings.filters), len(sys.modules)
+
+
+def _tell_filters(name: str, old: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:
+    came = [entry for entry in now[0] if entry not in old[0]]
+    if len(now[0]) == len(old[0]) + len(came) and now[1] > old[1]:
+        return ""
+    return "" if old[0] == now[0] else f"{name} from {len(old[0])} to {len(now[0])}, new: {came}"
+
+
+def _set_filters(old: tuple[list[Any], int]) -> None:
+    warnings.filters[:] = old[0]  # type: ignore[index]
+    with warnings.catch_warnings():  # which tells the interpreter that they changed
+        pass
+
+
+def _environment() -> dict[bytes, bytes]:
+    """The variables without the decoding of each, which would take as long as everything else here."""
+    return dict(vars(os.environ)["_data"])
+
+
+def _lost_variables(old: dict[bytes, bytes], now: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """At its first use a library may add variables, and extend others such as a search path."""
+    return {name: value for name, value in old.items() if value not in now.get(name, b"")}
+
+
+def _tell_lost(name: str, old: dict[bytes, bytes], now: dict[bytes, bytes]) -> str:
+    lost = ", ".join(map(os.fsdecode, _lost_variables(old, now)))
+    return f"{name} {lost}" if lost else ""
+
+
+def _set_environment(old: dict[bytes, bytes]) -> None:
+    os.environb.update(_lost_variables(old, _environment()))
+
+
+def _children() -> frozenset[int]:
+    """Child processes that this thread started, ended ones included, and those that an ended thread did.
+
+    To ask every thread takes a millisecond once a library has a pool of them. None on a system that does not tell.
+    """
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except (ChildProcessError, AttributeError):
+        return frozenset()
+    return frozenset(map(int, _read(_OWN_CHILDREN).split()))
+
+
+def _tell_left(name: str, before: frozenset[int], now: frozenset[int]) -> str:
+    """How many were left running, after a while to end in."""
+    end = time.monotonic() + _PATIENCE
+    while (left := _lasting(now - before)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return f"{name} {len(left)} child process{'es' * (len(left) > 1)} running" if left else ""
+
+
+def _end_left(before: frozenset[int]) -> None:
+    for process in _lasting(_children() - before):
+        os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(process, 0)
+
+
+def _lasting(processes: frozenset[int]) -> list[int]:
+    """Those that still run and are no service."""
+
+    def lasts(process: int) -> bool:
+        state = _read(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+        command = _read(Path(f"/proc/{process}/cmdline"))
+        return bool(state) and state[0] not in "ZX" and not any(service in command for service in _SERVICES)
+
+    return list(filter(lasts, processes))
+
+
+def _read(path: Path) -> str:
+    """A file of /proc; nothing of one that went."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+_CATCHABLE = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+_SIGNALS = {str(getattr(number, "name", number)): int(number) for number in _CATCHABLE}
+_TIMERS: dict[str, int] = {name: getattr(signal, name) for name in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")}
+_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("default device", torch.get_default_device, _set_default_device),
+    _modes("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
+    _modes("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
+    Setting("inference mode", torch.is_inference_mode_enabled, _set_inference),
+    Setting("gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
+    Setting("anomaly mode", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("deterministic algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    Setting("seed", torch.initial_seed, torch.manual_seed),
+    _autocast("cpu"),
+    _autocast("cuda"),
+    Setting("cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _attribute("TF32 of cuDNN", torch.backends.cudnn, "allow_tf32"),
+    _precision("everything", torch.backends),
+    _precision("CUDA's matmul", torch.backends.cuda.matmul),
+    _precision("oneDNN's matmul", torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+    _attribute("reduced fp16 sums", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _attribute("reduced bf16 sums", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    _attribute("fp16 sums", torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
+    Setting("number of threads between operations", torch.get_num_interop_threads),
+    _each("handler of", _SIGNALS, getsignal, _set_handler),  # that of ``signal`` takes twenty times as long
+    _each("timer", _TIMERS, _timer, _stop_timer),
+    _each("resource limit", _LIMITS, resource.getrlimit, _set_limit),
+    Setting("floating-point control (rounding, denormals)", _control, _set_control),
+    Setting("umask", _mask, lambda old: os.umask(int(old, 8))),
+    Setting("working directory", _directory, os.chdir),
+    Setting("sys.path", lambda: list(sys.path), _set_path, _tell_missing),
+    Setting("warning filters", _filters, _set_filters, _tell_filters),
+    Setting("locale", lambda: locale.setlocale(locale.LC_ALL), lambda old: locale.setlocale(locale.LC_ALL, old)),
+    Setting("error handling of numpy", np.geterr, lambda old: np.seterr(**old)),
+    Setting("environment variable", _environment, _set_environment, _tell_lost),
+    Setting("left", _children, _end_left, _tell_left),
+)
+"""Restored in this order."""
