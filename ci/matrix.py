@@ -126,11 +126,7 @@ def _row(cells: list[object]) -> str:
 
 
 def sections(root: Path) -> list[tuple[Section, str]]:
-    """The sections of README and pages under ``root``, each with what it should hold.
-
-    Raises:
-        InputError: a record is none, or a section's markers are missing.
-    """
+    """The sections of README and pages under ``root``, each with what it should hold."""
     records = newest(RECORDS)
     return [
         (Section.of(root / "README.md", "h200"), overview(records)),

@@ -93,11 +93,7 @@ def _attributes(case: type[Case]) -> dict[str, str]:
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
-    """The sections of the pages under ``root``, each with what it should hold.
-
-    Raises:
-        InputError: a section's markers are missing.
-    """
+    """The sections of the pages under ``root``, each with what it should hold."""
     yield Section.of(root / "docs" / "commands.md", "commands"), commands()
     yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
 

@@ -17,19 +17,12 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 @dataclass(frozen=True)
 class Hazard:
-    """A circumstance in which kernels have been wrong in public.
+    """A circumstance in which kernels have been wrong in public."""
 
-    Attributes:
-        group: the heading that it stands below.
-        clause: its number in section 5, which it keeps.
-        id: its name in the catalogue of reported bugs.
-        sentence: what generates it, or why it is out of reach; facts in braces.
-    """
-
-    group: str
-    clause: int
-    id: str
-    sentence: str
+    group: str  # the heading that it stands below
+    clause: int  # its number in section 5, which it keeps
+    id: str  # its name in the catalogue of reported bugs
+    sentence: str  # what generates it, or why it is out of reach; facts in braces
 
 
 @cache

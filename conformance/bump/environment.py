@@ -30,14 +30,10 @@ class Environment:
     """A virtual environment whose packages come first, and behind them those that this process sees.
 
     What a version needs is therefore taken from here if it fits, torch above all, and is installed beside it otherwise.
-
-    Attributes:
-        folder: of the environment.
-        pin: the library and its version.
     """
 
-    folder: Path
-    pin: Pin
+    folder: Path  # of the environment
+    pin: Pin  # the library and its version
 
     @staticmethod
     def make(folder: Path, pin: Pin, wheels: Path | None) -> "Environment":
@@ -88,21 +84,13 @@ class Environment:
         return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
 
     def find(self, names: Sequence[str]) -> dict[str, Found]:
-        """What its Python finds of these distributions.
-
-        Raises:
-            InputError: it does not run.
-        """
+        """What its Python finds of these distributions."""
         asked = self.run("mla_conformance.bump.version", *names, capture=True)
         _require_success(asked, f"{self.python} failed to list what it finds")
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
     def require_installed(self) -> None:
-        """Make sure that an import takes the version that was asked for.
-
-        Raises:
-            InputError: another version is installed, or a module comes from elsewhere.
-        """
+        """Make sure that an import takes the version that was asked for."""
         found = self.find([self.pin.name])[self.pin.name]
         if not self.pin.admits(found.version):
             raise InputError(f"expected {self.pin} in {self.folder}, got {found.version or 'none'}")

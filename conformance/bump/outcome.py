@@ -22,24 +22,15 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class JudgedVersion:
-    """One version, judged.
+    """One version, judged."""
 
-    Attributes:
-        pin: the library and its version.
-        run: what was found.
-        versions: of it and of what was installed for either version, as they are found here; empty if one is not.
-    """
-
-    pin: Pin
-    run: RunSummary
+    pin: Pin  # the library and its version
+    run: RunSummary  # what was found
+    # of it and of what was installed for either version, as they are found here; empty if one is not
     versions: dict[str, str]
 
     def require_loaded(self) -> None:
-        """Make sure that every backend that was judged says that it stands on this version.
-
-        Raises:
-            InputError: one does not.
-        """
+        """Make sure that every backend that was judged says that it stands on this version."""
         for backend in self.run.backends:
             reported = {canonicalize_name(name): version for name, version in backend.facts.versions.items()}
             if not backend.reasons and not self.pin.admits(reported.get(self.pin.name, "")):
@@ -52,15 +43,10 @@ class JudgedVersion:
 
 @dataclass(frozen=True)
 class Bump:
-    """A library's way from one version to another.
+    """A library's way from one version to another."""
 
-    Attributes:
-        before: the old version.
-        after: the new one.
-    """
-
-    before: JudgedVersion
-    after: JudgedVersion
+    before: JudgedVersion  # the old version
+    after: JudgedVersion  # the new one
 
     @cached_property
     def pairs(self) -> tuple[tuple[BackendSummary, BackendSummary], ...]:

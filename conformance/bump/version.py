@@ -20,28 +20,18 @@ from mla_conformance.files.inputs import InputError
 
 @dataclass(frozen=True)
 class Pin:
-    """A distribution in one version.
+    """A distribution in one version."""
 
-    Attributes:
-        requirement: what pip installs.
-        name: of the distribution, in its canonical form.
-        version: as it was asked for.
-    """
-
-    requirement: str
-    name: NormalizedName
-    version: str
+    requirement: str  # what pip installs
+    name: NormalizedName  # of the distribution, in its canonical form
+    version: str  # as it was asked for
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
     @staticmethod
     def parse(text: str) -> "Pin":
-        """The pin that ``text`` writes.
-
-        Raises:
-            InputError: it names no single version.
-        """
+        """The pin that ``text`` writes."""
         try:
             found = Requirement(text)
         except InvalidRequirement:
@@ -60,11 +50,7 @@ class Pin:
 
 
 def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
-    """The old and the new version of one library.
-
-    Raises:
-        InputError: one names no single version, or they are not two versions of the same library.
-    """
+    """The old and the new version of one library."""
     old, new = Pin.parse(before), Pin.parse(after)
     if old.name != new.name:
         raise InputError(f"expected two versions of one library, got {old.name} and {new.name}")
@@ -74,15 +60,10 @@ def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A distribution as it is found.
+    """A distribution as it is found."""
 
-    Attributes:
-        version: of it; empty if it is not installed.
-        elsewhere: its modules that an import would take from another place, each with that place.
-    """
-
-    version: str = ""
-    elsewhere: dict[str, str] = {}
+    version: str = ""  # of it; empty if it is not installed
+    elsewhere: dict[str, str] = {}  # its modules that an import would take from another place, each with that place
 
 
 def find(names: Sequence[str]) -> dict[str, Found]:

@@ -181,9 +181,5 @@ def shown_of(certificate: Certificate) -> Shown:
 
 
 def read_shown(path: Path) -> Shown:
-    """What is shown of a record.
-
-    Raises:
-        InputError: it cannot be read, or lacks something that is shown.
-    """
+    """What is shown of a record."""
     return decode(read_text(path), Shown, str(path))

@@ -29,40 +29,25 @@ _MOST_CHARACTERS = 2**24
 
 @dataclass(frozen=True)
 class KeptRecord:
-    """A record, and what is kept with it.
+    """A record, and what is kept with it."""
 
-    Attributes:
-        certificate: the record.
-        sanitized: what tools of compute-sanitizer reported of its kernel.
-        signature: of its seal; empty if it is not signed.
-    """
-
-    certificate: Certificate
-    sanitized: tuple[SanitizedKernel, ...] = ()
-    signature: str = ""
+    certificate: Certificate  # the record
+    sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of its kernel
+    signature: str = ""  # of its seal; empty if it is not signed
 
 
 class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a line holds.
+    """What a line holds."""
 
-    Attributes:
-        record: all fields of it but the cases. ``@N`` is text N of the line, ``#N`` case N; a text that begins with
-            either sign has another @ in front.
-        listed: so many of the file's ids were known when it was written; the record's cases are these, then its own.
-        statuses: of the cases, a letter and how often it comes.
-        fitted: ids of the record's own cases, folded.
-        texts: what is said more than once.
-        sanitized: as the record.
-        signature: of the seal.
-    """
-
+    # all fields of it but the cases. ``@N`` is text N of the line, ``#N`` case N; a text that begins with either sign
+    # has another @ in front
     record: dict[str, Any]
-    listed: int
-    statuses: str
-    fitted: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    sanitized: tuple[dict[str, Any], ...] = ()
-    signature: str = ""
+    listed: int  # so many of the file's ids were known when it was written; the record's cases are these, then its own
+    statuses: str  # of the cases, a letter and how often it comes
+    fitted: tuple[str, ...] = ()  # ids of the record's own cases, folded
+    texts: tuple[str, ...] = ()  # what is said more than once
+    sanitized: tuple[dict[str, Any], ...] = ()  # as the record
+    signature: str = ""  # of the seal
 
 
 def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
@@ -94,11 +79,7 @@ def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
 
 
 def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
-    """The record of a line.
-
-    Raises:
-        InputError: it is none, or was changed so that it cannot be read; begins with ``source``.
-    """
+    """The record of a line."""
     line = decode(text, _Line, source)
     try:
         known = [*ids[: line.listed], *unfolded(line.fitted)]

@@ -24,20 +24,14 @@ from mla_conformance.files.wheels import owned_by_wheels
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What judged and what was judged, byte by byte; what a profiler and the loader saw stands in ``Traced``.
+    """What judged and what was judged, byte by byte; what a profiler and the loader saw stands in ``Traced``."""
 
-    Attributes:
-        sources: SHA-256 of the modules that the backend's classes stand in, of what they import that no wheel has, and
-            of every other module that was loaded and that no wheel has, by its place.
-        versions: version of each distribution behind the backend.
-        installed: what of each is installed.
-        harness: what judged.
-    """
-
+    # SHA-256 of the modules that the backend's classes stand in, of what they import that no wheel has, and of every
+    # other module that was loaded and that no wheel has, by its place
     sources: dict[str, str] = {}
-    versions: dict[str, str] = {}
-    installed: dict[str, Installed] = {}
-    harness: Installed = Installed()
+    versions: dict[str, str] = {}  # version of each distribution behind the backend
+    installed: dict[str, Installed] = {}  # what of each is installed
+    harness: Installed = Installed()  # what judged
 
     @staticmethod
     def of(backend: BackendReference, versions: Mapping[str, str], loaded: Mapping[str, str] | None = None) -> "Pins":
@@ -47,9 +41,6 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             backend: the backend.
             versions: of the distributions that its adapter names.
             loaded: SHA-256 of the code that its processes have loaded, by path.
-
-        Raises:
-            InputError: what was loaded is not what stands in the file.
         """
         modules = {path: digest for path, digest in (loaded or {}).items() if not _is_library(path)}
         owned, own = owned_by_wheels(modules)

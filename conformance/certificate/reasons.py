@@ -15,11 +15,7 @@ from mla_conformance.judging.verdict import Status
 
 
 def with_reasons(certificate: Certificate, expectations: Expectations, today: datetime.date) -> Certificate:
-    """The same record, each failure of which says what these expectations say of it.
-
-    Raises:
-        InputError: it does not verify, or nothing foresees one of its failures.
-    """
+    """The same record, each failure of which says what these expectations say of it."""
     if wrong := problems(certificate, today):
         raise InputError(f"{certificate.backend}: expected a record that verifies; {wrong[0]}")
     known = facts(certificate.environment, certificate.pins.versions)

@@ -33,19 +33,12 @@ class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RecordLine:
-    """A line behind the first.
+    """A line behind the first."""
 
-    Attributes:
-        source: the file and the line's number.
-        text: as it stands there.
-        kept: what it holds; None if it is refused.
-        why: it is refused, behind the source; empty if it is not.
-    """
-
-    source: str
-    text: str
-    kept: KeptRecord | None
-    why: str = ""
+    source: str  # the file and the line's number
+    text: str  # as it stands there
+    kept: KeptRecord | None  # what it holds; None if it is refused
+    why: str = ""  # it is refused, behind the source; empty if it is not
 
 
 def suite_order(suite: str) -> list[int]:
@@ -59,11 +52,7 @@ def is_records(path: Path) -> bool:
 
 
 def read_records(path: Path) -> list[RecordLine]:
-    """The lines of a file.
-
-    Raises:
-        InputError: it cannot be read, its first line is not that of such a file, or there is no other.
-    """
+    """The lines of a file."""
     lines = _read(path)[2]
     if not lines:
         raise InputError(f"{path}: expected a line for each record behind the first, got none")
@@ -71,11 +60,7 @@ def read_records(path: Path) -> list[RecordLine]:
 
 
 def kept_records(path: Path) -> list[KeptRecord]:
-    """The records of a file, whatever stands in lines that are refused.
-
-    Raises:
-        InputError: as :func:`read_records`.
-    """
+    """The records of a file, whatever stands in lines that are refused."""
     return [line.kept for line in read_records(path) if line.kept]
 
 
@@ -117,11 +102,7 @@ def _key(certificate: Certificate) -> tuple[str, ...]:
 
 
 def require_records(path: Path) -> None:
-    """Check before a long run that its record can be written into a file.
-
-    Raises:
-        InputError: it is no file of records of this suite, or cannot be written.
-    """
+    """Check before a long run that its record can be written into a file."""
     if not is_records(path):
         raise InputError(f"--submission {path}: expected a file of records, such as {RECORDS}")
     require_writable(path)
@@ -130,11 +111,7 @@ def require_records(path: Path) -> None:
 
 
 def write_record(path: Path, certificate: Certificate, signature: str = "") -> None:
-    """Write a record of this suite in place of an earlier one of the kernel in the same versions on the same device.
-
-    Raises:
-        InputError: the file cannot be read or written.
-    """
+    """Write a record of this suite in place of an earlier one of the kernel in the same versions on the same device."""
 
     def added(records: list[KeptRecord]) -> list[KeptRecord]:
         others = [each for each in records if _key(each.certificate) != _key(certificate)]
@@ -145,11 +122,7 @@ def write_record(path: Path, certificate: Certificate, signature: str = "") -> N
 
 
 def write_sanitized(path: Path, found: SanitizedKernel) -> None:
-    """Write what a tool reported into the line of its kernel; of several devices into that of its own, if it has one.
-
-    Raises:
-        InputError: the file cannot be read or written, or has no record of the kernel in these versions.
-    """
+    """Write what a tool reported into the line of its kernel, of several devices into that of its own if there is one."""
 
     def added(records: list[KeptRecord]) -> list[KeptRecord]:
         own = [each for each in records if not any(sanitized_problems(each.certificate, [found]))]
@@ -163,11 +136,7 @@ def write_sanitized(path: Path, found: SanitizedKernel) -> None:
 
 
 def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRecord]]) -> None:
-    """Write a file's records anew; what is not changed keeps its line, and so does what is refused, at the end.
-
-    Raises:
-        InputError: the file cannot be read or written.
-    """
+    """Write a file's records anew; what is not changed keeps its line, and so does what is refused, at the end."""
     with _alone(path):
         suite, ids, lines = _read(path) if path.exists() else (SUITE_VERSION, [], [])
         if suite == SUITE_VERSION:

@@ -32,9 +32,6 @@ def rerun(
         backend: what is run.
         device: where.
         salt: what the inputs are drawn with.
-
-    Raises:
-        InputError: the backend cannot be run here.
     """
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))

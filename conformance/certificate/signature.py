@@ -23,22 +23,14 @@ def signature_of(path: Path) -> Path:
 
 
 def require_key(key: Path) -> None:
-    """Check before a long run that its outcome can be signed.
-
-    Raises:
-        InputError: there is no ssh-keygen, or no such key.
-    """
+    """Check before a long run that its outcome can be signed."""
     _require_program()
     if not key.is_file():
         raise InputError(f"--sign {key}: expected the file of an SSH key")
 
 
 def sign(content: str, key: Path) -> str:
-    """The signature of a text by an SSH key.
-
-    Raises:
-        InputError: there is no ssh-keygen, or it refuses the key.
-    """
+    """The signature of a text by an SSH key."""
     done = _keygen("sign", content, "-f", str(key), "-n", NAMESPACE)
     if done.returncode:
         raise InputError(f"--sign {key}: ssh-keygen refuses it: {_said(done)}")
@@ -47,17 +39,11 @@ def sign(content: str, key: Path) -> str:
 
 @dataclass(frozen=True)
 class Signed:
-    """What a signature is of.
+    """What a signature is of."""
 
-    Attributes:
-        content: a file's, or a record's seal where many records are in a file.
-        signature: None if there is none.
-        name: the signature's, in words.
-    """
-
-    content: str
-    signature: str | None
-    name: str
+    content: str  # a file's, or a record's seal where many records are in a file
+    signature: str | None  # None if there is none
+    name: str  # the signature's, in words
 
     @staticmethod
     def of(path: Path) -> "Signed":

@@ -43,11 +43,7 @@ _OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", 
 
 
 def certify(options: argparse.Namespace) -> int:
-    """Carry out the command; the exit status.
-
-    Raises:
-        InputError: an option is not right, or the folder is not free.
-    """
+    """Carry out the command; the exit status."""
     began, issuing = time.monotonic(), Issuing.asked(options)
     if options.submission:
         require_records(options.submission)
@@ -164,27 +160,16 @@ def _expectations(folders: list[Path]) -> Expectations:
 
 @dataclass
 class Issuing:
-    """What is to be issued of a run.
+    """What is to be issued of a run."""
 
-    Attributes:
-        kind: certificate, record or submission.
-        path: receives it.
-        key: of SSH, which signs it; None if it is not signed.
-        pins: what judges and what is judged, once the run is prepared.
-    """
-
-    kind: str
-    path: Path
-    key: Path | None
-    pins: Pins | None = None
+    kind: str  # certificate, record or submission
+    path: Path  # receives it
+    key: Path | None  # of SSH, which signs it; None if it is not signed
+    pins: Pins | None = None  # what judges and what is judged, once the run is prepared
 
     @staticmethod
     def asked(options: argparse.Namespace) -> "Issuing | None":
-        """What the options ask for; None for nothing.
-
-        Raises:
-            InputError: there is nothing to sign with.
-        """
+        """What the options ask for; None for nothing."""
         kinds = ("certificate", "record", "submission")
         kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
         if options.sign:

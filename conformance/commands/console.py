@@ -48,9 +48,6 @@ def run_and_report(
         keep_report: whether the run's folder outlives the command, so that it is worth naming.
         resumed: the plan of the run that is gone on with, which must be this one.
         check: says of a prepared run why it is not to be carried out at all.
-
-    Raises:
-        InputError: what was asked for is not here, or is another run than the one to go on with, or has other code.
     """
     with run:
         refused = _prepare(run, resumed, check)

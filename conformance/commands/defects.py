@@ -32,11 +32,7 @@ def run_defects(options: argparse.Namespace) -> int:
 
 
 def try_cheats(options: argparse.Namespace) -> int:
-    """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise.
-
-    Raises:
-        InputError: the tests are not here, as in what a wheel installs.
-    """
+    """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise."""
     require_tests("cheats")
     if options.out:
         require_writable(options.out)

@@ -67,11 +67,7 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """Two lines for every model, or all that is known of one.
-
-    Raises:
-        InputError: there is no model of that name, or a file has no markers.
-    """
+    """Two lines for every model, or all that is known of one."""
     if options.docs:
         Section.of(options.docs, "models").write("\n".join(_table()))
     elif options.name:

@@ -98,11 +98,7 @@ def _given(command: Command) -> Iterator[str]:
 
 
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Import what carries a command out, and have it do so.
-
-    Raises:
-        InputError: an option means nothing without another one, or it takes torch, which is not here.
-    """
+    """Import what carries a command out, and have it do so."""
 
     def is_given(name: str) -> bool:
         dest = name.lstrip("-").replace("-", "_")

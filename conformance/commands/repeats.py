@@ -25,11 +25,7 @@ _PATIENCE = 4
 
 
 def repeat(run: Run, calls: int) -> int:
-    """Carry out a prepared run's one case so often, and say what was found; the exit status.
-
-    Raises:
-        InputError: the backend or the device is not here.
-    """
+    """Carry out a prepared run's one case so often, and say what was found; the exit status."""
     with run:
         try:
             run.prepare()

@@ -29,17 +29,13 @@ from mla_conformance.vocabulary.case_files import read_case, write_case
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What is to be run again: a case on a backend, behind other cases, with a salt or without.
-
-    Attributes:
-        confirmed: what the report says of confirming the failure; empty where it failed again alone.
-    """
+    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
 
     case: str
     reference: str
     after: Sequence[str]
     salt: str
-    confirmed: str = ""
+    confirmed: str = ""  # what the report says of confirming the failure; empty where it failed again alone
 
 
 def replay(options: argparse.Namespace) -> int:

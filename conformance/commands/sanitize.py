@@ -24,27 +24,16 @@ from mla_conformance.version import SUITE_VERSION, __version__
 
 @dataclass(frozen=True)
 class Sanitizing:
-    """What is asked.
+    """What is asked."""
 
-    Attributes:
-        check: the tool of compute-sanitizer.
-        named: whether capabilities were named.
-        timeout: seconds for a process; None for what a case may take on a GPU.
-        records: file of records, which tells kernels and receives what is found; None for none.
-    """
-
-    check: str
-    named: bool
-    timeout: float | None = None
-    records: Path | None = None
+    check: str  # the tool of compute-sanitizer
+    named: bool  # whether capabilities were named
+    timeout: float | None = None  # seconds for a process; None for what a case may take on a GPU
+    records: Path | None = None  # file of records, which tells kernels and receives what is found; None for none
 
 
 def sanitize(request: RunRequest, asked: Sanitizing) -> int:
-    """Carry it out; the exit status is that of a run that judged nothing wherever the tool could not watch.
-
-    Raises:
-        InputError: the records cannot be read, or what was found not be written.
-    """
+    """Carry it out; the exit status is that of a run that judged nothing wherever the tool could not watch."""
     try:
         if request.device == "cpu":
             raise ToolUnavailable("compute-sanitizer watches a GPU, not a CPU: omit --device cpu")

@@ -23,17 +23,11 @@ _SMALL = "memory_bounds"
 
 @dataclass(frozen=True)
 class ChosenCases:
-    """What is called.
+    """What is called."""
 
-    Attributes:
-        cases: candidates, those to be called first in front.
-        most: how many of each capability and role the backend has to support; 0 for all.
-        what: in words, where something is left out.
-    """
-
-    cases: tuple[Case, ...]
-    most: int = 0
-    what: str = ""
+    cases: tuple[Case, ...]  # candidates, those to be called first in front
+    most: int = 0  # how many of each capability and role the backend has to support; 0 for all
+    what: str = ""  # in words, where something is left out
 
 
 def choose(request: RunRequest, named: bool, records: Path | None, backend: str) -> ChosenCases:
@@ -44,9 +38,6 @@ def choose(request: RunRequest, named: bool, records: Path | None, backend: str)
         named: whether capabilities were named.
         records: file of records, of which the newest of the backend that names kernels tells them; it may not be there.
         backend: its name.
-
-    Raises:
-        InputError: the file is none of records.
     """
     if request.cases:
         cases = sorted(request.cases, key=work_of)

@@ -17,11 +17,7 @@ from mla_conformance.vocabulary.tiers import wrapped
 
 
 def list_unreached(reference: str, device: str | None) -> int:
-    """What the backend declares, role by role.
-
-    Raises:
-        InputError: it names no backend, or one that cannot run here.
-    """
+    """What the backend declares, role by role."""
     request = RunRequest.of([reference], device=device)
     found = find_device(request.device)
     if found is None:

@@ -116,14 +116,10 @@ def _verify(source: str, kept: KeptRecord, signed: Signed, options: argparse.Nam
 
 @dataclass
 class _Found:
-    """What speaks against a certificate, and what is told beside it.
-
-    Attributes:
-        again: cases are run again, so that another build of what was judged is not what it is about.
-    """
+    """What speaks against a certificate, and what is told beside it."""
 
     certificate: Certificate
-    again: bool
+    again: bool  # cases are run again, so that another build of what was judged is not what it is about
 
     def __post_init__(self) -> None:
         self.against: list[str] = []

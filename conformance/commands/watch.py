@@ -33,11 +33,7 @@ _POLL_SECONDS = 0.3
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Judge until somebody ends it; the exit status.
-
-    Raises:
-        InputError: what is named is no file, or what else was asked for is not here.
-    """
+    """Judge until somebody ends it; the exit status."""
     try:
         request = RunRequest.of([options.backend], options.capability, "smoke", options.device)
         file = request.backends[0].file

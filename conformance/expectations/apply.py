@@ -59,35 +59,20 @@ _CHOICES: dict[str, list[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """A failure that is known.
+    """A failure that is known."""
 
-    Attributes:
-        backend: name in reports, or ``*``.
-        case: query of the cases that fail, or several of them.
-        status: how they fail.
-        check: what they fail on, or empty for anything.
-        reason: why, for a person.
-        link: an issue or a page, or empty.
-        category: what would have to change.
-        when: condition on device and versions, or empty.
-        until: ISO date after which, or suite version from which, the entry has expired; or empty.
-        sometimes: whether a pass is foreseen as well, as of a race that is not always lost.
-        file: where the entry stands.
-        number: which entry of the file, from 1.
-    """
-
-    backend: str
-    case: str | tuple[str, ...]
-    status: str = Status.FAIL
-    check: str = ""
-    reason: str = ""
-    link: str = ""
-    category: str = Category.BUG
-    when: str = ""
-    until: str = ""
-    sometimes: bool = False
-    file: str = ""
-    number: int = 0
+    backend: str  # name in reports, or ``*``
+    case: str | tuple[str, ...]  # query of the cases that fail, or several of them
+    status: str = Status.FAIL  # how they fail
+    check: str = ""  # what they fail on, or empty for anything
+    reason: str = ""  # why, for a person
+    link: str = ""  # an issue or a page, or empty
+    category: str = Category.BUG  # what would have to change
+    when: str = ""  # condition on device and versions, or empty
+    until: str = ""  # ISO date after which, or suite version from which, the entry has expired; or empty
+    sometimes: bool = False  # whether a pass is foreseen as well, as of a race that is not always lost
+    file: str = ""  # where the entry stands
+    number: int = 0  # which entry of the file, from 1
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -170,11 +155,7 @@ FIELDS = tuple(field.name for field in fields(Expectation) if field.name not in 
 
 
 def read_expectations(path: Path, reasons_required: bool = True) -> tuple[Expectation, ...]:
-    """The entries of one file, in order.
-
-    Raises:
-        InputError: not TOML, an unknown key or value, or an entry without a reason; names file and entry.
-    """
+    """The entries of one file, in order."""
     text = read_text(path)
     _require_small(text, path)
     try:
@@ -222,23 +203,14 @@ def shipped() -> Path:
 
 @dataclass(frozen=True)
 class Expectations:
-    """Known failures.
+    """Known failures."""
 
-    Attributes:
-        entries: in the order in which they are tried.
-        today: the date that expiry is compared with; None is the current one.
-    """
-
-    entries: tuple[Expectation, ...] = ()
-    today: datetime.date | None = None
+    entries: tuple[Expectation, ...] = ()  # in the order in which they are tried
+    today: datetime.date | None = None  # the date that expiry is compared with; None is the current one
 
     @staticmethod
     def load(folders: Iterable[Path]) -> "Expectations":
-        """The entries of every ``*.toml`` of these folders.
-
-        Raises:
-            InputError: a folder does not exist, or a file of it is malformed.
-        """
+        """The entries of every ``*.toml`` of these folders."""
         return Expectations(tuple(entry for folder in folders for entry in _entries(folder)))
 
     def apply(self, record: Record, known: Mapping[str, str]) -> Record:
@@ -288,24 +260,14 @@ _DEFAULTS = Expectation(backend="*", case="*")
 
 @dataclass(frozen=True)
 class Update:
-    """What an update does to a folder.
+    """What an update does to a folder."""
 
-    Attributes:
-        kept: entries that still hold, or that the report says nothing about.
-        added: new entries, without a reason yet.
-        removed: entries, or some of an entry's cases, that no longer fail as they say.
-    """
-
-    kept: tuple[Expectation, ...]
-    added: tuple[Expectation, ...]
-    removed: tuple[Expectation, ...]
+    kept: tuple[Expectation, ...]  # entries that still hold, or that the report says nothing about
+    added: tuple[Expectation, ...]  # new entries, without a reason yet
+    removed: tuple[Expectation, ...]  # entries, or some of an entry's cases, that no longer fail as they say
 
     def write(self, folder: Path) -> None:
-        """Rewrite the files that change.
-
-        Raises:
-            InputError: a file cannot be written; the ones before it are.
-        """
+        """Rewrite the files that change."""
         texts = grouped((*self.kept, *self.added), lambda entry: entry.file)
         changed = {entry.file for entry in (*self.added, *self.removed)}
         try:
@@ -320,11 +282,7 @@ class Update:
 
 
 def plan_update(report: RunSummary, folder: Path) -> Update:
-    """What a report makes of the expectations in ``folder``.
-
-    Raises:
-        InputError: a file of the folder is malformed.
-    """
+    """What a report makes of the expectations in ``folder``."""
     paths = sorted(folder.glob("*.toml")) if folder.is_dir() else []
     existing = [entry for path in paths for entry in read_expectations(path, reasons_required=False)]
     run = [

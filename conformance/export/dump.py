@@ -33,21 +33,13 @@ be: outputs [rows, heads, columns], LSEs [heads, rows], all in float64. Pictures
 
 
 def require_empty(folder: Path) -> None:
-    """Refuse a folder that holds something.
-
-    Raises:
-        InputError: it does, or it is a file.
-    """
+    """Refuse a folder that holds something."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"--dump {folder}: expected a new or an empty folder")
 
 
 def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
-    """Judge a case in this process, on inputs of this salt, and write what that was by.
-
-    Raises:
-        InputError: there is nothing to write, or no room for it.
-    """
+    """Judge a case in this process, on inputs of this salt, and write what that was by."""
     trial, record = judged_trial(subject, case, Context(salt))
     if trial.last is None:
         raise InputError(f"--dump: nothing was run, the verdict is {record.status}: {record.message}")

@@ -27,25 +27,15 @@ _CACHES = ("auto", "fp8")
 
 @dataclass(frozen=True)
 class Reproduced:
-    """One call, and what is said of it.
+    """One call, and what is said of it."""
 
-    Attributes:
-        subject: the backend on its device.
-        case: what was asked for.
-        problem: inputs of the call that decided, the only one of its problem.
-        record: a pass, or a failure by a wrong number.
-        excused: requests whose inputs were spoiled, so that their own rows are not judged.
-        is_redrawn: whether the call is one of several, with other operands than the case gives it.
-        looks_like: what the failure looks like; empty where nothing explains it.
-    """
-
-    subject: Subject
-    case: Case
-    problem: Problem
-    record: Record
-    excused: tuple[int, ...] = ()
-    is_redrawn: bool = False
-    looks_like: str = ""
+    subject: Subject  # the backend on its device
+    case: Case  # what was asked for
+    problem: Problem  # inputs of the call that decided, the only one of its problem
+    record: Record  # a pass, or a failure by a wrong number
+    excused: tuple[int, ...] = ()  # requests whose inputs were spoiled, so that their own rows are not judged
+    is_redrawn: bool = False  # whether the call is one of several, with other operands than the case gives it
+    looks_like: str = ""  # what the failure looks like; empty where nothing explains it
 
     @property
     def call(self) -> AttentionCall:

@@ -26,25 +26,15 @@ _MACHINE = ("device", "compute_capability", "driver", "torch", "cuda", "python")
 
 @dataclass(frozen=True)
 class Issue:
-    """One bug as it was seen.
+    """One bug as it was seen."""
 
-    Attributes:
-        kernel: name in reports.
-        sentence: what is wrong.
-        versions: of the distributions behind the kernel.
-        environment: device, torch and what else the run tells of the machine.
-        suite: version of the suite that found it.
-        example: the failure of the simplest case.
-        further: ids of the other cases that fail of it.
-    """
-
-    kernel: str
-    sentence: str
-    versions: Mapping[str, str]
-    environment: Mapping[str, str]
-    suite: str
-    example: Record
-    further: tuple[str, ...] = ()
+    kernel: str  # name in reports
+    sentence: str  # what is wrong
+    versions: Mapping[str, str]  # of the distributions behind the kernel
+    environment: Mapping[str, str]  # device, torch and what else the run tells of the machine
+    suite: str  # version of the suite that found it
+    example: Record  # the failure of the simplest case
+    further: tuple[str, ...] = ()  # ids of the other cases that fail of it
 
     @property
     def title(self) -> str:

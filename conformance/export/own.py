@@ -16,15 +16,10 @@ _OURS = "mla_conformance"
 
 @dataclass(frozen=True)
 class OwnClass:
-    """A class that is no adapter of this project.
+    """A class that is no adapter of this project."""
 
-    Attributes:
-        module: its module, or the name of its file.
-        path: its file; None for a module that is installed.
-    """
-
-    module: str
-    path: Path | None
+    module: str  # its module, or the name of its file
+    path: Path | None  # its file; None for a module that is installed
 
     @property
     def files(self) -> list[Path]:

@@ -36,19 +36,12 @@ class TooLong(NotWritable):
 
 @dataclass(frozen=True)
 class Program:
-    """Source lines of a call.
+    """Source lines of a call."""
 
-    Attributes:
-        lines: statements, none wider than WIDTH; a device is called DEVICE.
-        modules: what they call, with the names that they give it.
-        results: expressions for what the call returned.
-        used: names of the inputs that they mention.
-    """
-
-    lines: tuple[str, ...]
-    modules: Mapping[str, str]
-    results: tuple[str, ...]
-    used: frozenset[str]
+    lines: tuple[str, ...]  # statements, none wider than WIDTH; a device is called DEVICE
+    modules: Mapping[str, str]  # what they call, with the names that they give it
+    results: tuple[str, ...]  # expressions for what the call returned
+    used: frozenset[str]  # names of the inputs that they mention
 
 
 def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: Sequence[torch.Tensor]) -> Program:

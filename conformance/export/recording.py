@@ -24,21 +24,13 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, t
 
 @dataclass(frozen=True)
 class Step:
-    """One call.
+    """One call."""
 
-    Attributes:
-        name: of torch's function as ``torch.cat`` or ``torch.Tensor.view``; of a library's the names that lead to it.
-        arguments: positional ones; a library's objects among them are handles.
-        keywords: the others.
-        result: what came back; a library's objects are handles.
-        source: the module, as text, or the library's object that the names begin at; None for torch.
-    """
-
-    name: str
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    result: Any
-    source: Any = None
+    name: str  # of torch's function as ``torch.cat`` or ``torch.Tensor.view``; of a library's the names that lead to it
+    arguments: tuple[Any, ...]  # positional ones; a library's objects among them are handles
+    keywords: dict[str, Any]  # the others
+    result: Any  # what came back; a library's objects are handles
+    source: Any = None  # the module, as text, or the library's object that the names begin at; None for torch
 
     @property
     def writes(self) -> bool:

@@ -185,15 +185,10 @@ def _sum(factors: Mapping[str, float], limit: float) -> str:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a script did.
+    """What a script did."""
 
-    Attributes:
-        status: exit status.
-        printed: all that it printed.
-    """
-
-    status: int
-    printed: str
+    status: int  # exit status
+    printed: str  # all that it printed
 
     @property
     def verdict(self) -> str:
@@ -203,11 +198,7 @@ class Ran:
 
 
 def run_alone(script: Path) -> Ran:
-    """Run a script as whoever receives it: in another process, to which this project is unknown.
-
-    Raises:
-        subprocess.TimeoutExpired: it took longer than SECONDS.
-    """
+    """Run a script as whoever receives it: in another process, to which this project is unknown."""
     command = [sys.executable, "-P", "-c", _ALONE, str(script)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
     return Ran(done.returncode, done.stdout.decode("utf-8", "replace"))

@@ -36,21 +36,15 @@ _ADAPTERS = "mla_conformance.backends."
 
 
 class Installed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A distribution as it is on a machine; all is empty of what is installed as none.
+    """A distribution as it is on a machine; all is empty of what is installed as none."""
 
-    Attributes:
-        build: tags of its wheel, for which interpreter and platform it was built.
-        files: SHA-256 of what its wheel's RECORD says of the package's files; where there is no wheel, of the files.
-        altered: files of the package that are not what the RECORD says: of another size or, a module, of other bytes.
-        commit: the commit of the checkout that an editable installation leads to.
-        clean: whether nothing in that checkout differs from its commit; None where there is none.
-    """
-
-    build: str = ""
+    build: str = ""  # tags of its wheel, for which interpreter and platform it was built
+    # SHA-256 of what its wheel's RECORD says of the package's files; where there is no wheel, of the files
     files: str = ""
+    # files of the package that are not what the RECORD says: of another size or, a module, of other bytes
     altered: tuple[str, ...] = ()
-    commit: str = ""
-    clean: bool | None = None
+    commit: str = ""  # the commit of the checkout that an editable installation leads to
+    clean: bool | None = None  # whether nothing in that checkout differs from its commit; None where there is none
 
 
 def installed(name: str) -> Installed | None:

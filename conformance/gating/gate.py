@@ -44,21 +44,13 @@ class GateFinding(StrEnum):
 
 @dataclass(frozen=True)
 class GateRow:
-    """One line of the gate's table.
+    """One line of the gate's table."""
 
-    Attributes:
-        finding: its kind.
-        backend: whom it is about, or ``*``.
-        what: a case, or what else it is about.
-        detail: what is to be said of that.
-        cases: how many it adds to those of its kind.
-    """
-
-    finding: GateFinding
-    backend: str
-    what: str
-    detail: str
-    cases: int = 1
+    finding: GateFinding  # its kind
+    backend: str  # whom it is about, or ``*``
+    what: str  # a case, or what else it is about
+    detail: str  # what is to be said of that
+    cases: int = 1  # how many it adds to those of its kind
 
 
 _CHANGES = {
@@ -78,38 +70,23 @@ _NAME = 100
 
 @dataclass(frozen=True)
 class Gate:
-    """Everything that a gate decides by.
+    """Everything that a gate decides by."""
 
-    Attributes:
-        reports: the run; several reports are shards or backends of one run.
-        expectations: known failures.
-        absent: reports that were named, but are not there.
-        required: the backends that have to be judged.
-        tier: the tier of whose cases each backend needs a verdict; None takes whatever was selected.
-        baseline: the reports of an earlier run to compare with.
-        must_pass: what has to be passed.
-        max_drift: growth of an error, as a share of its budget, that blocks; None shows what grew without blocking.
-        suites: versions of the suite, beside the one that is installed, whose verdicts are taken.
-        bitwise: questions that each backend has to answer with yes, in every role that they apply to.
-    """
-
-    reports: Sequence[RunSummary]
-    expectations: Expectations
-    absent: Sequence[str] = ()
-    required: Sequence[Required] = ()
-    tier: Tier | None = None
-    baseline: Sequence[RunSummary] = ()
-    must_pass: MustPass | None = None
+    reports: Sequence[RunSummary]  # the run; several reports are shards or backends of one run
+    expectations: Expectations  # known failures
+    absent: Sequence[str] = ()  # reports that were named, but are not there
+    required: Sequence[Required] = ()  # the backends that have to be judged
+    tier: Tier | None = None  # the tier of whose cases each backend needs a verdict; None takes whatever was selected
+    baseline: Sequence[RunSummary] = ()  # the reports of an earlier run to compare with
+    must_pass: MustPass | None = None  # what has to be passed
+    # growth of an error, as a share of its budget, that blocks; None shows what grew without blocking
     max_drift: float | None = None
-    suites: Sequence[str] = ()
+    suites: Sequence[str] = ()  # versions of the suite, beside the one that is installed, whose verdicts are taken
+    # questions that each backend has to answer with yes, in every role that they apply to
     bitwise: Sequence[Question] = ()
 
     def rows(self) -> list[GateRow]:
-        """Everything found, by kind.
-
-        Raises:
-            InputError: reports that do not belong together.
-        """
+        """Everything found, by kind."""
         _require_alike([*self.reports, *self.baseline])
         for runs in (self.reports, self.baseline):
             require_one_code(runs)
@@ -129,11 +106,7 @@ class Gate:
 
     @cached_property
     def now(self) -> RunSummary:
-        """The run that the reports are of, as the expectations see it.
-
-        Raises:
-            InputError: a case stands in two of them.
-        """
+        """The run that the reports are of, as the expectations see it."""
         return _joined(self.reports, self.expectations)
 
     @property

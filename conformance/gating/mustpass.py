@@ -44,19 +44,12 @@ def profile_of(case: Case) -> str:
 
 @dataclass(frozen=True)
 class MustPass:
-    """A list.
+    """A list."""
 
-    Attributes:
-        profiles: case ids of each profile.
-        name: as it was asked for.
-        suite: version of the suite that its cases are of; a file's is not known.
-        demanded: profiles that bind a backend whatever it declares.
-    """
-
-    profiles: Mapping[str, tuple[str, ...]]
-    name: str = field(default="", compare=False)
-    suite: str = field(default="", compare=False)
-    demanded: tuple[str, ...] = ()
+    profiles: Mapping[str, tuple[str, ...]]  # case ids of each profile
+    name: str = field(default="", compare=False)  # as it was asked for
+    suite: str = field(default="", compare=False)  # version of the suite that its cases are of; a file's is not known
+    demanded: tuple[str, ...] = ()  # profiles that bind a backend whatever it declares
 
     @staticmethod
     def of_vocabulary(among: Collection[str] | None = None) -> "MustPass":
@@ -66,11 +59,7 @@ class MustPass:
 
     @staticmethod
     def of_suite(among: Collection[str] | None = None) -> "MustPass":
-        """The list of this suite version, or its cases among these: what the vocabulary gives, if it still is that.
-
-        Raises:
-            InputError: it is another one.
-        """
+        """The list of this suite version, or its cases among these: what the vocabulary gives, if it still is that."""
         found = MustPass.of_vocabulary()
         source = "mla_conformance.fixtures/mustpass.json"
         text = (files("mla_conformance.fixtures") / "mustpass.json").read_text(encoding="utf-8")
@@ -89,9 +78,6 @@ class MustPass:
         Args:
             texts: ``shipped``, a profile's name, or either with ``@VERSION`` of the suite that it has to be of; or one
                 file. Profiles that are named bind whatever a backend declares, and no other profile does then.
-
-        Raises:
-            InputError: no such profile, another version than the one that is installed, or a bad file.
         """
         names = [text.partition("@")[0] for text in texts]
         if len(texts) == 1 and Path(texts[0]).is_file():
@@ -120,11 +106,7 @@ class MustPass:
 
     @staticmethod
     def read(path: Path) -> "MustPass":
-        """The list of a file.
-
-        Raises:
-            InputError: it cannot be read, holds a malformed line, or lists nothing.
-        """
+        """The list of a file."""
         lines = enumerate(read_text(path).splitlines(), start=1)
         pairs = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip() and line[0] != "#"]
         if not pairs:

@@ -17,25 +17,15 @@ _SHORTEST_DIGEST = 12
 
 @dataclass(frozen=True)
 class Required:
-    """A backend that has to be judged: a registered one, a class of a package, or a file by its path and its bytes.
+    """A backend that has to be judged: a registered one, a class of a package, or a file by its path and its bytes."""
 
-    Attributes:
-        name: what reports call it.
-        reference: as it was asked for.
-        digest: SHA-256 of the file; empty without one.
-    """
-
-    name: str
-    reference: str
-    digest: str = ""
+    name: str  # what reports call it
+    reference: str  # as it was asked for
+    digest: str = ""  # SHA-256 of the file; empty without one
 
     @staticmethod
     def asked(text: str) -> "Required":
-        """What an option names.
-
-        Raises:
-            InputError: its file cannot be read here, so that no report can be compared with it.
-        """
+        """What an option names."""
         location, _, name = text.rpartition(":")
         digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""
         return Required(name, text, digest)

@@ -24,20 +24,14 @@ CauseKind = Literal["likely", "further", "seen"]
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong with a backend, and the cases that fail of it.
+    """What is wrong with a backend, and the cases that fail of it."""
 
-    Attributes:
-        sentence: what is wrong; the text of an exception where one was raised.
-        failures: at least one.
-        only: the kind of cases that fail of it, where that tells them from most that pass.
-        kind: "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside
-            such a one, and may come of it; "seen" otherwise, and for what was raised.
-    """
-
-    sentence: str
-    failures: tuple[Record, ...]
+    sentence: str  # what is wrong; the text of an exception where one was raised
+    failures: tuple[Record, ...]  # at least one
+    # "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside such a one,
+    # and may come of it; "seen" otherwise, and for what was raised
     kind: CauseKind = "seen"
-    only: str = ""
+    only: str = ""  # the kind of cases that fail of it, where that tells them from most that pass
 
     @cached_property
     def example(self) -> Record:

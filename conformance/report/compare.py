@@ -43,19 +43,12 @@ _REGRESSIONS = (
 
 @dataclass(frozen=True)
 class Change:
-    """One difference.
+    """One difference."""
 
-    Attributes:
-        kind: what happened.
-        backend: name of the backend.
-        key: key of the record, or empty for a change of the whole backend.
-        detail: the values before and after.
-    """
-
-    kind: ChangeKind
-    backend: str
-    key: str
-    detail: str
+    kind: ChangeKind  # what happened
+    backend: str  # name of the backend
+    key: str  # key of the record, or empty for a change of the whole backend
+    detail: str  # the values before and after
 
     @property
     def subject(self) -> str:

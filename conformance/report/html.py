@@ -106,15 +106,10 @@ BINS = 20
 
 @dataclass(frozen=True)
 class Distribution:
-    """Shares of the budget of one rule over the passes of one backend.
+    """Shares of the budget of one rule over the passes of one backend."""
 
-    Attributes:
-        rule: a key of :data:`RULES`.
-        shares: one per passed case that the rule applied to; 1 is the limit.
-    """
-
-    rule: str
-    shares: tuple[float, ...]
+    rule: str  # a key of :data:`RULES`
+    shares: tuple[float, ...]  # one per passed case that the rule applied to; 1 is the limit
 
     @cached_property
     def bins(self) -> list[int]:

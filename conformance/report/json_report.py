@@ -117,11 +117,7 @@ def said_of(record: Said) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write whole or not at all.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write whole or not at all."""
     write_whole(path, to_text(data))
 
 

@@ -47,11 +47,7 @@ def is_report(path: Path) -> bool:
 
 
 def load_report(path: Path) -> RunSummary:
-    """The run that a report file, or the one in a run's folder, tells of.
-
-    Raises:
-        InputError: unreadable, truncated, of another schema, malformed, or with counts that do not add up.
-    """
+    """The run that a report file, or the one in a run's folder, tells of."""
     path = report_file(path)
     text = read_text(path)
     _require_schema(path, decode(text, _Head, str(path)).schema)
@@ -185,11 +181,7 @@ _Named = tuple[str, Shard]
 
 
 def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
-    """The report of the whole list from those of all its shards.
-
-    Raises:
-        InputError: not shards of one list, mixed versions, devices or backends, an overlap, or a missing shard.
-    """
+    """The report of the whole list from those of all its shards."""
     shards = [(run.source, _shard(run)) for run in runs]
     first, *others = runs
     for run in others:
@@ -208,11 +200,7 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
 
 
 def require_one_code(runs: Sequence[RunSummary]) -> None:
-    """Refuse runs in which one name stands for several codes: their verdicts do not add up.
-
-    Raises:
-        InputError: another reference, file or version, or a module that one of them had loaded with other bytes.
-    """
+    """Refuse runs in which one name stands for several codes: their verdicts do not add up."""
     known: dict[tuple[str, str], tuple[str, RunSummary]] = {}
     for run in runs:
         for backend in run.backends:

@@ -18,17 +18,11 @@ _SPACE_OF = {space.role: space for space in SPACES.values()}
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """Pairs of classes of a role's space.
+    """Pairs of classes of a role's space."""
 
-    Attributes:
-        claimed: of the cases that the backend declares.
-        judged: of those that have a verdict.
-        not_judged: the others, each as ``dimension=class · dimension=class``.
-    """
-
-    claimed: int
-    judged: int
-    not_judged: tuple[str, ...]
+    claimed: int  # of the cases that the backend declares
+    judged: int  # of those that have a verdict
+    not_judged: tuple[str, ...]  # the others, each as ``dimension=class · dimension=class``
 
     def __str__(self) -> str:
         return f"pairs of classes claimed {self.claimed:,}, judged {self.judged:,}"

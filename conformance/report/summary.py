@@ -103,17 +103,11 @@ FORESEEN = "!"
 
 @dataclass(frozen=True)
 class CapabilitySummary:
-    """One capability of one backend.
+    """One capability of one backend."""
 
-    Attributes:
-        name: the capability.
-        listed: cases that the run's list holds for it; drawn ones are not among them.
-        records: what was run.
-    """
-
-    name: str
-    listed: int
-    records: tuple[Record, ...]
+    name: str  # the capability
+    listed: int  # cases that the run's list holds for it; drawn ones are not among them
+    records: tuple[Record, ...]  # what was run
 
     @cached_property
     def counts(self) -> Counts:
@@ -150,25 +144,17 @@ class CapabilitySummary:
 
 @dataclass(frozen=True)
 class BackendSummary:
-    """One backend.
+    """One backend."""
 
-    Attributes:
-        facts: what it is here.
-        capabilities: one entry per selected capability; none if it is unavailable.
-        stopped: why the rest of its cases was not run, or empty.
-        traced: what was seen to run.
-        heat: where the errors of a failure are, by case, of those that were explained.
-        pairs: by role, the pairs of classes that were claimed and judged, where the covering arrays were asked.
-        traits: what was found beside verdicts, where that was asked for.
-    """
-
-    facts: BackendFacts
-    capabilities: tuple[CapabilitySummary, ...] = ()
-    stopped: str = ""
-    traced: Traced = NOTHING_TRACED
+    facts: BackendFacts  # what it is here
+    capabilities: tuple[CapabilitySummary, ...] = ()  # one entry per selected capability; none if it is unavailable
+    stopped: str = ""  # why the rest of its cases was not run, or empty
+    traced: Traced = NOTHING_TRACED  # what was seen to run
+    # where the errors of a failure are, by case, of those that were explained
     heat: Mapping[str, HeatMap] = field(default_factory=dict)
+    # by role, the pairs of classes that were claimed and judged, where the covering arrays were asked
     pairs: Mapping[str, JudgedPairs] = field(default_factory=dict)
-    traits: Traits = NO_TRAITS
+    traits: Traits = NO_TRAITS  # what was found beside verdicts, where that was asked for
 
     @property
     def name(self) -> str:
@@ -222,26 +208,16 @@ class BackendSummary:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A whole run.
+    """A whole run."""
 
-    Attributes:
-        environment: device, versions and suite, as the header shows them.
-        backends: one entry per backend of the run.
-        cases: ids of the whole case list, of all shards.
-        shard: which part of the list this run was to judge; None for all of it.
-        deployment: the model that the cases are of, if they are.
-        source: the report that it was read from, for messages.
-        date: ISO date on which it ended, or empty if the report does not tell.
-        code: SHA-256, by place, of the modules that its backends loaded and no wheel holds.
-    """
-
-    environment: dict[str, str]
-    backends: tuple[BackendSummary, ...]
-    cases: tuple[str, ...] = ()
-    shard: Shard | None = None
-    deployment: Deployment | None = None
-    source: str = ""
-    date: str = ""
+    environment: dict[str, str]  # device, versions and suite, as the header shows them
+    backends: tuple[BackendSummary, ...]  # one entry per backend of the run
+    cases: tuple[str, ...] = ()  # ids of the whole case list, of all shards
+    shard: Shard | None = None  # which part of the list this run was to judge; None for all of it
+    deployment: Deployment | None = None  # the model that the cases are of, if they are
+    source: str = ""  # the report that it was read from, for messages
+    date: str = ""  # ISO date on which it ended, or empty if the report does not tell
+    # SHA-256, by place, of the modules that its backends loaded and no wheel holds
     code: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -40,17 +40,11 @@ def in_words(spread: ErrorSpread) -> str:
 
 @dataclass(frozen=True)
 class AnswerCell:
-    """A kernel's answer to one question.
+    """A kernel's answer to one question."""
 
-    Attributes:
-        style: class of styles.
-        text: sign and roles.
-        why: counterexamples, or what keeps it from being asked.
-    """
-
-    style: str
-    text: str
-    why: str
+    style: str  # class of styles
+    text: str  # sign and roles
+    why: str  # counterexamples, or what keeps it from being asked
 
 
 def answer_cell(traits: Traits, question: Question) -> AnswerCell | None:

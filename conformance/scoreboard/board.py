@@ -18,41 +18,24 @@ from mla_conformance.scoreboard.entry import ROLES, Entry, RefusedRecord
 
 
 class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):
-    """A kernel that an engine may pick.
+    """A kernel that an engine may pick."""
 
-    Attributes:
-        name: as the engine calls it.
-        kernel: the backend that drives this kernel here; empty for none.
-        packages: versions of the distributions that the engine's own build of it comes from.
-        when: what it is picked for, in words.
-    """
-
-    name: str
-    kernel: str = ""
-    packages: dict[str, str] = {}
-    when: str = ""
+    name: str  # as the engine calls it
+    kernel: str = ""  # the backend that drives this kernel here; empty for none
+    packages: dict[str, str] = {}  # versions of the distributions that the engine's own build of it comes from
+    when: str = ""  # what it is picked for, in words
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The kernels that an engine tries for one role on one kind of GPU, in its order.
+    """The kernels that an engine tries for one role on one kind of GPU, in its order."""
 
-    Attributes:
-        engine: name and version.
-        gpu: as people call it.
-        compute_capability: of the GPU, as records tell it.
-        role: what of a layer it is for.
-        torch: what the engine asks for; a kernel that is compiled where it runs may differ under another.
-        source: where that order stands.
-        candidates: in that order.
-    """
-
-    engine: str
-    gpu: str
-    compute_capability: str
-    role: str
-    torch: str
-    source: str
-    candidates: tuple[RankedKernel, ...]
+    engine: str  # name and version
+    gpu: str  # as people call it
+    compute_capability: str  # of the GPU, as records tell it
+    role: str  # what of a layer it is for
+    torch: str  # what the engine asks for; a kernel that is compiled where it runs may differ under another
+    source: str  # where that order stands
+    candidates: tuple[RankedKernel, ...]  # in that order
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
@@ -67,19 +50,12 @@ def profiles() -> tuple[Profile, ...]:
 
 @dataclass(frozen=True)
 class Board:
-    """All records, put together.
+    """All records, put together."""
 
-    Attributes:
-        entries: in any order.
-        refused: what is not shown as a record.
-        profiles: what engines pick.
-        deployed: runs of ``certify --model``.
-    """
-
-    entries: tuple[Entry, ...]
-    refused: tuple[RefusedRecord, ...]
-    profiles: tuple[Profile, ...]
-    deployed: tuple[RunSummary, ...] = ()
+    entries: tuple[Entry, ...]  # in any order
+    refused: tuple[RefusedRecord, ...]  # what is not shown as a record
+    profiles: tuple[Profile, ...]  # what engines pick
+    deployed: tuple[RunSummary, ...] = ()  # runs of ``certify --model``
 
     @cached_property
     def history(self) -> dict[tuple[str, ...], list[Entry]]:

@@ -44,15 +44,10 @@ class RefusedRecord:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a kernel is known to do wrong, and the cases that show it.
+    """What a kernel is known to do wrong, and the cases that show it."""
 
-    Attributes:
-        reason: the sentence of the expectation that waives them, behind the place where it stands.
-        findings: at least one.
-    """
-
-    reason: str
-    findings: tuple[Finding, ...]
+    reason: str  # the sentence of the expectation that waives them, behind the place where it stands
+    findings: tuple[Finding, ...]  # at least one
 
     @property
     def example(self) -> Finding:
@@ -67,19 +62,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Entry:
-    """A record.
+    """A record."""
 
-    Attributes:
-        record: what of it is shown.
-        old: why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that.
-        sanitized: what tools of compute-sanitizer reported of the kernel.
-        not_yet: number of cases that were added to its suite's list since.
-    """
-
-    record: Shown
-    old: str
-    sanitized: tuple[SanitizedKernel, ...] = ()
-    not_yet: int = 0
+    record: Shown  # what of it is shown
+    old: str  # why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that
+    sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
+    not_yet: int = 0  # number of cases that were added to its suite's list since
 
     @property
     def versions(self) -> str:
@@ -178,11 +166,7 @@ def _capabilities(records: list[Record]) -> dict[str, CapabilitySummary]:
 
 
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
-    """The records of files, and what cannot be taken for one.
-
-    Raises:
-        InputError: a file of many records is none.
-    """
+    """The records of files, and what cannot be taken for one."""
     found = [each for path in paths for each in (_of_lines(path) if is_records(path) else [_of_file(path)])]
     entries = [each for each in found if isinstance(each, Entry)]
     return entries, [each for each in found if isinstance(each, RefusedRecord)]

@@ -150,11 +150,7 @@ def _answer(answer: ModelAnswer) -> dict[str, Any]:
 
 
 def require_deployment(run: RunSummary) -> RunSummary:
-    """A run of a model.
-
-    Raises:
-        InputError: it is of no model, so that it says nothing which a record would not say better.
-    """
+    """A run of a model."""
     if run.deployment is None:
         raise InputError(
             f"{run.source}: expected a run of certify --model, got one of a whole list: hand in its record"

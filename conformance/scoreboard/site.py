@@ -53,11 +53,7 @@ def scoreboard(options: argparse.Namespace) -> int:
 
 
 def write_site(board: Board, out: Path) -> None:
-    """Write ``index.html``, ``scoreboard.sarif`` and ``badges/KERNEL.svg``.
-
-    Raises:
-        InputError: a file cannot be written, or two kernels would share one.
-    """
+    """Write ``index.html``, ``scoreboard.sarif`` and ``badges/KERNEL.svg``."""
     badges = _badges(board)
     for name, text in badges.items():
         write_output(out / "badges" / name, text)
