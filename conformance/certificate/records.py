@@ -122,7 +122,7 @@ def write_record(path: Path, certificate: Certificate, signature: str = "") -> N
 
 
 def write_sanitized(path: Path, found: SanitizedKernel) -> None:
-    """Write what a tool reported into the line of its kernel, of several devices into that of its own if there is one."""
+    """Write what a tool reported into the line of its kernel; of several devices into that of its own, if any."""
 
     def added(records: list[KeptRecord]) -> list[KeptRecord]:
         own = [each for each in records if not any(sanitized_problems(each.certificate, [found]))]
