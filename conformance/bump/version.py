@@ -4,9 +4,9 @@
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,30 +68,23 @@ class Found(msgspec.Struct, frozen=True):
 
 def find(names: Sequence[str]) -> dict[str, Found]:
     """What is found of each distribution, in this process; nothing of them is imported."""
-    return {name: _find(name) for name in names}
-
-
-def _find(name: str) -> Found:
-    try:
-        installed = distribution(name)
-    except PackageNotFoundError:
-        return Found()
-    taken = {module: (_origin(module), path) for module, path in _modules(installed)}
-    return Found(installed.version, {module: origin for module, (origin, path) in taken.items() if origin != path})
-
-
-def _modules(installed: Distribution) -> Iterator[tuple[str, str]]:
-    """The modules and packages at the top of a distribution, each with its file."""
-    for file in installed.files or ():
-        top, *rest = file.parts
-        if rest == ["__init__.py"] or (not rest and file.suffix == ".py"):
-            yield Path(top).stem, str(Path(str(installed.locate_file(file))).resolve())
-
-
-def _origin(module: str) -> str:
-    """The file that an import of a module at the top would take."""
-    found = find_spec(module)
-    return str(Path(found.origin).resolve()) if found and found.origin else ""
+    found = {}
+    for name in names:
+        try:
+            installed = distribution(name)
+        except PackageNotFoundError:
+            found[name] = Found()
+            continue
+        elsewhere = {}
+        for file in installed.files or ():
+            top, *rest = file.parts
+            if rest == ["__init__.py"] or (not rest and file.suffix == ".py"):  # modules and packages at its top
+                module, spec = Path(top).stem, find_spec(Path(top).stem)
+                origin = str(Path(spec.origin).resolve()) if spec and spec.origin else ""
+                if origin != str(Path(str(installed.locate_file(file))).resolve()):
+                    elsewhere[module] = origin
+        found[name] = Found(installed.version, elsewhere)
+    return found
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@ import argparse
 from mla_conformance.expectations.apply import Expectations, plan_update, shipped
 from mla_conformance.files.inputs import has_letters
 from mla_conformance.gating.gate import Gate, gate_lines
-from mla_conformance.gating.mustpass import SHIPPED, MustPass
-from mla_conformance.gating.required import Required
+from mla_conformance.gating.mustpass import SHIPPED, MustPass, Required
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.loading import load_report, report_file
 from mla_conformance.report.terminal import put, say

@@ -21,7 +21,7 @@ from mla_conformance.commands.options import (
 from mla_conformance.engine.request import DEVICES
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.commands import FORMATS
-from mla_conformance.report.compare import DRIFT
+from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.vocabulary.capabilities import Tier
 

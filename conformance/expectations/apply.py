@@ -38,7 +38,7 @@ _NOT_EXPECTABLE = {
     Status.UNEXPECTED_PASS,
 }
 _SUITE = re.compile(r"[0-9]{4}(\.[0-9]{1,9}){1,4}")
-_MOST_BYTES, _LONGEST_LINE = 2**20, 2048
+_MOST_BYTES, _LONGEST_LINE = 2**20, 2048  # reading TOML takes the square of the length of a key
 
 
 class Category(StrEnum):
@@ -157,22 +157,17 @@ FIELDS = tuple(field.name for field in fields(Expectation) if field.name not in 
 def read_expectations(path: Path, reasons_required: bool = True) -> tuple[Expectation, ...]:
     """The entries of one file, in order."""
     text = read_text(path)
-    _require_small(text, path)
+    if len(text) > _MOST_BYTES:
+        raise InputError(f"{path}: expected at most {_MOST_BYTES:,} characters, got {len(text):,}")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if len(line) > _LONGEST_LINE:
+            raise InputError(f"{path}: line {number}: expected at most {_LONGEST_LINE:,} characters, got {len(line):,}")
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from error
     entries = enumerate(convert(table, _File, str(path)).expectation, start=1)
     return tuple(_entry(entry, path, number, reasons_required) for number, entry in entries)
-
-
-def _require_small(text: str, path: Path) -> None:
-    """Reading TOML takes the square of the length of a key."""
-    if len(text) > _MOST_BYTES:
-        raise InputError(f"{path}: expected at most {_MOST_BYTES:,} characters, got {len(text):,}")
-    for number, line in enumerate(text.split("\n"), start=1):
-        if len(line) > _LONGEST_LINE:
-            raise InputError(f"{path}: line {number}: expected at most {_LONGEST_LINE:,} characters, got {len(line):,}")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -211,15 +206,15 @@ class Expectations:
     @staticmethod
     def load(folders: Iterable[Path]) -> "Expectations":
         """The entries of every ``*.toml`` of these folders."""
-        return Expectations(tuple(entry for folder in folders for entry in _entries(folder)))
+        found: list[Expectation] = []
+        for folder in folders:
+            if not folder.is_dir():
+                raise InputError(f"{folder}: expected a folder with expectations, *.toml")
+            found += [entry for path in sorted(folder.glob("*.toml")) for entry in read_expectations(path)]
+        return Expectations(tuple(found))
 
     def apply(self, record: Record, known: Mapping[str, str]) -> Record:
-        """The record as these expectations see it.
-
-        Args:
-            record: a record; what an earlier expectation made of it is undone.
-            known: :func:`facts` of where it was run.
-        """
+        """The record as these expectations see it, of which an earlier one is undone; ``known`` are :func:`facts`."""
         record = record.as_judged
         valid = (entry for entry in self.entries if not entry.is_expired(self._today))
         covering = [entry for entry in valid if entry.covers(record, known)]
@@ -246,13 +241,6 @@ class Expectations:
             for query in entry.queries:
                 if query.is_stale:
                     yield entry, f"stale: no case of the suite matches {query.text}"
-
-
-def _entries(folder: Path) -> Iterator[Expectation]:
-    if not folder.is_dir():
-        raise InputError(f"{folder}: expected a folder with expectations, *.toml")
-    for path in sorted(folder.glob("*.toml")):
-        yield from read_expectations(path)
 
 
 _DEFAULTS = Expectation(backend="*", case="*")
@@ -293,8 +281,12 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
     failing = [(each, known) for each, known in run if each.failed and each.status is not Status.HARNESS_ERROR]
     new = [record for record, known in failing if not any(e.covers(record, known) and e.foresees(record) for e in kept)]
     ways = grouped(new, lambda record: (record.backend, record.status, record.check)).values()
-    added = tuple(_entry_for(way, folder) for way in ways)
-    return Update(tuple(kept), added, tuple(part for part, holds in parts if not holds))
+    added = []
+    for first, *others in ways:  # one reason for what a backend fails in one way, unless a person splits it
+        cases = _shortest((first.case, *(each.case for each in others)))
+        name, status = str(folder / f"{first.backend.replace('[', '-').rstrip(']')}.toml"), first.status.value
+        added.append(Expectation(backend=first.backend, case=cases, status=status, check=first.check, file=name))
+    return Update(tuple(kept), tuple(added), tuple(part for part, holds in parts if not holds))
 
 
 def _split(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) -> list[tuple[Expectation, bool]]:
@@ -314,13 +306,6 @@ def _holds(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) 
     return not covered or entry.sometimes or any(entry.foresees(record) for record in covered)
 
 
-def _entry_for(records: Sequence[Record], folder: Path) -> Expectation:
-    """An entry for what a backend fails in one way: one reason, unless a person splits it."""
-    first, cases = records[0], _shortest(tuple(record.case for record in records))
-    file = folder / f"{first.backend.replace('[', '-').rstrip(']')}.toml"
-    return Expectation(backend=first.backend, case=cases, status=first.status.value, check=first.check, file=str(file))
-
-
 def to_toml(entry: Expectation) -> str:
     """The entry as TOML, without what is as by default; the reason always stands, for a person to fill."""
     always = ("backend", "case", "status", "reason", "category")
@@ -333,9 +318,5 @@ def _value(value: str | tuple[str, ...] | bool) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return "\n".join(["[", *(f"    {_string(text)}," for text in value), "]"])
-    return _string(value)
-
-
-def _string(text: str) -> str:
-    return json.dumps(str(text), ensure_ascii=False).replace("\x7f", "\\u007f")
+        return "\n".join(["[", *(f"    {_value(text)}," for text in value), "]"])
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.ci_views import annotations, junit, markdown
-from mla_conformance.report.compare import compare, suites_differ
-from mla_conformance.report.form import schema
+from mla_conformance.report.differences import compare, suites_differ
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_json, to_text
+from mla_conformance.report.json_report import report_json, schema, to_text
 from mla_conformance.report.loading import load_report, merge_shards
 from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary

@@ -17,8 +17,7 @@ from mla_conformance.certificate.certificate import (
     records_of,
     shown_of,
 )
-from mla_conformance.certificate.lines import KeptRecord
-from mla_conformance.certificate.records import is_records, read_records, suite_order
+from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
 from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_problems
 from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.inputs import InputError

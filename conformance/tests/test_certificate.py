@@ -16,11 +16,10 @@ import torch
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate, read_certificate
-from mla_conformance.certificate.compare import Remark, Weight
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed
 from mla_conformance.certificate.issue import record as record_of
-from mla_conformance.certificate.pins import Pins
+from mla_conformance.certificate.pins import Pins, Remark, Weight
 from mla_conformance.certificate.records import kept_records
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems

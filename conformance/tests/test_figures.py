@@ -34,7 +34,7 @@ from mla_conformance.models.stored import find_model
 from mla_conformance.problems.cpu_room import ZONE
 from mla_conformance.problems.fences import ALIGNMENT
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.report.compare import DRIFT
+from mla_conformance.report.differences import DRIFT
 from mla_conformance.report.terminal import MESSAGE, columns
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES

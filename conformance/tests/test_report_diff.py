@@ -10,7 +10,7 @@ import pytest
 from mla_conformance.cli import main
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.compare import compare
+from mla_conformance.report.differences import compare
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 
 A, B = "lse:q=[1]", "lse:q=[2]"

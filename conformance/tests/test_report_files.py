@@ -12,8 +12,7 @@ from mla_conformance.cli import main
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.form import SCHEMA, schema
-from mla_conformance.report.json_report import report_json
+from mla_conformance.report.json_report import SCHEMA, report_json, schema
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, summarise
 

@@ -8,8 +8,7 @@ import pytest
 
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.digests import record_digests, seal
-from mla_conformance.certificate.lines import KeptRecord, pack
-from mla_conformance.certificate.records import kept_records, write_record, write_sanitized
+from mla_conformance.certificate.records import KeptRecord, kept_records, pack, write_record, write_sanitized
 from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
