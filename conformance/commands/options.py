@@ -34,15 +34,22 @@ class Command:
     words: str  # behind the program's name
     help: str  # one line
     run: str  # ``module:function``, imported when the command is carried out; takes the options, gives the exit status
-    # in the order of the help; of those in a tuple of their own at most one may be given
-    options: tuple[Option | tuple[Option, ...], ...]
+    options: tuple[tuple[Option, ...], ...]  # in the order of the help; of each tuple at most one may be given
     examples: tuple[str, ...]  # arguments of calls that make sense
     statuses: str  # what each exit status says
 
-    @property
-    def alternatives(self) -> tuple[tuple[Option, ...], ...]:
-        """The options, each with those that it excludes."""
-        return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in self.options)
+
+def command(
+    words: str,
+    help_text: str,
+    run: str,
+    *options: Option | tuple[Option, ...],
+    examples: tuple[str, ...] = ("",),
+    statuses: str = "0 listed; 2 usage",
+) -> Command:
+    """A command; of options in a tuple of their own at most one may be given."""
+    alternatives = tuple(each if isinstance(each, tuple) else (each,) for each in options)
+    return Command(words, help_text, run, alternatives, examples, statuses)
 
 
 def option(names: str, metavar: str, help_text: str, only_with: str = "", **settings: Any) -> Option:

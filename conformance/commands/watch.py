@@ -58,13 +58,7 @@ class _Watch:
         (self._backend,) = self.run.request.backends
 
     def go_on(self) -> NoReturn:
-        """Judge now and after every change, without end.
-
-        Raises:
-            RequestError: the device that was asked for is not there.
-            RunError: no process can be started.
-            Stopped: by a signal.
-        """
+        """Judge now and after every change, without end."""
         with self.run as run:
             self._seen = self._state()
             with live(lambda: "starting processes"):
@@ -140,26 +134,21 @@ class _Watch:
         """The same, where known wrong kernels do what the example of a cause does."""
         found = {record.case: record for record in records}
         examples = [cause.example for cause in causes(records)[:MOST_EXPLAINED]]
-        self._compare([Judge(self._backend.reference, each.case, explain=True) for each in examples], found)
-        self._compare(comparisons(found.values()), found)
+        explained = [Judge(self._backend.reference, each.case, explain=True) for each in examples]
+        for tasks in (lambda: explained, lambda: comparisons(found.values())):  # these by what the first ones found
+            wanted = [task for task in tasks() if found[task.case].status is Status.FAIL]
+            for again in self._judged(Tasks([[task] for task in wanted])):
+                if again.case in found:
+                    found[again.case] = compared(found[again.case], again) or found[again.case]
         return list(found.values())
-
-    def _compare(self, tasks: Sequence[Judge], found: dict[str, Record]) -> None:
-        wanted = [task for task in tasks if found[task.case].status is Status.FAIL]
-        for again in self._judged(Tasks([[task] for task in wanted])):
-            if again.case in found:
-                failure = found[again.case]
-                found[failure.case] = compared(failure, again) or failure
 
     def _tell(self, records: Sequence[Record], listed: int, took: str) -> None:
         """One line, and what is wrong."""
         (facts,), counts = self.run.facts, Counts.of(records, listed)
-        outcome = (
-            BackendOutcome.FAIL if counts.failed else BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
-        )
-        self._say(SIGN[outcome], " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
-        summary = RunSummary({}, (BackendSummary(facts, summarise(records, {})),))
-        for line in cause_lines(summary, columns()):
+        outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
+        sign = SIGN[BackendOutcome.FAIL if counts.failed else outcome]
+        self._say(sign, " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
+        for line in cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records, {})),)), columns()):
             say(line)
 
     def _say(self, sign: str, text: str) -> None:

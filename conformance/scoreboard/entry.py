@@ -42,7 +42,7 @@ class RefusedRecord:
 
 
 @dataclass(frozen=True)
-class Failure:
+class KnownFailure:
     """What a kernel is known to do wrong, and the cases that show it."""
 
     reason: str  # the sentence of the expectation that waives them, behind the place where it stands
@@ -126,10 +126,10 @@ class Entry:
         return [*missing[:_PAIRS], *([f"and {further:,} more"] if further > 0 else [])]
 
     @cached_property
-    def failures(self) -> tuple[Failure, ...]:
+    def failures(self) -> tuple[KnownFailure, ...]:
         """What it does wrong, the reason for most cases first."""
         groups = grouped(self.record.findings, _reason)
-        found = [Failure(reason, tuple(findings)) for reason, findings in groups.items()]
+        found = [KnownFailure(reason, tuple(findings)) for reason, findings in groups.items()]
         return tuple(sorted(found, key=lambda failure: -len(failure.findings)))
 
     @cached_property

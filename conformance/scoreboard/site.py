@@ -25,7 +25,7 @@ from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySumma
 from mla_conformance.report.terminal import counted, say, shown
 from mla_conformance.report.traits import TraitsView
 from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
-from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
+from mla_conformance.scoreboard.entry import Entry, KnownFailure, read_entries
 from mla_conformance.scoreboard.serving import answered, cases_on, require_deployment, served
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -104,7 +104,7 @@ def _titled(entry: Entry) -> str:
     return f"{entry.record.backend}, {entry.versions}, {entry.record.device}"
 
 
-def _places(failure: Failure, numbers: Mapping[str, int]) -> str:
+def _places(failure: KnownFailure, numbers: Mapping[str, int]) -> str:
     """The numbers of its cases in the page's data."""
     return " ".join(str(numbers[finding.case]) for finding in failure.findings if finding.case in numbers)
 
@@ -190,7 +190,7 @@ def _other() -> dict[str, Any]:
     return {"id": _OTHER_RULE, "shortDescription": {"text": "the call did not end in a result"}}
 
 
-def _result(entry: Entry, failure: Failure, finding: Finding) -> dict[str, Any]:
+def _result(entry: Entry, failure: KnownFailure, finding: Finding) -> dict[str, Any]:
     record = entry.record
     replay = _replay(entry, finding.case)
     location = {"name": finding.case, "fullyQualifiedName": f"{record.backend}/{finding.case}", "kind": "member"}

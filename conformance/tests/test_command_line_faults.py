@@ -96,7 +96,7 @@ def test_a_bad_value_is_told_in_a_short_sentence(
 
 @commands
 def test_an_option_that_means_nothing_alone_is_refused(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
-    for option in filter(lambda option: option.only_with, chain(*command.alternatives)):
+    for option in filter(lambda option: option.only_with, chain(*command.options)):
         other = str(option.settings.get("default", 0) + 1)
         value = [] if "action" in option.settings else [*option.settings.get("choices", other)][:1]
         assert outcome([*call(command), option.names[-1], *value]) == 2

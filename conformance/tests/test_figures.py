@@ -16,7 +16,7 @@ from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
-from mla_conformance.commands.repeats import PROBABILITY
+from mla_conformance.commands.replay import PROBABILITY
 from mla_conformance.defects.report import PROMISED
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
 from mla_conformance.diagnosis.heat_map import MOST

@@ -12,7 +12,7 @@ from mla_conformance.certificate.records import KeptRecord, kept_records, pack, 
 from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
-from mla_conformance.commands.sanitized_cases import MOST, choose
+from mla_conformance.commands.sanitize import MOST, choose
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import Traced
 from mla_conformance.judging.verdict import Status
