@@ -80,7 +80,6 @@ def _with_last(listed: list[str], digest: str) -> list[str]:
 
 
 def main() -> int:
-    """Compare and list; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

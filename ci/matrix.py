@@ -136,7 +136,6 @@ def sections(root: Path) -> list[tuple[Section, str]]:
 
 
 def main() -> None:
-    """Rewrite the sections in place."""
     try:
         for section, content in sections(ROOT):
             section.write(content)

@@ -99,7 +99,6 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
 
 
 def main() -> None:
-    """Rewrite the sections in place."""
     try:
         for section, content in sections(ROOT):  # each is read behind the writing of the one before
             section.write(content)

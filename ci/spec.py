@@ -86,7 +86,6 @@ class Facts:
 
 
 def in_words(words: list[str]) -> str:
-    """The words as an English list."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

@@ -233,7 +233,6 @@ class _Collects:
 
 @pytest.hookimpl
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Collect records, but not on a worker."""
     if not hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(_Collects(session.config.stash[_RECORDS]))
 

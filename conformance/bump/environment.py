@@ -100,7 +100,6 @@ class Environment:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         return self.folder / "bin" / "python"
 
     @property

@@ -22,8 +22,6 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class JudgedVersion:
-    """One version, judged."""
-
     pin: Pin  # the library and its version
     run: RunSummary  # what was found
     # of it and of what was installed for either version, as they are found here; empty if one is not

@@ -20,8 +20,6 @@ from mla_conformance.files.inputs import InputError
 
 @dataclass(frozen=True)
 class Pin:
-    """A distribution in one version."""
-
     requirement: str  # what pip installs
     name: NormalizedName  # of the distribution, in its canonical form
     version: str  # as it was asked for
@@ -60,8 +58,6 @@ def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A distribution as it is found."""
-
     version: str = ""  # of it; empty if it is not installed
     elsewhere: dict[str, str] = {}  # its modules that an import would take from another place, each with that place
 

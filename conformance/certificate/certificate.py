@@ -91,7 +91,6 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.environment.get("salt", "")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
@@ -194,5 +193,4 @@ def shown_of(certificate: Certificate) -> Shown:
 
 
 def read_shown(path: Path) -> Shown:
-    """What is shown of a record."""
     return decode(read_text(path), Shown, str(path))

@@ -78,7 +78,6 @@ def judged_list(certificate: Certificate) -> frozenset[str]:
 
 @cache
 def listed_ids() -> frozenset[str]:
-    """The ids of the suite's list."""
     return frozenset(case.id for entry in CAPABILITIES.values() for case in entry.cases)
 
 

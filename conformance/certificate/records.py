@@ -130,7 +130,6 @@ def _bounded(texts: Iterable[str]) -> list[str]:
 
 
 def _spread(statuses: str, number: int) -> Iterator[Status | None]:
-    """A status a case."""
     runs = re.findall(r"([a-z-])(\d{1,9})", statuses, re.ASCII)
     total = sum(int(times) for _, times in runs)
     if "".join(map("".join, runs)) != statuses or total != number or not {run[0] for run in runs} <= _STATUSES.keys():
@@ -184,8 +183,6 @@ class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RecordLine:
-    """A line behind the first."""
-
     source: str  # the file and the line's number
     text: str  # as it stands there
     kept: KeptRecord | None  # what it holds; None if it is refused
@@ -193,7 +190,6 @@ class RecordLine:
 
 
 def suite_order(suite: str) -> list[int]:
-    """Later suites compare greater."""
     return [int(number) for number in re.findall(r"\d{1,9}", suite)]
 
 

@@ -17,7 +17,6 @@ class SignatureError(Exception):
 
 
 def signature_of(path: Path) -> Path:
-    """Where the signature of a file lies."""
     return path.with_name(path.name + _SUFFIX)
 
 

@@ -26,7 +26,6 @@ from mla_conformance.vocabulary.capabilities import Tier
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
-    """Everything that is wrong with a certificate."""
     found = []
     if certificate.seal != seal(certificate):
         found.append("the seal does not fit the content: it was changed after it was issued")

@@ -22,7 +22,6 @@ _JUDGED = (0, 1, 3)
 
 
 def bump(options: argparse.Namespace) -> int:
-    """Carry out the command; the exit status."""
     pins = two_versions(options.before, options.after)
     if not options.backend:
         raise InputError(f"--backend: expected the backends that stand on {pins[0].name}, got none")

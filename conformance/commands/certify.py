@@ -43,7 +43,6 @@ _OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", 
 
 
 def certify(options: argparse.Namespace) -> int:
-    """Carry out the command; the exit status."""
     began, issuing = time.monotonic(), Issuing.asked(options)
     if options.submission:
         require_records(options.submission)
@@ -72,7 +71,6 @@ def certify(options: argparse.Namespace) -> int:
 
 
 def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-    """Refuse options of these names."""
     for name in names:
         if getattr(options, name):
             raise InputError(why.format(f"--{name}"))
@@ -105,7 +103,6 @@ def _deployed(options: argparse.Namespace) -> RunRequest:
 
 
 def _recorded(folder: Path) -> Plan:
-    """The plan of an interrupted run."""
     try:
         journal = Journal.inside(folder)
         return Plan.recorded(journal)

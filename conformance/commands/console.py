@@ -221,7 +221,6 @@ class Progress:
         self._phase = self._now = ""
 
     def __call__(self, record: Record) -> None:
-        """Take one record."""
         if record.confirmation or record.is_explained:
             return  # it was counted when it was judged first
         self.done += 1
@@ -241,7 +240,6 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self._began
 
     @property

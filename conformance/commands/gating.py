@@ -50,6 +50,5 @@ def update_expectations(options: argparse.Namespace) -> int:
 
 
 def list_must_pass(options: argparse.Namespace) -> int:
-    """Print the must-pass list; the exit status."""
     put(MustPass.of_vocabulary().to_text().rstrip("\n"))
     return 0

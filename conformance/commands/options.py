@@ -29,8 +29,6 @@ class Option:
 
 @dataclass(frozen=True)
 class Command:
-    """A command."""
-
     words: str  # behind the program's name
     help: str  # one line
     run: str  # ``module:function``, imported when the command is carried out; takes the options, gives the exit status
@@ -58,7 +56,6 @@ def option(names: str, metavar: str, help_text: str, only_with: str = "", **sett
 
 
 def flag(name: str, help_text: str, only_with: str = "") -> Option:
-    """An option without a value."""
     return Option((name,), {"action": "store_true", "help": help_text}, tuple(only_with.split()))
 
 
@@ -93,7 +90,6 @@ def number(least: int, most: int = 10**9) -> Callable[[str], int]:
 
 
 def salt(text: str) -> str:
-    """A salt, which may be empty."""
     require_salt(text)
     return text
 

@@ -46,7 +46,6 @@ class _Replayed:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Run one case again; the exit status."""
     asked = _replayed(options)
     if options.repeats:
         with _one_case(asked.case, asked.reference, options, asked.salt) as run:

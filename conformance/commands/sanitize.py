@@ -135,8 +135,6 @@ def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> Sanitize
 
 @dataclass(frozen=True)
 class ChosenCases:
-    """What is called."""
-
     cases: tuple[Case, ...]  # candidates, those to be called first in front
     most: int = 0  # how many of each capability and role the backend has to support; 0 for all
     what: str = ""  # in words, where something is left out

@@ -17,7 +17,6 @@ from mla_conformance.vocabulary.tiers import wrapped
 
 
 def list_unreached(reference: str, device: str | None) -> int:
-    """What the backend declares, role by role."""
     request = RunRequest.of([reference], device=device)
     found = find_device(request.device)
     if found is None:

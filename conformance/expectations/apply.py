@@ -59,8 +59,6 @@ _CHOICES: dict[str, list[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """A failure that is known."""
-
     backend: str  # name in reports, or ``*``
     case: str | tuple[str, ...]  # query of the cases that fail, or several of them
     status: str = Status.FAIL  # how they fail
@@ -87,19 +85,16 @@ class Expectation:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The queries as they are written."""
         return (self.case,) if isinstance(self.case, str) else self.case
 
     @cached_property
     def queries(self) -> tuple[CaseQuery, ...]:
-        """The parsed queries."""
         if not self.case:
             raise ValueError("expected a case query, or a list of some, got none")
         return tuple(map(CaseQuery.parse, self.texts))
 
     @cached_property
     def condition(self) -> Condition:
-        """The parsed condition."""
         return Condition.parse(self.when)
 
     @cached_property
@@ -138,7 +133,6 @@ class Expectation:
         return record.status == self.status and self.check in ("", record.check)
 
     def is_expired(self, today: datetime.date) -> bool:
-        """Whether its time is over."""
         if isinstance(self._end, Version):
             return Version(SUITE_VERSION) >= self._end
         return self._end is not None and today > self._end
@@ -155,7 +149,6 @@ FIELDS = tuple(field.name for field in fields(Expectation) if field.name not in 
 
 
 def read_expectations(path: Path, reasons_required: bool = True) -> tuple[Expectation, ...]:
-    """The entries of one file, in order."""
     text = read_text(path)
     if len(text) > _MOST_BYTES:
         raise InputError(f"{path}: expected at most {_MOST_BYTES:,} characters, got {len(text):,}")
@@ -198,8 +191,6 @@ def shipped() -> Path:
 
 @dataclass(frozen=True)
 class Expectations:
-    """Known failures."""
-
     entries: tuple[Expectation, ...] = ()  # in the order in which they are tried
     today: datetime.date | None = None  # the date that expiry is compared with; None is the current one
 
@@ -248,8 +239,6 @@ _DEFAULTS = Expectation(backend="*", case="*")
 
 @dataclass(frozen=True)
 class Update:
-    """What an update does to a folder."""
-
     kept: tuple[Expectation, ...]  # entries that still hold, or that the report says nothing about
     added: tuple[Expectation, ...]  # new entries, without a reason yet
     removed: tuple[Expectation, ...]  # entries, or some of an entry's cases, that no longer fail as they say

@@ -48,7 +48,6 @@ class Condition:
         return Condition(tuple(found) or ((),))
 
     def holds(self, facts: Mapping[str, str]) -> bool:
-        """Whether it holds for these facts."""
         return any(
             all(_compare(facts.get(name, ""), sign, value) != negated for name, sign, value, negated in part)
             for part in self.alternatives

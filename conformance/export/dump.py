@@ -33,7 +33,6 @@ be: outputs [rows, heads, columns], LSEs [heads, rows], all in float64. Pictures
 
 
 def require_empty(folder: Path) -> None:
-    """Refuse a folder that holds something."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"--dump {folder}: expected a new or an empty folder")
 

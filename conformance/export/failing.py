@@ -39,7 +39,6 @@ class Reproduced:
 
     @property
     def call(self) -> AttentionCall:
-        """The call."""
         return self.problem.attention[0]
 
 

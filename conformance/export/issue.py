@@ -26,8 +26,6 @@ _MACHINE = ("device", "compute_capability", "driver", "torch", "cuda", "python")
 
 @dataclass(frozen=True)
 class Issue:
-    """One bug as it was seen."""
-
     kernel: str  # name in reports
     sentence: str  # what is wrong
     versions: Mapping[str, str]  # of the distributions behind the kernel
@@ -38,7 +36,6 @@ class Issue:
 
     @property
     def title(self) -> str:
-        """One line."""
         return f"{self.kernel}: {self.sentence}"
 
 

@@ -36,8 +36,6 @@ class TooLong(NotWritable):
 
 @dataclass(frozen=True)
 class Program:
-    """Source lines of a call."""
-
     lines: tuple[str, ...]  # statements, none wider than WIDTH; a device is called DEVICE
     modules: Mapping[str, str]  # what they call, with the names that they give it
     results: tuple[str, ...]  # expressions for what the call returned

@@ -24,8 +24,6 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, t
 
 @dataclass(frozen=True)
 class Step:
-    """One call."""
-
     name: str  # of torch's function as ``torch.cat`` or ``torch.Tensor.view``; of a library's the names that lead to it
     arguments: tuple[Any, ...]  # positional ones; a library's objects among them are handles
     keywords: dict[str, Any]  # the others
@@ -74,7 +72,6 @@ class Handle:
         return self._within(self._value[key], f"[{key!r}]")  # the grid of a Triton kernel
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call it, and keep that."""
         return self._recorder.call(self, arguments, keywords)
 
     def __eq__(self, other: object) -> bool:
@@ -88,7 +85,6 @@ class Handle:
 
     @property
     def place(self) -> tuple[Any, str]:
-        """Where its names begin, and the names."""
         return self._source, self._name
 
 
@@ -142,7 +138,6 @@ class Recorder(TorchFunctionMode):
             super().__enter__()
 
     def _handed(self, value: Any) -> Any:
-        """A result as the adapter gets it."""
         if type(value) in (tuple, list):
             return type(value)(map(self._handed, value))
         plain = isinstance(value, (*_PLAIN, tuple, list, dict, ModuleType))

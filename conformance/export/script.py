@@ -185,8 +185,6 @@ def _sum(factors: Mapping[str, float], limit: float) -> str:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a script did."""
-
     status: int  # exit status
     printed: str  # all that it printed
 

@@ -22,7 +22,6 @@ class InputError(ValueError):
 
 
 def read_text(path: Path) -> str:
-    """The text of a file."""
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -30,7 +29,6 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file."""
     most = MOST_MEBIBYTES * 2**20
     try:
         with open_regular(path) as file:

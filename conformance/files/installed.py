@@ -57,7 +57,6 @@ def installed(name: str) -> Installed | None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -128,7 +127,6 @@ def commit_of(folder: Path) -> tuple[str, bool | None]:
 
 
 def files_digest(files: Mapping[str, Path]) -> str:
-    """SHA-256 of files by their names."""
     reported = [f"{name} {file_digest(path)}" for name, path in sorted(files.items()) if path.is_file()]
     return hashlib.sha256("\n".join(reported).encode()).hexdigest()
 

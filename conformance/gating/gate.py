@@ -42,8 +42,6 @@ class GateFinding(StrEnum):
 
 @dataclass(frozen=True)
 class GateRow:
-    """One line of the gate's table."""
-
     finding: GateFinding  # its kind
     backend: str  # whom it is about, or ``*``
     what: str  # a case, or what else it is about
@@ -68,8 +66,6 @@ _NAME = 100
 
 @dataclass(frozen=True)
 class Gate:
-    """Everything that a gate decides by."""
-
     reports: Sequence[RunSummary]  # the run; several reports are shards or backends of one run
     expectations: Expectations  # known failures
     absent: Sequence[str] = ()  # reports that were named, but are not there
@@ -84,7 +80,6 @@ class Gate:
     bitwise: Sequence[Question] = ()
 
     def rows(self) -> list[GateRow]:
-        """Everything found, by kind."""
         for report in [*self.reports, *self.baseline][1:]:  # or verdicts say nothing about each other
             first = [*self.reports, *self.baseline][0]
             for name, expected, got in differing(_traits(first), _traits(report)):
@@ -118,13 +113,11 @@ class Gate:
 
     @property
     def terms(self) -> list[str]:
-        """What is decided by, in words."""
         suites = {f"suite {report.environment['suite']}": "" for report in self.reports}
         tier = f"{self.tier} tier required" if self.tier else "any selection accepted"
         return [*suites, tier, *([f"must-pass {self.must_pass.name}"] if self.must_pass else [])]
 
     def blocks(self, row: GateRow) -> bool:
-        """Whether this row closes the gate."""
         return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
 
     def _require_installed(self) -> None:

@@ -46,8 +46,6 @@ def profile_of(case: Case) -> str:
 
 @dataclass(frozen=True)
 class MustPass:
-    """A list."""
-
     profiles: Mapping[str, tuple[str, ...]]  # case ids of each profile
     name: str = field(default="", compare=False)  # as it was asked for
     suite: str = field(default="", compare=False)  # version of the suite that its cases are of; a file's is not known
@@ -108,7 +106,6 @@ class MustPass:
 
     @staticmethod
     def read(path: Path) -> "MustPass":
-        """The list of a file."""
         pairs = []
         for number, line in enumerate(read_text(path).splitlines(), start=1):
             if line.strip() and line[0] != "#":
@@ -129,7 +126,6 @@ class MustPass:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the list."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
@@ -171,7 +167,6 @@ class Required:
 
     @staticmethod
     def asked(text: str) -> "Required":
-        """What an option names."""
         location, _, name = text.rpartition(":")
         digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""
         return Required(name, text, digest)

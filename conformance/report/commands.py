@@ -41,7 +41,6 @@ def render(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-    """Print what changed; the exit status."""
     before, after = load_report(options.before), load_report(options.after)
     if said := suites_differ(before, after):
         say(said)

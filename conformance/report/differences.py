@@ -68,8 +68,6 @@ _ORDER = list(ChangeKind)
 
 @dataclass(frozen=True)
 class Change:
-    """One difference between two runs."""
-
     kind: ChangeKind
     backend: str
     key: str  # of the record, or empty for a change of the whole backend
@@ -77,12 +75,10 @@ class Change:
 
     @property
     def regression(self) -> bool:
-        """Whether it makes the second run worse."""
         return _ORDER.index(self.kind) < _ORDER.index(ChangeKind.CASE_REMOVED)
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
         subject = f"{self.backend} {self.key}".rstrip()
         return f"{'✘' if self.regression else '·'} {self.kind}: {subject} · {cut(self.detail)}"
 

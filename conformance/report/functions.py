@@ -5,9 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.judging.record import Record
-from mla_conformance.report.advice import advice
-from mla_conformance.report.causes import Cause, causes, raised_at
-from mla_conformance.report.circumstances import circumstances
+from mla_conformance.report.causes import Cause, advice, causes, circumstances, raised_at
 from mla_conformance.report.terminal import columns, counted, wrapped
 
 _MOST_CAUSES = 3

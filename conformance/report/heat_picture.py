@@ -1,6 +1,5 @@
 """A heat map as a picture: SVG that takes the colours of the page it stands on, or has its own as a file."""
 
-from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
@@ -55,22 +54,17 @@ def _cell(heat_map: HeatMap) -> int:
 
 def _over(heat_map: HeatMap, digit: int) -> str:
     """The cells of this digit, neighbours in a line as one; nothing where there are none."""
-    runs = "".join(f"M{x} {y}h{many}v1h-{many}z" for x, y, many in _runs(heat_map, str(digit)))
-    further = f"up to 10^{digit} times the budget" if digit < BEYOND else "further over the budget, or no number"
-    opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
-    title = f"<title>{further}</title>"
-    return f'<path class="over" d="{runs}" fill="#a8071a" fill-opacity="{opacity:.2f}">{title}</path>\n' if runs else ""
-
-
-def _runs(heat_map: HeatMap, digit: str) -> Iterator[tuple[int, int, int]]:
-    """Column, line and length of each run of a digit."""
+    runs = []
     for y, line in enumerate(heat_map.lines):
         x = 0
         for each, group in groupby(line):
             many = len(list(group))
-            if each == digit:
-                yield x, y, many
+            runs += [f"M{x} {y}h{many}v1h-{many}z"] if each == str(digit) else []
             x += many
+    further = f"up to 10^{digit} times the budget" if digit < BEYOND else "further over the budget, or no number"
+    opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
+    path = f'<path class="over" d="{"".join(runs)}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
+    return f"{path}<title>{further}</title></path>\n" if runs else ""
 
 
 def _text(text: str) -> str:

@@ -141,7 +141,6 @@ class ReportForm(_Form, frozen=True, kw_only=True):
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of ``report.json``."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(ReportForm)}
 
 
@@ -152,7 +151,6 @@ def report_json(run: RunSummary) -> dict[str, Any]:
 
 
 def report_form(run: RunSummary) -> ReportForm:
-    """The report of a run."""
     return _form(
         ReportForm,
         run,
@@ -223,7 +221,6 @@ def said_of(record: Said) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write whole or not at all."""
     write_whole(path, to_text(data))
 
 

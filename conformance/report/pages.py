@@ -13,29 +13,18 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 
 def render(room: str, template: str, **values: Any) -> str:
-    """A page.
-
-    Args:
-        room: package that holds the template; what it imports may stand in this room as well.
-        template: name of its file.
-        values: what it shows; a name that is missing is an error.
-    """
+    """A page of a room, the package that holds the template and may hold what that imports; all names must be given."""
     loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
     )
-    environment.filters["whole"] = _whole
+    environment.filters["whole"] = lambda text: escape(shown_lines(text))  # a traceback, or a command to copy
     return environment.get_template(template).render(**values)
 
 
 def _shown(value: object) -> object:
     """What the template puts out, where it is no markup of its own."""
     return shown_lines(value, MESSAGE) if type(value) is str else value
-
-
-def _whole(text: str) -> object:
-    """A traceback, or a command to copy."""
-    return escape(shown_lines(text))
 
 
 @dataclass(frozen=True)
@@ -49,7 +38,6 @@ class Cell:
 
 
 def cell(capability: CapabilitySummary) -> Cell:
-    """The cell of a capability."""
     outcome, counts = capability.outcome, capability.counts
     if outcome is BackendOutcome.UNSUPPORTED:
         return Cell(outcome, SIGN[outcome], "", "unsupported")

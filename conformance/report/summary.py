@@ -63,6 +63,11 @@ class Counts(Struct, frozen=True):
         """The denominator: cases that were to be judged, without those that are declared unsupported."""
         return self.listed - self.unsupported
 
+    @property
+    def verdicts(self) -> int:
+        """Cases that were judged, whatever came out."""
+        return self.passed + self.failed + self.waived
+
     def noted(self, **words: str) -> list[str]:
         """Those of these counts that are not 0, in this order, each with its words."""
         return [f"{number} {said}" for name, said in words.items() if (number := getattr(self, name))]
@@ -103,15 +108,12 @@ FORESEEN = "!"
 
 @dataclass(frozen=True)
 class CapabilitySummary:
-    """One capability of one backend."""
-
     name: str  # the capability
     listed: int  # cases that the run's list holds for it; drawn ones are not among them
     records: tuple[Record, ...]  # what was run
 
     @cached_property
     def counts(self) -> Counts:
-        """What became of the cases."""
         return Counts.of(self.records, self.listed)
 
     @property
@@ -144,8 +146,6 @@ class CapabilitySummary:
 
 @dataclass(frozen=True)
 class BackendSummary:
-    """One backend."""
-
     facts: BackendFacts  # what it is here
     capabilities: tuple[CapabilitySummary, ...] = ()  # one entry per selected capability; none if it is unavailable
     stopped: str = ""  # why the rest of its cases was not run, or empty
@@ -158,7 +158,6 @@ class BackendSummary:
 
     @property
     def name(self) -> str:
-        """Name in reports."""
         return self.facts.name
 
     @property
@@ -179,7 +178,6 @@ class BackendSummary:
 
     @property
     def records(self) -> list[Record]:
-        """Every record of the backend."""
         return [record for capability in self.capabilities for record in capability.records]
 
     @cached_property
@@ -208,8 +206,6 @@ class BackendSummary:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A whole run."""
-
     environment: dict[str, str]  # device, versions and suite, as the header shows them
     backends: tuple[BackendSummary, ...]  # one entry per backend of the run
     cases: tuple[str, ...] = ()  # ids of the whole case list, of all shards
@@ -222,7 +218,6 @@ class RunSummary:
 
     @property
     def records(self) -> list[Record]:
-        """Every record of the run."""
         return [record for backend in self.backends for record in backend.records]
 
     @cached_property
@@ -247,7 +242,6 @@ class RunSummary:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Duration of each case, all backends together."""
         total: dict[str, float] = {}
         for record in self.records:
             total[record.case] = total.get(record.case, 0.0) + record.seconds

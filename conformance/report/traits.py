@@ -22,14 +22,10 @@ def traits_lines(traits: Traits) -> Iterator[str]:
         yield f"same bits {ASKED[question]}: {reported}"
         yield from (f"  {role}: {each.why}" for role, each in answers.items() if each.answer is Answer.NO)
     for (role, dtype), spreads in grouped(traits.accuracy, lambda each: (each.role, each.dtype)).items():
-        yield f"errors of {role} {dtype}: {_worst(spreads)}"
-
-
-def _worst(spreads: Sequence[ErrorSpread]) -> str:
-    """Of the regimes, the one with the largest error by budget."""
-    most = max(spreads, key=lambda each: each.budget[-1])
-    median, tail, worst = most.budget
-    return f"{worst:.2g} of the budget at worst, 99 % within {tail:.2g}, median {median:.2g} ({most.data})"
+        most = max(spreads, key=lambda each: each.budget[-1])  # of the regimes, the one with the largest error
+        median, tail, worst = most.budget
+        said = f"{worst:.2g} of the budget at worst, 99 % within {tail:.2g}, median {median:.2g} ({most.data})"
+        yield f"errors of {role} {dtype}: {said}"
 
 
 def in_words(spread: ErrorSpread) -> str:
@@ -40,8 +36,6 @@ def in_words(spread: ErrorSpread) -> str:
 
 @dataclass(frozen=True)
 class AnswerCell:
-    """A kernel's answer to one question."""
-
     style: str  # class of styles
     text: str  # sign and roles
     why: str  # counterexamples, or what keeps it from being asked
@@ -68,7 +62,8 @@ def spread_rows(kernels: Sequence[tuple[str, Traits]]) -> list[tuple[str, list[E
 
 def spread_picture(spread: ErrorSpread) -> str:
     """Median, 99th percentile and worst error by budget on a scale of powers of ten, with a line at the limit of 1."""
-    median, tail, worst, limit = (_place(number) for number in (*spread.budget, 1.0))
+    decades = (math.log10(max(number, _LEAST) / _LEAST) for number in (*spread.budget, 1.0))
+    median, tail, worst, limit = (3 + (_WIDTH - 6) * min(each / _DECADES, 1.0) for each in decades)
     middle = _HEIGHT / 2
     return (
         f'<svg role="img" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}">'
@@ -81,18 +76,11 @@ def spread_picture(spread: ErrorSpread) -> str:
     )
 
 
-def _place(error: float) -> float:
-    """Pixels from the left edge."""
-    decades = math.log10(max(error, _LEAST) / _LEAST)
-    return 3 + (_WIDTH - 6) * min(decades / _DECADES, 1.0)
-
-
-@dataclass(frozen=True)
-class TraitsView:
-    """What the templates show traits with."""
-
-    questions = ASKED
-    answer_cell = staticmethod(answer_cell)
-    spread_rows = staticmethod(spread_rows)
-    picture = staticmethod(spread_picture)
-    words = staticmethod(in_words)
+VIEW = {
+    "questions": ASKED,
+    "answer_cell": answer_cell,
+    "spread_rows": spread_rows,
+    "picture": spread_picture,
+    "words": in_words,
+}
+"""What the templates show traits with."""

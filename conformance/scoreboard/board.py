@@ -18,8 +18,6 @@ from mla_conformance.scoreboard.entry import ROLES, Entry, RefusedRecord
 
 
 class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):
-    """A kernel that an engine may pick."""
-
     name: str  # as the engine calls it
     kernel: str = ""  # the backend that drives this kernel here; empty for none
     packages: dict[str, str] = {}  # versions of the distributions that the engine's own build of it comes from
@@ -43,15 +41,12 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def profiles() -> tuple[Profile, ...]:
-    """Every profile that is known."""
     path = files("mla_conformance.fixtures") / "engines.toml"
     return convert(tomllib.loads(path.read_text(encoding="utf-8")), _File, str(path)).profile
 
 
 @dataclass(frozen=True)
 class Board:
-    """All records, put together."""
-
     entries: tuple[Entry, ...]  # in any order
     refused: tuple[RefusedRecord, ...]  # what is not shown as a record
     profiles: tuple[Profile, ...]  # what engines pick
@@ -79,9 +74,9 @@ class Board:
         found = []
         for role in ROLES:
             entries = [entry for entry in self.newest if role in entry.roles]
-            names = list(dict.fromkeys(name for entry in entries for name in _judged(entry, role)))
-            found.append((role, names, entries))
-        return [row for row in found if row[2]]
+            judged = (name for entry in entries for name, each in entry.roles[role].items() if each.counts.judged)
+            found += [(role, list(dict.fromkeys(judged)), entries)] if entries else []
+        return found
 
     def answer(self, profile: Profile, candidate: RankedKernel) -> Entry | None:
         """The record that says most of a kernel that an engine may pick: of its own build if there is one, then new."""
@@ -97,10 +92,6 @@ class Board:
 def is_own_build(entry: Entry, candidate: RankedKernel) -> bool:
     """Whether the record is of the packages that the engine itself brings or asks for."""
     return candidate.packages.items() <= entry.record.distributions.items()
-
-
-def _judged(entry: Entry, role: str) -> list[str]:
-    return [name for name, capability in entry.roles[role].items() if capability.counts.judged]
 
 
 def _groups(entries: Iterable[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], list[Entry]]:
