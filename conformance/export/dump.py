@@ -6,12 +6,10 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat import compared, heat_maps
-from mla_conformance.driving.driver import Observation, parts_of, why_not_plain
+from mla_conformance.driving.driver import parts_of, why_not_plain
 from mla_conformance.export.failing import called
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
-from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.record import Record
 from mla_conformance.report.heat_picture import picture_file
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
@@ -44,38 +42,28 @@ def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
         raise InputError(f"--dump: nothing was run, the verdict is {record.status}: {record.message}")
     parts = compared(trial.last, trial.declaration)
     pictures = {f"{each.part.replace(' ', '-')}.svg": picture_file(each) for each in heat_maps(parts)}
-    for name, text in ({_README: _told(record, list(pictures))} | pictures).items():
+    verdict, drawn = (f"{record.status}: {record.message}" if record.message else record.status), ", ".join(pictures)
+    told = _TOLD.format(case=case.id, backend=record.backend, verdict=verdict, pictures=drawn or "none was compared")
+    for name, text in ({_README: told} | pictures).items():
         write_output(folder / name, text)
+    returned = {
+        f"{name} of {each.call.name}": part
+        for each in trial.last.observation.returned
+        for name, part in zip(("output", "LSE"), parts_of(each.value), strict=False)
+        if not why_not_plain(part)
+    }
     data = {
         "case": case.id,
         "operands": called(trial.last).caller_owned,
-        "returned": _returned(trial.last.observation),
+        "returned": returned,
         "golden": {name: part.golden for name, part in parts.items()},
-        "error": {name: _error(part) for name, part in parts.items()},
+        "error": {  # how far a result is off; 0 where both are -inf
+            name: torch.where(part.got == part.golden, 0.0, (part.got - part.golden).abs())
+            for name, part in parts.items()
+        },
         "budget": {name: part.allowed for name, part in parts.items()},
     }
     try:
         torch.save(data, folder / _TENSORS)
     except OSError as error:
         raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error
-
-
-def _error(measured: Measured) -> torch.Tensor:
-    """How far a result is off; 0 where both are -inf."""
-    return torch.where(measured.got == measured.golden, 0.0, (measured.got - measured.golden).abs())
-
-
-def _returned(observation: Observation) -> dict[str, torch.Tensor]:
-    """The tensors that the calls returned."""
-    return {
-        f"{name} of {returned.call.name}": part
-        for returned in observation.returned
-        for name, part in zip(("output", "LSE"), parts_of(returned.value), strict=False)
-        if not why_not_plain(part)
-    }
-
-
-def _told(record: Record, pictures: list[str]) -> str:
-    verdict = f"{record.status}: {record.message}" if record.message else record.status
-    listed = ", ".join(pictures) or "none was compared"
-    return _TOLD.format(case=record.case, backend=record.backend, verdict=verdict, pictures=listed)

@@ -43,11 +43,7 @@ class Reproduced:
 
 
 def require_one_call(case: Case) -> None:
-    """Refuse what no script of one call can show.
-
-    Raises:
-        NotWritable: another role, parts of several ranks, codes for output, or a cache of tiles.
-    """
+    """Refuse what no script of one call can show: another role, parts of several ranks, codes for output, or tiles."""
     if not isinstance(case, PrefillCase | DecodeCase):
         raise NotWritable(f"a script makes one call of a prefill or a decode kernel; this is a {case.role} case")
     if isinstance(case, DecodeCase) and case.is_merged:
@@ -59,11 +55,7 @@ def require_one_call(case: Case) -> None:
 
 
 def reproduced(subject: Subject, case: Case) -> Reproduced:
-    """Judge a case as ever, and keep the call that decided.
-
-    Raises:
-        NotWritable: nothing was judged, or it did not fail by a number.
-    """
+    """Judge a case as ever, and keep the call that decided, if there is one that failed by a number."""
     trial, record = judged_trial(subject, case, Context())
     if record.status is not Status.PASS and (record.status is not Status.FAIL or record.check not in ARITHMETIC):
         raise NotWritable(f"a script shows wrong numbers; the verdict is {record.status}: {record.message}")
@@ -75,7 +67,12 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
         return Reproduced(subject, case, alone, record, is_redrawn=True)
     if len(made.calls) != 1:
         raise NotWritable("a script holds one call; this case was decided otherwise")
-    return Reproduced(subject, case, made, record, _spoiled(made.attention[0], trial.last.problem.attention[0]))
+    mine, judged, spoiled = made.attention[0], trial.last.problem.attention[0], list[int]()
+    # The requests whose inputs differ, where a call was judged by what another one has to return.
+    if mine is not judged and mine.query_start_loc == judged.query_start_loc:
+        pairs = enumerate(zip(by_request(mine), by_request(judged), strict=True))
+        spoiled = [request for request, inputs in pairs if not all(map(same, *inputs))]
+    return Reproduced(subject, case, made, record, tuple(spoiled))
 
 
 def called(seen: Observed) -> Problem:
@@ -83,37 +80,22 @@ def called(seen: Observed) -> Problem:
     return replace(seen.problem, calls=tuple(returned.call for returned in seen.observation.returned))
 
 
-def _spoiled(made: AttentionCall, judged: AttentionCall) -> tuple[int, ...]:
-    """The requests whose inputs differ, where a call was judged by what another one has to return."""
-    if made is judged or made.query_start_loc != judged.query_start_loc:
-        return ()
-    pairs = zip(by_request(made), by_request(judged), strict=True)
-    return tuple(request for request, (mine, theirs) in enumerate(pairs) if not all(map(same, mine, theirs)))
-
-
 def _wrong_call(made: Problem, seen: Observed, declaration: Declaration) -> Problem:
     """The first of several calls that is wrong by itself, on operands that its seed draws; the tensors change.
 
     Keys of a chunk come out of a cache and through a projection, which no script of one call holds. So whether the
     call is wrong on others as well, only the script itself can tell.
-
-    Raises:
-        NotWritable: all of them are right, or wrong only once they are merged.
     """
     wrong = {part.part for part in heat_maps(compared(seen, declaration)) if part.wrong}
     for call in made.calls:
         if isinstance(call, PrefillCall) and wrong & {f"output of {call.name}", f"LSE of {call.name}"}:
-            _redraw(call, Draw(made.case, torch.device("cpu")).generator)
+            generator = Draw(made.case, torch.device("cpu")).generator
+            keys, queries = call.key_start_loc[-1], call.query_start_loc[-1]
+            for x, rows in ((call.k, keys), (call.v, keys), (call.q, queries)):  # in the order in which a script draws
+                x[:rows] = torch.randn(rows, *x.shape[1:], generator=generator).to(x)
+            if call.metadata.chunked_context is not None:
+                call.metadata.chunked_context.workspace.fill_(torch.nan)
             return replace(made, calls=(replace(call, prepares=True),))
     raise NotWritable(
         "the case merges what several calls return, none of which is wrong by itself; `replay --dump` writes all of it"
     )
-
-
-def _redraw(call: PrefillCall, generator: torch.Generator) -> None:
-    """Give the operands other values, in the order in which a script draws them, and the workspace none."""
-    keys, queries = call.key_start_loc[-1], call.query_start_loc[-1]
-    for x, rows in ((call.k, keys), (call.v, keys), (call.q, queries)):
-        x[:rows] = torch.randn(rows, *x.shape[1:], generator=generator).to(x)
-    if call.metadata.chunked_context is not None:
-        call.metadata.chunked_context.workspace.fill_(torch.nan)
