@@ -67,19 +67,12 @@ def _names(case: type[Case]) -> set[str]:
 
 
 def _list(title: str, case: type[Case], names: set[str]) -> str:
-    reported = _attributes(case)
-    entries = [
-        f"- `{field.name}{_default(field.default)}`: {reported[field.name]}"
-        for field in fields(case)
-        if field.name in names
-    ]
+    reported, entries = _attributes(case), []
+    for field in (field for field in fields(case) if field.name in names):
+        plain = int(field.default) if isinstance(field.default, bool) else field.default
+        default = f"={plain}" if isinstance(plain, int | str) and plain != "" else ""  # none where an id always says it
+        entries.append(f"- `{field.name}{default}`: {reported[field.name]}")
     return "\n".join([f"### {title}", "", *entries])
-
-
-def _default(value: object) -> str:
-    """As an id would have it; nothing where an id always says it."""
-    plain = int(value) if isinstance(value, bool) else value
-    return f"={plain}" if isinstance(plain, int | str) and plain != "" else ""
 
 
 def _attributes(case: type[Case]) -> dict[str, str]:

@@ -94,13 +94,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.stash[_RECORDS] = []
     config.pluginmanager.register(OwnTests(config))
-    if _selects(config.option):
+    if _selects_any(config, by_keyword=False):
         _request(config)  # a mistake is a usage error here; during collection it would be an error of the suite
     _rewrite_keyword(config)
-
-
-def _selects(option: Any) -> bool:
-    return any((option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_tier))
 
 
 def _named(option: Any) -> list[str]:
@@ -108,9 +104,11 @@ def _named(option: Any) -> list[str]:
     return [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
 
 
-def _selects_any(config: pytest.Config) -> bool:
+def _selects_any(config: pytest.Config, by_keyword: bool = True) -> bool:
     """Whether an option or a keyword selects anything of the suite."""
-    return _selects(config.option) or bool(_named(config.option))
+    option = config.option
+    asked = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_tier)
+    return any(asked) or (by_keyword and bool(_named(option)))
 
 
 def _rewrite_keyword(config: pytest.Config) -> None:
