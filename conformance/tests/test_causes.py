@@ -8,7 +8,7 @@ import pytest
 
 from mla_conformance.judging.record import UNLIKE, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import Cause, causes, raised_at
+from mla_conformance.report.causes import causes, raised_at
 from mla_conformance.report.ci_views import annotations, markdown
 from mla_conformance.report.json_report import report_form
 from mla_conformance.report.outcome import cause_lines, outcome_lines
@@ -186,9 +186,3 @@ def test_views_tell_a_cause_once() -> None:
     assert annotations(many).count("::error") == 1 and markdown(many).count("mla-conformance replay") == 1
     (form,) = report_form(many).backends["B"].causes
     assert len(form.cases) == 52 and form.example == "lse:q=[1]" and form.used == (9.0, 9.0)
-
-
-def test_no_failure_no_cause() -> None:
-    assert causes([Record("B", "B", "lse", "lse:q=[1]", Status.PASS)]) == ()
-    assert list(cause_lines(run(), 80)) == []
-    assert isinstance(causes([failure()])[0], Cause)
