@@ -54,7 +54,7 @@ class Bump:
     @cached_property
     def unjudged(self) -> dict[str, str]:
         """Backends of which the runs do not tell what the new version changes, each with why."""
-        found = {}
+        found = dict[str, str]()
         for old, new in self.pairs:
             said = []
             for judged, backend in ((self.before, old), (self.after, new)):

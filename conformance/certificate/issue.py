@@ -93,8 +93,10 @@ def record(
         if capability.counts.unavailable and not (capability.counts.passed or capability.counts.waived):
             raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
     passed = [record for record in backend.records if record.status is Status.PASS]
-    rules = sorted({rule for record in passed for rule in record.used})  # of the error budget
-    worst = {rule: max(passed, key=lambda record, rule=rule: record.shares.get(rule, 0.0)) for rule in rules}
+    worst: dict[str, Worst] = {}
+    for rule in sorted({rule for record in passed for rule in record.used}):  # of the error budget
+        most = max(passed, key=lambda record: record.shares.get(rule, 0.0))
+        worst[rule] = Worst(round(most.shares[rule], 4), most.case)
     found = Certificate(
         suite=SUITE_VERSION,
         version=__version__,
@@ -113,7 +115,7 @@ def record(
         traced=backend.traced.joined(Traced(libraries=dict(libraries))),
         digests=record_digests(backend.facts.fitted),
         counts=backend.counts,
-        worst={rule: Worst(round(record.shares[rule], 4), record.case) for rule, record in worst.items()},
+        worst=worst,
         seconds=round(sum(record.seconds for record in backend.records), 1),
         findings=tuple(
             Finding(r.case, r.judged, r.check, r.message, r.expectation, r.explanation)

@@ -77,9 +77,10 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
 
 
 def _new(options: argparse.Namespace) -> RunRequest:
-    cases, chosen = (), options.capability
+    cases, chosen = list[str](), options.capability
     if options.cases:
-        cases, chosen = [case.id for case in read_cases(options.cases) if not chosen or case.capability in chosen], ()
+        cases = [case.id for case in read_cases(options.cases) if not chosen or case.capability in chosen]
+        chosen = ()
         if not cases:
             raise InputError(f"--cases {options.cases}: no case of {', '.join(options.capability)}")
     drawn, tier, salt = options.explore or NOTHING_DRAWN, options.tier or "full", options.salt or ""

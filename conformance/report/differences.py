@@ -27,7 +27,7 @@ def differing(before: Mapping[_K, Any], after: Mapping[_K, Any]) -> Iterator[tup
             yield name, before.get(name), after.get(name)
 
 
-def differences(before: Any, after: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+def differences(before: Any, after: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:
     """The same of two JSON values, down to the innermost places that differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name, old, new in differing(before, after):

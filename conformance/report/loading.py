@@ -69,7 +69,7 @@ def load_report(path: Path) -> RunSummary:
             raise InputError(
                 f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records"
             )
-    for place, found, expected in differences(*map(msgspec.to_builtins, (report, report_form(run))), "report"):
+    for place, found, expected in differences(msgspec.to_builtins(report), msgspec.to_builtins(report_form(run))):
         raise InputError(f"{path}: {place} is {_brief(found)}, but {_brief(expected)} follows from the records")
     return run
 

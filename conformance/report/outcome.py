@@ -48,9 +48,9 @@ _BACKENDS = {
 def closing_line(run: RunSummary) -> str:
     """Every backend and every case is counted once."""
     found = Counter(ModelAnswer(backend).group for backend in run.backends)
-    first, *others = [group for group in Group if found[group]] or [None]
-    backends = [f"{counted(found[first], 'backend')} {_BACKENDS[first]}"] if first else []
-    backends += [f"{found[group]} {_BACKENDS[group]}" for group in others if group]
+    groups = [group for group in Group if found[group]]
+    backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
+    backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
     cases = of_cases(run.counts)
     return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], worst_error(run.records)]))
 
