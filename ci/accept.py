@@ -30,7 +30,6 @@ _GPU = "compute_capability"
 
 
 def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str]:
-    """Why nothing can be listed, the rows of the locks apart."""
     (old, _), (new, _) = lock.read(before), lock.read(after)
     for name in LOCKED:
         if old["digests"][name] not in locked_digests()[name]:
@@ -65,7 +64,6 @@ def _unlike(here: Certificate) -> Iterator[str]:
 
 
 def append() -> None:
-    """List the digests of the sources that are here."""
     suites, defects = ROOT / "fixtures" / "suites.json", ROOT / "fixtures" / "defects.json"
     stored, report, here = json.loads(read_text(suites)), json.loads(read_text(defects)), installed_digests()
     for name in LOCKED:

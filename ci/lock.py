@@ -47,7 +47,6 @@ _CPU = torch.device("cpu")
 
 
 def kernels() -> list[MatrixKernel]:
-    """Real kernels and honest ones, then the known defects."""
     return [*(MatrixKernel(name, name) for name in _REAL), *emulated()]
 
 
@@ -71,7 +70,6 @@ def rows_of(capability: str, small: bool) -> list[Row]:
 
 
 def _of_case(case: Case, context: Context) -> Row:
-    """Checksums of a case's inputs and of what is expected."""
     problem = context.problem(case, _CPU, Clock())
     golden = context.expect(problem, Clock())
     return {"case": case.id, "kernel": "", "problem": _checksum(problem.tensors()), "golden": _checksum(golden.tensors)}
@@ -87,7 +85,6 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def header(small: bool) -> Row:
-    """Where rows are written, and by which sources."""
     reported = Path("/proc/cpuinfo")
     lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
@@ -163,7 +160,6 @@ def read(path: Path) -> tuple[Row, dict[Key, Row]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out one of the two; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
     writing = commands.add_parser("write")

@@ -59,7 +59,6 @@ def overview(records: list[Shown]) -> str:
 
 
 def outdated(records: list[Shown]) -> str:
-    """The kernels whose newest record is of an older suite, by suite."""
     suite = _of_newest(records)[0].suite
     older = grouped((record for record in records if record.suite != suite), lambda record: record.suite)
     return "\n".join(
@@ -106,7 +105,6 @@ def _row(cells: list[object]) -> str:
 
 
 def sections(root: Path) -> list[tuple[Section, str]]:
-    """The sections of README and pages under ``root``, each with what it should hold."""
     records = newest(RECORDS)
     return [
         (Section.of(root / "README.md", "h200"), overview(records)),

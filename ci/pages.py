@@ -45,7 +45,6 @@ _ROLES = (
 
 
 def commands() -> str:
-    """Arguments, options, examples and exit status of every command."""
     with patch.dict(os.environ, {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}):
         texts = [(name, _NOISE.sub("", parser.format_help()).strip("\n")) for name, parser in commands_of(_parser())]
     return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
@@ -86,7 +85,6 @@ def _attributes(case: type[Case]) -> dict[str, str]:
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
-    """The sections of the pages under ``root``, each with what it should hold."""
     yield Section.of(root / "docs" / "commands.md", "commands"), commands()
     yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
 

@@ -27,7 +27,6 @@ class Hazard:
 
 @cache
 def hazards() -> tuple[Hazard, ...]:
-    """All of them, in the order of SPEC."""
     text = Path(__file__).with_name("hazards.toml").read_text(encoding="utf-8")
     reported = tomllib.loads(text)["hazard"]
     return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in reported)

@@ -31,7 +31,6 @@ _INTERRUPTED = 130
 
 
 def command() -> NoReturn:
-    """Run a command, and end the process with its exit status."""
     try:
         status = main()
     except SystemExit as ended:  # of the parser, for help and for a usage error
@@ -40,7 +39,6 @@ def command() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(
             stream, TextIOWrapper
@@ -71,7 +69,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say_how_to_begin(options: argparse.Namespace) -> int:
-    """Shown when no command is given."""
     put(f"{options.parser.format_usage()}\n{options.parser.description}\n\n{_FIRST}", error=True)
     return _USAGE
 

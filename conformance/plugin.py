@@ -38,7 +38,6 @@ _REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the conformance suite."""
     group = parser.getgroup("mla-conformance")
     reference = "judge this backend only: a name, package.module:Class or path/file.py:Class; may be repeated"
     group.addoption("--backend", action="append", default=[], metavar="NAME", help=reference)
@@ -89,7 +88,6 @@ class _LastWord:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers, and make ``-k backend=NAME`` legal."""
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.stash[_RECORDS] = []
@@ -100,7 +98,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _named(option: Any) -> list[str]:
-    """The backends that a keyword expression names, as it is written or rewritten."""
     return [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
 
 
@@ -245,7 +242,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The verdict of each backend, by capability."""
     records = terminalreporter.config.stash[_RECORDS]
     if records:
         from mla_conformance.report.outcome import capability_lines

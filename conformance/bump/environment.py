@@ -108,7 +108,6 @@ class Environment:
         return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
 
     def find(self, names: Sequence[str]) -> dict[str, Found]:
-        """What its Python finds of these distributions."""
         asked = self.run("mla_conformance.bump.version", *names, capture=True)
         _require_success(asked, f"{self.python} failed to list what it finds")
         return decode(asked.stdout, dict[str, Found], str(self.python))

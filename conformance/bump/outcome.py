@@ -41,14 +41,11 @@ class JudgedVersion:
 
 @dataclass(frozen=True)
 class Bump:
-    """A library's way from one version to another."""
-
     before: JudgedVersion  # the old version
     after: JudgedVersion  # the new one
 
     @cached_property
     def pairs(self) -> tuple[tuple[BackendSummary, BackendSummary], ...]:
-        """Every backend with the old and with the new version."""
         return tuple(zip(self.before.run.backends, self.after.run.backends, strict=True))
 
     @cached_property
@@ -119,7 +116,6 @@ def bump_markdown(bump: Bump) -> str:
 
 
 def sentence(bump: Bump) -> str:
-    """The verdict and what it stands on."""
     passing, failing = bump.alike
     alike = f"pass with both: {counted(passing, 'case')}" + (f", fail with both: {failing}" if failing else "")
     if not bump.exit_status:

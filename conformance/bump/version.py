@@ -29,7 +29,6 @@ class Pin:
 
     @staticmethod
     def parse(text: str) -> "Pin":
-        """The pin that ``text`` writes."""
         try:
             found = Requirement(text)
         except InvalidRequirement:
@@ -48,7 +47,6 @@ class Pin:
 
 
 def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
-    """The old and the new version of one library."""
     old, new = Pin.parse(before), Pin.parse(after)
     if old.name != new.name:
         raise InputError(f"expected two versions of one library, got {old.name} and {new.name}")
@@ -63,7 +61,6 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def find(names: Sequence[str]) -> dict[str, Found]:
-    """What is found of each distribution, in this process; nothing of them is imported."""
     found = {}
     for name in names:
         try:

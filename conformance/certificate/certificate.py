@@ -39,8 +39,6 @@ class Finding(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Unjudged(Struct, frozen=True, forbid_unknown_fields=True):
-    """A case that could not be judged on the device."""
-
     case: str
     reason: str
 
@@ -82,12 +80,10 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def is_current(self) -> bool:
-        """Whether it is of the suite that is installed here."""
         return self.suite == SUITE_VERSION
 
     @property
     def salt(self) -> str:
-        """What its inputs were drawn with beside their cases; empty for none."""
         return self.environment.get("salt", "")
 
     def to_json(self) -> dict[str, Any]:
@@ -128,7 +124,6 @@ def read_certificate(path: Path) -> Certificate:
 
 
 def records_of(backend: str, reference: str, cases: Mapping[str, Status]) -> list[Record]:
-    """A record of each case, which says what became of it and no more."""
     return [Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
 
 
@@ -188,7 +183,6 @@ def _declared(reference: str) -> tuple[str, ...]:
 
 
 def shown_of(certificate: Certificate) -> Shown:
-    """What is shown of a record of the present form."""
     return msgspec.convert(certificate.to_json(), Shown)
 
 

@@ -30,7 +30,8 @@ FITTED = "fitted"
 
 
 @cache
-def _installed_digests() -> dict[str, str]:
+def installed_digests() -> dict[str, str]:
+    """SHA-256 of what is installed here, by what it is of."""
     return {
         "cases": _cases_digest(listed_ids()),
         # The tolerance table and the sources of judge and procedures, then those of the golden mathematics.
@@ -38,11 +39,6 @@ def _installed_digests() -> dict[str, str]:
         "reference": meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py")),
         "must_pass": MustPass.of_vocabulary().digest,
     }
-
-
-def installed_digests() -> dict[str, str]:
-    """SHA-256 of what is installed here, by what it is of."""
-    return dict(_installed_digests())
 
 
 def record_digests(fitted: Iterable[str]) -> dict[str, str]:
@@ -85,7 +81,7 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
     """What is otherwise here, by name: the digest here, and the stated one."""
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
-        here |= {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}
+        here = here | {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}
     stated = {name: digest for name, digest in certificate.digests.items() if name != FITTED}
     for name, ours, theirs in sorted(differing(here, stated), key=lambda each: each[0]):
         if not {ours, theirs} <= set(locked_digests().get(name, ())):

@@ -156,8 +156,6 @@ class Weight(Enum):
 
 
 class Remark(NamedTuple):
-    """One sentence on a certificate beside this machine."""
-
     weight: Weight
     sentence: str
 
@@ -261,7 +259,6 @@ _harness_here = cache(harness)
 
 @cache
 def _installed(name: str) -> Installed:
-    """What is installed of a distribution; read once, for however many certificates."""
     return installed(name) or Installed()
 
 

@@ -39,8 +39,6 @@ _MOST_CHARACTERS = 2**24
 
 @dataclass(frozen=True)
 class KeptRecord:
-    """A record, and what is kept with it."""
-
     certificate: Certificate
     sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of its kernel
     signature: str = ""  # of its seal; empty if it is not signed
@@ -194,7 +192,6 @@ def suite_order(suite: str) -> list[int]:
 
 
 def is_records(path: Path) -> bool:
-    """Whether a path names a file of many records, by its suffix."""
     return path.suffix == ".jsonl"
 
 
@@ -239,7 +236,6 @@ def _read(path: Path) -> tuple[str, list[str], list[RecordLine]]:
 
 
 def _key(certificate: Certificate) -> tuple[str, ...]:
-    """What a file holds one record of."""
     versions = sorted(certificate.pins.versions.items())
     return certificate.backend, certificate.device, *(f"{name} {version}" for name, version in versions)
 

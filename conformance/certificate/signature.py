@@ -28,7 +28,6 @@ def require_key(key: Path) -> None:
 
 
 def sign(content: str, key: Path) -> str:
-    """The signature of a text by an SSH key."""
     done = _keygen("sign", content, "-f", str(key), "-n", NAMESPACE)
     if done.returncode:
         raise InputError(f"--sign {key}: ssh-keygen refuses it: {_said(done)}")

@@ -94,7 +94,6 @@ def _new(options: argparse.Namespace) -> RunRequest:
 
 
 def _deployed(options: argparse.Namespace) -> RunRequest:
-    """The cases of a deployed model."""
     _refuse(options, _OF_THE_LIST, "{}: cannot be combined with --model or --config, which choose the cases")
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
@@ -133,8 +132,6 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
 
 @dataclass
 class Issuing:
-    """What is to be issued of a run."""
-
     kind: str  # certificate, record or submission
     path: Path  # receives it
     key: Path | None  # of SSH, which signs it; None if it is not signed
@@ -142,7 +139,6 @@ class Issuing:
 
     @staticmethod
     def asked(options: argparse.Namespace) -> "Issuing | None":
-        """What the options ask for; None for nothing."""
         kinds = ("certificate", "record", "submission")
         kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
         if options.sign:
@@ -150,7 +146,6 @@ class Issuing:
         return Issuing(kind, path, options.sign) if path else None
 
     def obstacle(self, run: Run) -> str:
-        """Why a run that is prepared cannot be certified; empty if it can."""
         try:
             require_certifiable(run.facts, run.request.judged_ids, bool(run.request.explore))
             self.pins = _pins(run.facts[0])

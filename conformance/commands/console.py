@@ -97,7 +97,6 @@ def _header(run: Run) -> Iterator[str]:
 
 
 def drawn_words(extent: Extent) -> str:
-    """What is drawn beside the list, in words."""
     return f"cases drawn for {extent}" if extent.seconds else f"{extent} drawn for each role" if extent else ""
 
 

@@ -15,7 +15,6 @@ from mla_conformance.vocabulary.capabilities import Tier
 
 
 def run_defects(options: argparse.Namespace) -> int:
-    """Judge them all, say and write what came of it; the exit status."""
     tier = Tier(options.tier)
     page = Section.of(options.page, "defects") if options.page else None  # known before anything is run
     if options.out:

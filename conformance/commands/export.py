@@ -99,7 +99,6 @@ def _looks_like(found: Reproduced) -> str:
 
 
 def _further(options: argparse.Namespace) -> str:
-    """What to do with a case that is too large for a script."""
     place = f"--backend {shlex.quote(options.backend)}" + (f" --device {options.device}" if options.device else "")
     case, out = shlex.quote(options.case), shlex.quote(str(options.out))
     return (
@@ -124,7 +123,6 @@ def _require_agreement(found: Reproduced, ran: Ran) -> None:
 
 
 def _write_issue(options: argparse.Namespace) -> int:
-    """Print or write the text; the exit status."""
     if options.case or options.backend:
         raise InputError("export: --issue cannot be combined with a case or --backend; the report names both")
     issues = _issues(options.issue)

@@ -13,7 +13,6 @@ from mla_conformance.vocabulary.capabilities import Tier
 
 
 def gate(options: argparse.Namespace) -> int:
-    """Print what the gate finds; the exit status."""
     present = [path for path in options.reports if report_file(path).exists()]
     found = Gate(
         reports=[load_report(path) for path in present],
@@ -35,7 +34,6 @@ def gate(options: argparse.Namespace) -> int:
 
 
 def update_expectations(options: argparse.Namespace) -> int:
-    """Rewrite a folder of expectations; the exit status."""
     update = plan_update(load_report(options.report), options.dir)
     update.write(options.dir)
     for sign, entries in (("+", update.added), ("-", update.removed)):

@@ -88,7 +88,6 @@ def _confirmed(stored: StoredModel) -> str:
 
 
 def _table() -> Iterator[str]:
-    """Markdown: where the figures of each model were read."""
     yield "| model | figures | read in |"
     yield "|---|---|---|"
     for name in model_names():
@@ -113,7 +112,6 @@ def _summary(profile: ModelProfile) -> list[str]:
 
 
 def _detail(profile: ModelProfile, stored: StoredModel) -> Iterator[str]:
-    """One fact a line."""
     facts = {
         "architecture": profile.model_type,
         "published": f"{stored.published}: {_confirmed(stored)}",

@@ -51,7 +51,6 @@ def command(
 
 
 def option(names: str, metavar: str, help_text: str, only_with: str = "", **settings: Any) -> Option:
-    """An option or an argument, with its names as ``-n --workers``."""
     return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings}, tuple(only_with.split()))
 
 
@@ -60,12 +59,10 @@ def flag(name: str, help_text: str, only_with: str = "") -> Option:
 
 
 def path(name: str, metavar: str, help_text: str, **settings: Any) -> Option:
-    """An option or an argument that is a path."""
     return option(name, metavar, help_text, type=Path, **settings)
 
 
 def several(name: str, metavar: str, help_text: str, **settings: Any) -> Option:
-    """An option that may be given more than once."""
     return option(name, metavar, help_text, action="append", default=[], **settings)
 
 
@@ -99,7 +96,6 @@ workers = number(1, _WORKERS_PER_CORE * machine_cores())
 
 
 def drift(text: str) -> float:
-    """A limit on drift, a share of the error budget from 0 to 1."""
     share = float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-[0-9]+)?", text) else -1.0
     if not 0 <= share <= 1:
         raise InputError(f"expected a share of the error budget from 0 to 1, got {text!r}")

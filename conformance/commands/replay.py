@@ -81,7 +81,6 @@ def _dumping(asked: _Replayed, options: argparse.Namespace) -> Callable[[], None
 
 @contextmanager
 def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> Iterator[Run]:
-    """A run of one case in a folder that does not stay."""
     request = RunRequest.of([backend], device=options.device, cases=[case], salt=salt)
     with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
         yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
@@ -127,7 +126,6 @@ def _prepared(run: Run) -> tuple[BackendFacts, Case]:
 
 
 def minimize_case(options: argparse.Namespace) -> int:
-    """Make a failing case small; the exit status."""
     if options.out:
         require_writable(options.out)
     with _one_case(case_id(options.case), options.backend, options, options.salt or "") as run, run:

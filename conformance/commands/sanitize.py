@@ -50,7 +50,6 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
 
 
 def _sanitized(tool: Tool, request: RunRequest, options: argparse.Namespace, backend: BackendReference) -> int:
-    """One backend; its exit status."""
     check, records = options.sanitize, options.submission
     chosen = choose(request, bool(options.capability), records, backend.name)
     if chosen.what:

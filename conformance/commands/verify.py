@@ -27,7 +27,6 @@ from mla_conformance.report.terminal import say
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check certificates and files of records; the exit status."""
     with git_asked_before() if options.rerun > 0 else nullcontext():
         return max([status for path in options.certificates for status in _statuses(path, options)])
 

@@ -33,7 +33,6 @@ _POLL_SECONDS = 0.3
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Judge until somebody ends it; the exit status."""
     try:
         request = RunRequest.of([options.backend], options.capability, "smoke", options.device)
         file = request.backends[0].file
@@ -58,7 +57,6 @@ class _Watch:
         (self._backend,) = self.run.request.backends
 
     def go_on(self) -> NoReturn:
-        """Judge now and after every change, without end."""
         with self.run as run:
             self._seen = self._state()
             with live(lambda: "starting processes"):
@@ -143,7 +141,6 @@ class _Watch:
         return list(found.values())
 
     def _tell(self, records: Sequence[Record], listed: int, took: str) -> None:
-        """One line, and what is wrong."""
         (facts,), counts = self.run.facts, Counts.of(records, listed)
         outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
         sign = SIGN[BackendOutcome.FAIL if counts.failed else outcome]

@@ -105,14 +105,12 @@ class Expectation:
 
     @property
     def source(self) -> str:
-        """File and entry, for messages."""
         first, *others = self.texts
         more = f" and {len(others)} more" if others else ""
         return f"{Path(self.file).name} entry {self.number} ({first}{more})"
 
     @property
     def sentence(self) -> str:
-        """Where it stands and what it says."""
         link = f" ({self.link})" if self.link else ""
         return f"{self.source}: {self.category}: {self.reason}{link}"
 
@@ -129,7 +127,6 @@ class Expectation:
         return any(query.matches(case) for query in self.queries)
 
     def foresees(self, record: Record) -> bool:
-        """Whether the record failed as this entry says."""
         return record.status == self.status and self.check in ("", record.check)
 
     def is_expired(self, today: datetime.date) -> bool:
@@ -185,7 +182,6 @@ def facts(environment: Mapping[str, str], versions: Mapping[str, str]) -> dict[s
 
 
 def shipped() -> Path:
-    """The folder of the expectations that the suite ships."""
     return Path(str(files("mla_conformance.fixtures"))) / "expectations"
 
 
@@ -196,7 +192,6 @@ class Expectations:
 
     @staticmethod
     def load(folders: Iterable[Path]) -> "Expectations":
-        """The entries of every ``*.toml`` of these folders."""
         found: list[Expectation] = []
         for folder in folders:
             if not folder.is_dir():
@@ -224,7 +219,6 @@ class Expectations:
         return self.today or datetime.date.today()
 
     def problems(self) -> Iterator[tuple[Expectation, str]]:
-        """Entries that are out of date, each with why."""
         for entry in self.entries:
             if entry.is_expired(self._today):
                 yield entry, f"expired: until {entry.until}"
@@ -244,7 +238,6 @@ class Update:
     removed: tuple[Expectation, ...]  # entries, or some of an entry's cases, that no longer fail as they say
 
     def write(self, folder: Path) -> None:
-        """Rewrite the files that change."""
         texts = grouped((*self.kept, *self.added), lambda entry: entry.file)
         changed = {entry.file for entry in (*self.added, *self.removed)}
         try:
@@ -259,7 +252,6 @@ class Update:
 
 
 def plan_update(report: RunSummary, folder: Path) -> Update:
-    """What a report makes of the expectations in ``folder``."""
     paths = sorted(folder.glob("*.toml")) if folder.is_dir() else []
     existing = [entry for path in paths for entry in read_expectations(path, reasons_required=False)]
     run = [

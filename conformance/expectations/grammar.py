@@ -42,7 +42,6 @@ class Condition:
 
     @staticmethod
     def parse(text: str) -> "Condition":
-        """The condition that ``text`` writes; ConditionError if it is outside the grammar."""
         alternatives = " ".join(text.split()).split(" or ") if text.strip() else []
         found = (tuple(map(_comparison, part.split(" and "))) for part in alternatives)
         return Condition(tuple(found) or ((),))
@@ -95,7 +94,6 @@ class CaseQuery:
 
     @staticmethod
     def parse(text: str) -> "CaseQuery":
-        """The query that ``text`` writes."""
         capability, _, rest = text.strip().partition(":")
         if not capability:
             raise CaseError(f"malformed case query {text!r}: expected 'capability:field=value;…', or '*'")

@@ -27,8 +27,6 @@ _CACHES = ("auto", "fp8")
 
 @dataclass(frozen=True)
 class Reproduced:
-    """One call, and what is said of it."""
-
     subject: Subject  # the backend on its device
     case: Case  # what was asked for
     problem: Problem  # inputs of the call that decided, the only one of its problem

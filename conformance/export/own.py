@@ -121,7 +121,6 @@ class OwnClass:
 
     @property
     def files(self) -> list[Path]:
-        """Its file, and behind it those of its own that it imports."""
         return own_files(str(self.path or self.module))
 
     @property

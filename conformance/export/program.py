@@ -174,7 +174,6 @@ class _Writer:
 
 
 def literal(value: Any) -> str:
-    """A plain value as source text."""
     if isinstance(value, torch.device):
         return '"cpu"' if value.type == "cpu" else "DEVICE"
     if isinstance(value, torch.dtype | torch.memory_format | torch.layout):

@@ -32,7 +32,6 @@ class Step:
 
     @property
     def writes(self) -> bool:
-        """Whether a function of torch writes to an operand."""
         if self.source is not None:
             return False
         name = self.name.removeprefix(METHOD)
@@ -121,7 +120,6 @@ class Recorder(TorchFunctionMode):
         return handing_out
 
     def call(self, handle: Handle, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Call what a handle stands for, and keep that."""
         source, name = handle.place
         with self._library():
             result = self._handed(bare(handle)(*bare(arguments), **bare(keywords)))
@@ -154,7 +152,6 @@ def bare(value: Any) -> Any:
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor | Handle]:
-    """The tensors and the handles of an argument or a result."""
     if isinstance(value, torch.Tensor | Handle):
         yield value
     elif isinstance(value, dict):

@@ -67,7 +67,6 @@ def script_of(found: Reproduced, path: Path) -> str:
 
 
 def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any]:
-    """What the template is filled with."""
     call, device = found.call, found.problem.device
     operands = "q[a:b], k[c:d], v[c:d]"
     if isinstance(call, DecodeCall):
@@ -119,7 +118,6 @@ def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dic
 
 
 def _reported(found: Reproduced) -> list[str]:
-    """What the first lines say."""
     versions = ", ".join(f"{name} {version}" for name, version in found.subject.versions().items())
     failed, device = found.record.status is Status.FAIL, describe_device(found.problem.device)
     head = f"{'A wrong' if failed else 'A right'} result of {found.subject.name}{f', {versions}' if versions else ''}."

@@ -89,7 +89,6 @@ def _require_distinct(pairs: list[tuple[str, Any]]) -> None:
 
 
 def convert(data: Any, kind: type[_T], source: str) -> _T:
-    """A value of a wanted type from plain data, strictly."""
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:

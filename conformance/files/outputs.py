@@ -40,7 +40,6 @@ def _require_file(path: Path) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that a command was asked for, with its folder."""
     try:
         _require_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,15 +50,12 @@ def write_output(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Section:
-    """The section of a file, between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``."""
-
     path: Path  # the file
     name: str  # of the section
     content: str  # what stands between the markers
 
     @staticmethod
     def of(path: Path, name: str) -> "Section":
-        """The section of this name."""
         _, content, _ = _parts(path, name)
         return Section(path, name, content)
 

@@ -169,7 +169,6 @@ class Gate:
 
     @cached_property
     def _parts(self) -> dict[str, list[tuple[RunSummary, BackendSummary]]]:
-        """What the reports tell of each backend."""
         pairs = ((report, backend) for report in self.reports for backend in report.backends)
         return grouped(pairs, lambda pair: pair[1].name)
 

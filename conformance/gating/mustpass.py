@@ -98,7 +98,6 @@ class MustPass:
 
     @staticmethod
     def of(pairs: Iterable[tuple[str, str]]) -> "MustPass":
-        """The list of these (profile, case id)."""
         found: dict[str, list[str]] = {CORE: []}
         for profile, case in pairs:
             found.setdefault(profile, []).append(case)
@@ -119,7 +118,6 @@ class MustPass:
         return MustPass.of(pairs)
 
     def to_text(self) -> str:
-        """The list as its file, one ``PROFILE CASE_ID`` a line."""
         head = f"# Must-pass list of suite {SUITE_VERSION}, written by `mla-conformance mustpass`."
         lines = [f"{profile} {case}" for profile in self.profiles for case in self.profiles[profile]]
         return "\n".join([head, *lines]) + "\n"

@@ -67,17 +67,14 @@ class ModelAnswer:
 
     @cached_property
     def parts(self) -> dict[str, Counts]:
-        """What became of its cases, part by part."""
         return {part: Counts.of(records) for part, records in self._records.items()}
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """The parts of which something was judged and held."""
         return tuple(part for part, counts in self.parts.items() if counts.passed)
 
     @property
     def reported(self) -> str:
-        """Its parts with their counts, and why cases of them were not judged."""
         if self.backend.reasons:
             return "; ".join(self.backend.reasons)
         judged, refused = [], {}
@@ -104,7 +101,6 @@ class ModelAnswer:
 
 
 def answers(run: RunSummary) -> list[ModelAnswer]:
-    """What a run says of each backend, by group."""
     found = [ModelAnswer(backend) for backend in run.backends]
     return sorted(found, key=lambda answer: list(Group).index(answer.group))
 

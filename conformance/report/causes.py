@@ -27,8 +27,6 @@ CauseKind = Literal["likely", "further", "seen"]
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong with a backend, and the cases that fail of it."""
-
     sentence: str  # what is wrong; the text of an exception where one was raised
     failures: tuple[Record, ...]  # at least one
     # "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside such a one,
@@ -44,7 +42,6 @@ class Cause:
 
     @property
     def is_undeclared(self) -> bool:
-        """Whether its cases are of what the backend declares unsupported."""
         return all(map(_is_undeclared, self.failures))
 
     @property

@@ -17,21 +17,18 @@ from mla_conformance.report.terminal import columns, counted, put, say, shown_li
 _INCOMPLETE = 3
 
 
-def _text(run: RunSummary) -> str:
-    return "".join(f"{shown_line(line)}\n" for line in [*outcome_lines(run, columns()), closing_line(run)])
-
-
 FORMATS: dict[str, Callable[[RunSummary], str]] = {
     "html": html,
     "markdown": markdown,
     "annotations": annotations,
     "junit": junit,
-    "text": _text,
+    "text": lambda run: "".join(
+        f"{shown_line(line)}\n" for line in [*outcome_lines(run, columns()), closing_line(run)]
+    ),
 }
 
 
 def render(options: argparse.Namespace) -> int:
-    """Print or write a report for people; the exit status."""
     text = FORMATS[options.format](load_report(options.report))
     if options.out:
         write_output(options.out, text)
@@ -53,7 +50,6 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Write one report from those of all shards; the exit status."""
     merged = merge_shards([load_report(path) for path in options.shards])
     write_output(options.out, to_text(report_json(merged)))
     say(closing_line(merged))
@@ -61,6 +57,5 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def print_schema(options: argparse.Namespace) -> int:
-    """Print the JSON Schema of report.json; the exit status."""
     put(json.dumps(schema(), indent=1))
     return 0

@@ -36,7 +36,6 @@ def picture(heat_map: HeatMap) -> str:
 
 
 def picture_file(heat_map: HeatMap) -> str:
-    """The picture as an SVG file, which says in words what it shows."""
     said = _text(words(heat_map))
     width, height = max(_SIDE, _LETTER * len(said)), _MARGIN + len(heat_map.lines) * _cell(heat_map)
     return (

@@ -98,8 +98,6 @@ BINS = 20
 
 @dataclass(frozen=True)
 class Distribution:
-    """Shares of the budget of one rule over the passes of one backend."""
-
     rule: str  # a key of :data:`RULES`
     shares: tuple[float, ...]  # one per passed case that the rule applied to; 1 is the limit
 
@@ -114,12 +112,10 @@ class Distribution:
 
     @property
     def words(self) -> str:
-        """The distribution for a person who does not see it."""
         return f"{len(self.shares)} cases, median {statistics.median(self.shares):.2f}, largest {max(self.shares):.2f}"
 
 
 def distributions(backend: BackendSummary) -> list[Distribution]:
-    """One per rule that applied to a pass."""
     used = [record.shares for record in backend.records if record.status is Status.PASS]
     shares = {rule: tuple(share[rule] for share in used if share.get(rule)) for rule in RULES}
     return [Distribution(rule, found) for rule, found in shares.items() if found]
@@ -135,7 +131,6 @@ class Closest:
 
 
 def closest(backends: Sequence[BackendSummary], count: int) -> list[Closest]:
-    """The passes with the largest share of their budget, the largest first."""
     passes = (r for backend in backends for r in backend.records if r.status is Status.PASS and any(r.shares.values()))
     found = [Closest(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]
     return sorted(found, key=lambda case: -case.share)[:count]

@@ -17,7 +17,7 @@ from mla_conformance.judging.record import EXPLORED, Record, Said, Share, Traced
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.causes import Cause, CauseKind
+from mla_conformance.report.causes import CauseKind
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, CapabilitySummary, Counts, Number, RunSummary
 
 SCHEMA_NAME = "mla-conformance-report"
@@ -171,7 +171,10 @@ def _form(form: type[_F], *sources: Any, **own: Any) -> _F:
 
 
 def _backend(backend: BackendSummary) -> BackendForm:
-    evidence = backend.evidence
+    evidence, causes = backend.evidence, []
+    for cause in backend.causes:
+        cases, example = tuple(record.case for record in cause.failures), cause.example
+        causes.append(_form(CauseForm, cause, cases=cases, example=example.case, replay=example.replay))
     places = {frozenset(each.items()): place for place, each in enumerate(evidence)}
     return _form(
         BackendForm,
@@ -181,16 +184,11 @@ def _backend(backend: BackendSummary) -> BackendForm:
         evidence=tuple(evidence),
         deviations=tuple(DeviationForm(library=said, adapter=done) for said, done in backend.facts.deviations),
         pairs={role: _form(PairsForm, pairs) for role, pairs in backend.pairs.items()},
-        causes=tuple(map(_cause, backend.causes)),
+        causes=tuple(causes),
         heat=dict(backend.heat),
         capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
         records=tuple(_record(record, places.get(frozenset(record.evidence.items()))) for record in backend.records),
     )
-
-
-def _cause(cause: Cause) -> CauseForm:
-    cases, example = tuple(record.case for record in cause.failures), cause.example
-    return _form(CauseForm, cause, cases=cases, example=example.case, replay=example.replay)
 
 
 def _capability(capability: CapabilitySummary) -> CapabilityForm:

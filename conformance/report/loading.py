@@ -40,7 +40,6 @@ def report_file(path: Path) -> Path:
 
 
 def is_report(path: Path) -> bool:
-    """Whether it is a run's folder or its report, not records."""
     path = report_file(path)
     try:
         return path.is_file() and decode(read_text(path), _Head, str(path)).schema.startswith(f"{SCHEMA_NAME}/")
@@ -155,7 +154,6 @@ def _brief(value: Any) -> str:
 
 
 def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
-    """The report of the whole list from those of all its shards."""
     for run in runs:
         if run.shard is None:
             raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")

@@ -74,7 +74,6 @@ OTHER_ROLE = "other"
 
 
 def scope_of(cases: Iterable[str]) -> str:
-    """In words; empty where nothing is known."""
     found = dict.fromkeys(map(_role_and_page, cases))
     roles = dict.fromkeys(role for role, _ in found if role != OTHER_ROLE)
     pages = {page for _, page in found if page}

@@ -55,7 +55,6 @@ class Counts(Struct, frozen=True):
 
     @property
     def run(self) -> int:
-        """Cases with a verdict."""
         return self.listed - self.not_run
 
     @property
@@ -167,7 +166,6 @@ class BackendSummary:
 
     @property
     def counts(self) -> Counts:
-        """What became of the cases of all capabilities."""
         return sum((capability.counts for capability in self.capabilities), Counts())
 
     @property
@@ -187,7 +185,6 @@ class BackendSummary:
 
     @property
     def evidence(self) -> list[dict[str, str]]:
-        """Every distinct evidence of a kernel that its records carry."""
         return list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
 
     @property
@@ -227,12 +224,10 @@ class RunSummary:
 
     @property
     def counts(self) -> Counts:
-        """What became of the cases of all backends."""
         return sum((backend.counts for backend in self.backends), Counts())
 
     @property
     def judged_cases(self) -> tuple[str, ...]:
-        """Ids of the cases that this run was to judge."""
         return self.shard.cases if self.shard else self.cases
 
     def keys_of(self, backend: BackendSummary) -> tuple[str, ...]:
@@ -266,7 +261,6 @@ def worst(shares: Iterable[float]) -> float:
 
 
 def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
-    """Cases of each capability, in order of appearance."""
     return dict(Counter(case.partition(":")[0] for case in cases))
 
 
@@ -279,5 +273,4 @@ def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[Capabi
 
 
 def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records of each backend, in order of appearance."""
     return grouped(records, lambda record: record.backend)

@@ -54,18 +54,15 @@ class Board:
 
     @cached_property
     def history(self) -> dict[tuple[str, ...], list[Entry]]:
-        """The records of each kernel on each GPU, the newest first."""
         return _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device))
 
     @cached_property
     def newest(self) -> list[Entry]:
-        """The newest record of each kernel in each version on each GPU."""
         groups = _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device, entry.versions))
         return [group[0] for group in groups.values()]
 
     @cached_property
     def by_kernel(self) -> dict[str, Entry]:
-        """The newest record of each kernel, whatever its version and GPU."""
         return {name[0]: group[0] for name, group in _groups(self.entries, lambda e: (e.record.backend,)).items()}
 
     @property

@@ -42,8 +42,6 @@ class RefusedRecord:
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """What a kernel is known to do wrong, and the cases that show it."""
-
     reason: str  # the sentence of the expectation that waives them, behind the place where it stands
     findings: tuple[Finding, ...]  # at least one
 
@@ -75,7 +73,6 @@ class Entry:
 
     @cached_property
     def counts(self) -> Counts:
-        """What became of the cases, counted from them."""
         return Counts.of(self._records)
 
     @property
@@ -84,7 +81,6 @@ class Entry:
 
     @property
     def verdict(self) -> str:
-        """What it says of the kernel, in words."""
         counts = self.counts
         judged = counts.passed + counts.failed + counts.waived
         if self.is_wrong:
@@ -106,7 +102,6 @@ class Entry:
 
     @property
     def pairs_in_words(self) -> str:
-        """How many pairs of classes were judged, in words."""
         if self.pairs is None:
             return "pairs of classes not counted: its suite had others"
         return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
@@ -120,7 +115,6 @@ class Entry:
 
     @cached_property
     def failures(self) -> tuple[KnownFailure, ...]:
-        """What it does wrong, the reason for most cases first."""
         # By the reason without the place of the entry that says it.
         groups = grouped(self.record.findings, lambda each: each.expectation.partition(": ")[2] or each.expectation)
         found = [KnownFailure(reason, tuple(findings)) for reason, findings in groups.items()]

@@ -45,7 +45,6 @@ def served(board: Board) -> Markup:
 
 
 def cases_on(board: Board) -> list[str]:
-    """Ids of all cases of all records, each once."""
     return list(dict.fromkeys(case for entry in board.entries for case in entry.record.cases))
 
 
@@ -137,7 +136,6 @@ def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
 
 
 def require_deployment(run: RunSummary) -> RunSummary:
-    """A run of a model."""
     if run.deployment is None:
         raise InputError(
             f"{run.source}: expected a run of certify --model, got one of a whole list: hand in its record"

@@ -99,7 +99,6 @@ def page(board: Board) -> str:
 
 
 def _style(entry: Entry) -> tuple[str, str]:
-    """The class and the sign of a verdict."""
     if not entry.counts.judged:
         return "unsupported", "–"
     return ("fail", "✘") if entry.is_wrong else ("pass", "✔")
@@ -133,7 +132,6 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
 
 
 def badge(entry: Entry) -> str:
-    """An SVG that says the verdict in words, whatever its colour."""
     record = entry.record
     left, right = shown(record.backend, _LONGEST), shown(f"{entry.verdict} · {record.device} · {entry.state}", _LONGEST)
     widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
