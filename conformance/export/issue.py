@@ -57,12 +57,10 @@ def _of_cause(cause: Cause, backend: BackendSummary, run: RunSummary) -> Issue:
 
 def markdown_of(issue: Issue) -> str:
     """Title, versions, reproducer, expected and seen, to be pasted."""
-    example, machine = issue.example, {name: issue.environment.get(name) for name in _MACHINE}
+    example, machine = issue.example, {name: told for name in _MACHINE if (told := issue.environment.get(name))}
     found = {**issue.versions, **machine, "mla-conformance": f"{__version__}, suite {issue.suite}"}
     lines = [f"# {shown_line(issue.title)}", "", "## Versions", ""]
-    lines += [
-        f"- {inline(name)} {inline(version)}" for name, version in found.items() if version or name not in machine
-    ]
+    lines += [f"- {inline(name)} {inline(version)}" for name, version in found.items()]
     lines += ["", "## Reproducer", "", "```sh", shown_line(example.replay), "```", ""]
     if not example.after:
         place = f"{shlex.quote(example.case)} --backend {shlex.quote(example.reference)}"
