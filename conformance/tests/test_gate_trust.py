@@ -15,8 +15,7 @@ from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import whole_memory
-from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.tests.reports import write_run
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
@@ -59,10 +58,7 @@ def report(
     suite: str = SUITE_VERSION,
     code: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    cases = tuple(record.case for record in records)
-    backend = BackendSummary(facts, summarise(records, count_by_capability(cases)))
-    environment = {"suite": suite, "tier": "smoke", "device": "cpu", "torch": "2"}
-    write_json(Path(name), report_json(RunSummary(environment, (backend,), cases, code=code)))
+    write_run(Path(name), records, facts=[facts], code=code, suite=suite, tier="smoke")
     return name
 
 
