@@ -64,7 +64,7 @@ def replay(options: argparse.Namespace) -> int:
 def _dumping(asked: _Replayed, options: argparse.Namespace) -> Callable[[], None]:
     """What writes the tensors of a case that was run; it takes torch, which is imported before a backend is."""
     from mla_conformance.engine.describe import find_device
-    from mla_conformance.export.dump import dump, require_empty
+    from mla_conformance.export.failing import dump, require_empty
     from mla_conformance.files.places import search_current_folder
     from mla_conformance.trials.subject import Subject
 

@@ -152,12 +152,12 @@ _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def raised_at(record: Record) -> str:
-    """Where a kernel raised, as ``file:line, in function``: the last place in its own file, else the last of all."""
+    """Where a kernel raised: the last place in its own file, else the last of all; empty if it did not."""
     if record.check != Check.CALL:
         return ""
     frames, own = _FRAME.findall(record.detail), record.reference.rpartition(":")[0]
     found = [frame for frame in frames if Path(frame[0]).name == Path(own).name and own.endswith(".py")] or frames
-    return "{}:{}, in {}".format(near(Path(found[-1][0])), *found[-1][1:]) if found else ""
+    return "raised at {}:{}, in {}".format(near(Path(found[-1][0])), *found[-1][1:]) if found else ""
 
 
 def simplicity(record: Record) -> tuple[int, int, str]:

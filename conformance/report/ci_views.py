@@ -70,10 +70,7 @@ def _example(cause: Cause) -> Iterator[str]:
     if cause.only:
         yield cause.only
     yield f"{example.case}: {example.message}"
-    if place := raised_at(example):
-        yield f"raised at {place}"
-    if example.confirmed:
-        yield example.confirmed
+    yield from filter(None, (raised_at(example), example.confirmed))
 
 
 def inline(text: str) -> str:

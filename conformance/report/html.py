@@ -10,12 +10,10 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answers import answers
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.heat_picture import picture, words
 from mla_conformance.report.outcome import cases_of, closing_line, from_here, judged_of_claimed
-from mla_conformance.report.pages import Cell, cell, definition, render
+from mla_conformance.report.pages import VIEW, Cell, cell, definition, picture, render, words
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown
-from mla_conformance.report.traits import VIEW
 
 _CLOSEST = 8
 

@@ -13,6 +13,7 @@ from mla_conformance.judging.record import BackendFacts, Record, Traced, detecti
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
 from mla_conformance.report.causes import Cause, advice, raised_at
+from mla_conformance.report.pages import traits_lines
 from mla_conformance.report.pairs import JudgedPairs, scope_of, total
 from mla_conformance.report.summary import (
     FORESEEN,
@@ -27,7 +28,6 @@ from mla_conformance.report.summary import (
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
-from mla_conformance.report.traits import traits_lines
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7
@@ -106,16 +106,9 @@ def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str
     example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
     simplest = "" if len(cause.failures) == 1 else "simplest case: "
-    place = raised_at(cause.example)
-    details = [
-        cause.only,
-        "" if said.endswith(cause.sentence) else f"{simplest}{said}",
-        f"raised at {place}" if place else "",
-        example.confirmed,
-        advice(example),
-    ]
+    seen = "" if said.endswith(cause.sentence) else f"{simplest}{said}"
     yield from wrapped(head, width, further=_INDENT)
-    for detail in details:
+    for detail in (cause.only, seen, raised_at(cause.example), example.confirmed, advice(example)):
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)
     yield f"{_INDENT}replay: {replay_in(run, cause)}"
 

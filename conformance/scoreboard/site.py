@@ -20,10 +20,9 @@ from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import is_report, load_report
-from mla_conformance.report.pages import Cell, cell, definition, render
+from mla_conformance.report.pages import VIEW, Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
-from mla_conformance.report.traits import VIEW
 from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
 from mla_conformance.scoreboard.entry import Entry, KnownFailure, read_entries
 from mla_conformance.scoreboard.serving import answered, cases_on, require_deployment, served

@@ -155,8 +155,10 @@ TRACEBACK = """Traceback (most recent call last):
 
 def test_an_exception_says_which_line_of_the_kernels_own_code_raised() -> None:
     own = failure(check="call", message="the call raised ValueError: no", detail=TRACEBACK.format(file="b.py"), used={})
-    assert raised_at(own) == "/home/me/b.py:12, in run_decode"
-    assert raised_at(failure(check="call", detail=TRACEBACK.format(file="c.py"))) == "/lib/torch/_ops.py:7, in __call__"
+    assert raised_at(own) == "raised at /home/me/b.py:12, in run_decode"
+    assert raised_at(failure(check="call", detail=TRACEBACK.format(file="c.py"))).endswith(
+        "/lib/torch/_ops.py:7, in __call__"
+    )
     assert any("raised at /home/me/b.py:12, in run_decode" in line for line in cause_lines(run(own), 140))
     assert "raised at /home/me/b.py:12, in run\\_decode" in markdown(run(own))
     assert raised_at(raised("ValueError: no")) == raised_at(failure(detail=TRACEBACK)) == ""

@@ -20,8 +20,7 @@ from mla_conformance.cli import _parser, main
 from mla_conformance.commands import export as command
 from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import explain
-from mla_conformance.export.dump import dump, require_empty
-from mla_conformance.export.failing import reproduced
+from mla_conformance.export.failing import dump, reproduced, require_empty
 from mla_conformance.export.inputs import MOST_BYTES
 from mla_conformance.export.program import NotWritable, folded, literal, written
 from mla_conformance.export.recording import Recorder

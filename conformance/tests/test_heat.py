@@ -22,7 +22,7 @@ from mla_conformance.engine.supervisor import TaskOutcome
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.heat_picture import picture, picture_file, words
+from mla_conformance.report.pages import picture, picture_file, words
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject

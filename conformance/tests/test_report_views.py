@@ -16,9 +16,9 @@ from mla_conformance.judging.record import BackendFacts, Confirmed, Record, Used
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.commands import FORMATS
-from mla_conformance.report.heat_picture import words
 from mla_conformance.report.html import closest, distributions, html
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.pages import words
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
