@@ -10,6 +10,9 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
 from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
 from mla_conformance.judging.record import EXPLORED
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
@@ -21,9 +24,6 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 def render(room: str, template: str, **values: Any) -> str:
     """A page of a room, the package that holds the template and may hold what that imports; all names must be given."""
-    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined  # which lines of text do without
-    from markupsafe import Markup
-
     loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
