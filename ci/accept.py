@@ -21,7 +21,7 @@ from mla_conformance.certificate.records import kept_records
 from mla_conformance.defects.report import deciding_digest
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import write_whole
-from mla_conformance.judging.verdict import Status
+from mla_conformance.report.differences import contradicts
 from mla_conformance.version import SUITE_VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -30,12 +30,6 @@ _GPU = "compute_capability"
 
 
 def problems(before: Path, after: Path, records: Sequence[Path]) -> Iterator[str]:
-    """Why nothing can be listed, the rows of the locks apart.
-
-    Raises:
-        NoLock: one of the first two files is none.
-        InputError, Outdated: another one is no record of this form.
-    """
     (old, _), (new, _) = lock.read(before), lock.read(after)
     for name in LOCKED:
         if old["digests"][name] not in locked_digests()[name]:
@@ -63,15 +57,13 @@ def _unlike(here: Certificate) -> Iterator[str]:
     if submitted is None:
         return
     for case, status in submitted.cases.items():
-        pair = {status, here.cases.get(case)}
-        if len(pair) > 1 and Status.UNAVAILABLE not in pair:
-            yield f"{here.backend} {case}: {status} then, {here.cases.get(case)} now"
+        if contradicts(status, now := here.cases.get(case)):
+            yield f"{here.backend} {case}: {status} then, {now} now"
     if here.worst != submitted.worst:
         yield f"{here.backend}: worst uses {submitted.worst} then, {here.worst} now"
 
 
 def append() -> None:
-    """List the digests of the sources that are here."""
     suites, defects = ROOT / "fixtures" / "suites.json", ROOT / "fixtures" / "defects.json"
     stored, report, here = json.loads(read_text(suites)), json.loads(read_text(defects)), installed_digests()
     for name in LOCKED:
@@ -86,7 +78,6 @@ def _with_last(listed: list[str], digest: str) -> list[str]:
 
 
 def main() -> int:
-    """Compare and list; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)

@@ -11,7 +11,6 @@ ARRAYS = Path(__file__).parents[1] / "fixtures" / "arrays.json"
 
 
 def main() -> None:
-    """Find and write the array of every role."""
     found = {}
     for capability, space in SPACES.items():
         rows, impossible = found_array(space, counted(space, Tier.FULL))

@@ -37,7 +37,6 @@ def compare(label: str, expected: dict[str, list[list[object]]]) -> tuple[str, b
 
 
 def _fetch(requirement: str, folder: str) -> str:
-    """Put a wheel into ``folder``; the reason if that is not possible."""
     command = [sys.executable, *_FETCH, "--dest", folder, requirement]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)

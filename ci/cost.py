@@ -31,7 +31,6 @@ def _cpu_seconds() -> float:
 
 
 def main(commands: list[str]) -> None:
-    """Print a row for each command; what it prints itself goes to standard error."""
     for command in commands:
         begun, before = time.monotonic(), _cpu_seconds()
         status = subprocess.run(shlex.split(command), stdout=sys.stderr).returncode

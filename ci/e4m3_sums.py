@@ -24,7 +24,6 @@ def small_is_kept(bits: int, place: int, fast: bool) -> bool:
 
 
 def main() -> None:
-    """One line for each place and mode."""
     for fast in (False, True):
         for place in (1, *range(STEP, LENGTH, STEP)):
             kept = max((bits for bits in range(1, BITS) if small_is_kept(bits, place, fast)), default=0)

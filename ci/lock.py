@@ -15,8 +15,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from mla_conformance.cases.case import Case  # noqa: E402
 from mla_conformance.certificate.digests import installed_digests  # noqa: E402
 from mla_conformance.defects.known import known_defects  # noqa: E402
 from mla_conformance.defects.matrix import MatrixKernel, emulated  # noqa: E402
-from mla_conformance.judging.record import Record  # noqa: E402
 from mla_conformance.judging.verdict import Status  # noqa: E402
+from mla_conformance.report.differences import differing  # noqa: E402
 from mla_conformance.trials.context import Context  # noqa: E402
 from mla_conformance.trials.judge_one import judge_one  # noqa: E402
 from mla_conformance.trials.subject import Subject  # noqa: E402
@@ -42,12 +41,12 @@ Row = dict[str, Any]
 _REAL = ("EAGER", "TORCH_SDPA")
 _NOT_JUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
 _OF_A_MACHINE = ("cpu", "torch", "threads", "small")
+_KEPT = ("case", "status", "check", "message", "where", "sampled", "finding")
 _MOST_SHOWN = 20
 _CPU = torch.device("cpu")
 
 
 def kernels() -> list[MatrixKernel]:
-    """Real kernels and honest ones, then the known defects."""
     return [*(MatrixKernel(name, name) for name in _REAL), *emulated()]
 
 
@@ -64,22 +63,16 @@ def rows_of(capability: str, small: bool) -> list[Row]:
         asked = [kernel for kernel in asked if not kernel.killed_by or kernel.name not in dead]
         if any(record.status not in _NOT_JUDGED for record in records):
             found.append(_of_case(case, context))
-        found += [_of_record(record) for record in records]
+        for record in records:
+            row = {name: getattr(record, name) for name in _KEPT} | {"kernel": record.backend}
+            found.append({**row, "used": {rule: repr(share) for rule, share in record.shares.items()}})
     return found
 
 
 def _of_case(case: Case, context: Context) -> Row:
-    """Checksums of a case's inputs and of what is expected."""
     problem = context.problem(case, _CPU)
     golden = context.expect(problem)
     return {"case": case.id, "kernel": "", "problem": _checksum(problem.tensors()), "golden": _checksum(golden.tensors)}
-
-
-def _of_record(record: Record) -> Row:
-    kept = ("case", "status", "check", "message", "where", "sampled", "finding")
-    plain = {name: getattr(record, name) for name in kept}
-    used = {rule: repr(share) for rule, share in record.shares.items()}
-    return {**plain, "kernel": record.backend, "used": used}
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> str:
@@ -92,20 +85,16 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def header(small: bool) -> Row:
-    """Where rows are written, and by which sources."""
+    reported = Path("/proc/cpuinfo")
+    lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {
-        "cpu": f"{_cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cpu": f"{name}, {torch.backends.cpu.get_cpu_capability()}",
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "small": small,
         "digests": installed_digests(),
     }
-
-
-def _cpu_name() -> str:
-    reported = Path("/proc/cpuinfo")
-    lines = reported.read_text(encoding="utf-8").splitlines() if reported.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def write(path: Path, small: bool, workers: int) -> int:
@@ -123,27 +112,26 @@ def write(path: Path, small: bool, workers: int) -> int:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Say which rows differ, those whose message alone differs last; the exit status.
-
-    Raises:
-        NoLock: one of the files is none.
-    """
+    """Say which rows differ, those whose message alone differs last; the exit status."""
     (old, was), (new, now) = read(before), read(after)
-    other = [
-        f"{name}: {old.get(name)!r} and {new.get(name)!r}" for name in _OF_A_MACHINE if old.get(name) != new.get(name)
-    ]
-    if other:
+    machines = ({name: each.get(name) for name in _OF_A_MACHINE} for each in (old, new))
+    if other := [f"{name}: {then!r} and {here!r}" for name, then, here in differing(*machines)]:
         sys.stderr.write(f"not compared: expected two locks of one machine, got {'; '.join(other)}\n")
         return 2
     known = {case for case, *_ in was}
     judged = {key: row for key, row in now.items() if key[0] in known}
-    differences = sorted(_differences(was, judged), key=lambda each: each.message_alone)
-    for each in differences[:_MOST_SHOWN]:
-        sys.stdout.write(f"{each.line}\n")
-    messages = sum(each.message_alone for each in differences)
+    lines: dict[bool, list[str]] = {False: [], True: []}  # of rows that differ, by whether their message alone does
+    for key, row, other_row in differing(was, judged):
+        changed = list(differing(row or {}, other_row or {}))
+        told = "; ".join(f"{name} {then!r} -> {here!r}" for name, then, here in changed)
+        said = told if row and other_row else "is missing in one"
+        lines[{name for name, *_ in changed} == {"message"}].append(f"{' '.join(key[:2])}: {said}")
+    for line in [*lines[False], *lines[True]][:_MOST_SHOWN]:
+        sys.stdout.write(f"{line}\n")
+    different, messages = len(lines[False]) + len(lines[True]), len(lines[True])
     added = f", {len(now) - len(judged)} of cases that were added" if len(now) > len(judged) else ""
-    sys.stdout.write(f"{len(was)} rows, {len(differences)} different, {messages} of them in messages alone{added}\n")
-    return 1 if len(differences) > messages else 0
+    sys.stdout.write(f"{len(was)} rows, {different} different, {messages} of them in messages alone{added}\n")
+    return 1 if lines[False] else 0
 
 
 Key = tuple[str, str, int]
@@ -155,11 +143,7 @@ class NoLock(ValueError):
 
 
 def read(path: Path) -> tuple[Row, dict[Key, Row]]:
-    """A lock's header, and its rows, of which there is at least one.
-
-    Raises:
-        NoLock: the file is none.
-    """
+    """A lock's header, and its rows, of which there is at least one."""
     found: dict[Key, Row] = {}
     seen = Counter[tuple[str, str]]()
     try:
@@ -175,29 +159,7 @@ def read(path: Path) -> tuple[Row, dict[Key, Row]]:
     return first, found
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """A row that differs: what is shown of it, and whether its message alone does."""
-
-    line: str
-    message_alone: bool
-
-
-def _differences(was: dict[Key, Row], now: dict[Key, Row]) -> Iterator[_Difference]:
-    for key in dict.fromkeys([*was, *now]):
-        old, new = was.get(key, {}), now.get(key, {})
-        changed = {
-            name: f"{name} {old.get(name)!r} -> {new.get(name)!r}"
-            for name in {**old, **new}
-            if old.get(name) != new.get(name)
-        }
-        if changed:
-            told = "; ".join(changed.values()) if old and new else "is missing in one"
-            yield _Difference(f"{' '.join(key[:2])}: {told}", set(changed) == {"message"})
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out one of the two; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
     writing = commands.add_parser("write")

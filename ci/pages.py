@@ -45,7 +45,6 @@ _ROLES = (
 
 
 def commands() -> str:
-    """Arguments, options, examples and exit status of every command."""
     with patch.dict(os.environ, {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}):
         texts = [(name, _NOISE.sub("", parser.format_help()).strip("\n")) for name, parser in commands_of(_parser())]
     return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
@@ -67,19 +66,12 @@ def _names(case: type[Case]) -> set[str]:
 
 
 def _list(title: str, case: type[Case], names: set[str]) -> str:
-    reported = _attributes(case)
-    entries = [
-        f"- `{field.name}{_default(field.default)}`: {reported[field.name]}"
-        for field in fields(case)
-        if field.name in names
-    ]
+    reported, entries = _attributes(case), []
+    for field in (field for field in fields(case) if field.name in names):
+        plain = int(field.default) if isinstance(field.default, bool) else field.default
+        default = f"={plain}" if isinstance(plain, int | str) and plain != "" else ""  # none where an id always says it
+        entries.append(f"- `{field.name}{default}`: {reported[field.name]}")
     return "\n".join([f"### {title}", "", *entries])
-
-
-def _default(value: object) -> str:
-    """As an id would have it; nothing where an id always says it."""
-    plain = int(value) if isinstance(value, bool) else value
-    return f"={plain}" if isinstance(plain, int | str) and plain != "" else ""
 
 
 def _attributes(case: type[Case]) -> dict[str, str]:
@@ -93,17 +85,11 @@ def _attributes(case: type[Case]) -> dict[str, str]:
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
-    """The sections of the pages under ``root``, each with what it should hold.
-
-    Raises:
-        InputError: a section's markers are missing.
-    """
     yield Section.of(root / "docs" / "commands.md", "commands"), commands()
     yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
 
 
 def main() -> None:
-    """Rewrite the sections in place."""
     try:
         for section, content in sections(ROOT):  # each is read behind the writing of the one before
             section.write(content)

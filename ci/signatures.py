@@ -57,7 +57,6 @@ def _parameters(arguments: ast.arguments) -> list[list[object]]:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the signatures of the packages, a function a line."""
     packages = [argument.split("=", 1) for argument in arguments if "=" in argument]
     named = [argument for argument in arguments if "=" not in argument]
     functions = list(dict.fromkeys([*(name for entry in RECORDED.values() for name in entry), *named]))

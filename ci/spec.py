@@ -17,24 +17,16 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 @dataclass(frozen=True)
 class Hazard:
-    """A circumstance in which kernels have been wrong in public.
+    """A circumstance in which kernels have been wrong in public."""
 
-    Attributes:
-        group: the heading that it stands below.
-        clause: its number in section 5, which it keeps.
-        id: its name in the catalogue of reported bugs.
-        sentence: what generates it, or why it is out of reach; facts in braces.
-    """
-
-    group: str
-    clause: int
-    id: str
-    sentence: str
+    group: str  # the heading that it stands below
+    clause: int  # its number in section 5, which it keeps
+    id: str  # its name in the catalogue of reported bugs
+    sentence: str  # what generates it, or why it is out of reach; facts in braces
 
 
 @cache
 def hazards() -> tuple[Hazard, ...]:
-    """All of them, in the order of SPEC."""
     text = Path(__file__).with_name("hazards.toml").read_text(encoding="utf-8")
     reported = tomllib.loads(text)["hazard"]
     return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in reported)
@@ -93,7 +85,6 @@ class Facts:
 
 
 def in_words(words: list[str]) -> str:
-    """The words as an English list."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

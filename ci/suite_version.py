@@ -36,7 +36,6 @@ def grown(known: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Store the digests of the must-pass list and of everything else that decides."""
     store("mustpass.json", lambda _: must_pass_digest())
     store("suites.json", grown)
 

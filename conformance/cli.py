@@ -31,7 +31,6 @@ _INTERRUPTED = 130
 
 
 def command() -> NoReturn:
-    """Run a command, and end the process with its exit status."""
     try:
         status = main()
     except SystemExit as ended:  # of the parser, for help and for a usage error
@@ -40,12 +39,19 @@ def command() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status."""
-    _print_anywhere()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, TextIOWrapper
+        ):  # where a locale or a pipe takes ASCII only, others are printed as escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
         options = _parser().parse_args(arguments)
-        _require_docstrings()
-        _require_current_folder()
+        if sys.flags.optimize > 1:  # docstrings say what known defects are, which no process of a run can import else
+            raise InputError("expected Python with docstrings; leave out its option -OO, or PYTHONOPTIMIZE=2")
+        try:
+            Path.cwd()  # no relative path leads anywhere from one that is gone
+        except OSError as gone:
+            raise InputError(f"the current folder: {gone.strerror}; change into one that is there") from gone
         status: int = options.run(options)
     except (InputError, BackendReferenceError, ForeignError) as error:
         refuse(_NAME, str(error))
@@ -62,29 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _require_docstrings() -> None:
-    """Refuse Python without them: they say what known defects are, which no process of a run can then import."""
-    if sys.flags.optimize > 1:
-        raise InputError("expected Python with docstrings; leave out its option -OO, or PYTHONOPTIMIZE=2")
-
-
-def _require_current_folder() -> None:
-    """Refuse one that is gone: no relative path leads anywhere from it."""
-    try:
-        Path.cwd()
-    except OSError as gone:
-        raise InputError(f"the current folder: {gone.strerror}; change into one that is there") from gone
-
-
-def _print_anywhere() -> None:
-    """Where a locale or a pipe takes ASCII only, other characters are printed as escapes."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
 def _say_how_to_begin(options: argparse.Namespace) -> int:
-    """Shown when no command is given."""
     put(f"{options.parser.format_usage()}\n{options.parser.description}\n\n{_FIRST}", error=True)
     return _USAGE
 

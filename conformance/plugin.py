@@ -38,7 +38,6 @@ _REWRITTEN = re.compile(r"/backend:([^/]+)/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the conformance suite."""
     group = parser.getgroup("mla-conformance")
     reference = "judge this backend only: a name, package.module:Class or path/file.py:Class; may be repeated"
     group.addoption("--backend", action="append", default=[], metavar="NAME", help=reference)
@@ -89,28 +88,24 @@ class _LastWord:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers, and make ``-k backend=NAME`` legal."""
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.stash[_RECORDS] = []
     config.pluginmanager.register(OwnTests(config))
-    if _selects(config.option):
+    if _selects_any(config, by_keyword=False):
         _request(config)  # a mistake is a usage error here; during collection it would be an error of the suite
     _rewrite_keyword(config)
 
 
-def _selects(option: Any) -> bool:
-    return any((option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_tier))
-
-
 def _named(option: Any) -> list[str]:
-    """The backends that a keyword expression names, as it is written or rewritten."""
     return [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
 
 
-def _selects_any(config: pytest.Config) -> bool:
+def _selects_any(config: pytest.Config, by_keyword: bool = True) -> bool:
     """Whether an option or a keyword selects anything of the suite."""
-    return _selects(config.option) or bool(_named(config.option))
+    option = config.option
+    asked = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_tier)
+    return any(asked) or (by_keyword and bool(_named(option)))
 
 
 def _rewrite_keyword(config: pytest.Config) -> None:
@@ -233,7 +228,6 @@ class _Collects:
 
 @pytest.hookimpl
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Collect records, but not on a worker."""
     if not hasattr(session.config, "workerinput"):
         session.config.pluginmanager.register(_Collects(session.config.stash[_RECORDS]))
 
@@ -248,7 +242,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The verdict of each backend, by capability."""
     records = terminalreporter.config.stash[_RECORDS]
     if records:
         from mla_conformance.report.outcome import capability_lines

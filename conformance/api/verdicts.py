@@ -21,7 +21,7 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.report.advice import advice
+from mla_conformance.report.causes import advice
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial

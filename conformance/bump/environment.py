@@ -7,7 +7,7 @@ import site
 import subprocess
 import sysconfig
 import venv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -30,27 +30,16 @@ class Environment:
     """A virtual environment whose packages come first, and behind them those that this process sees.
 
     What a version needs is therefore taken from here if it fits, torch above all, and is installed beside it otherwise.
-
-    Attributes:
-        folder: of the environment.
-        pin: the library and its version.
     """
 
-    folder: Path
-    pin: Pin
+    folder: Path  # of the environment
+    pin: Pin  # the library and its version
 
     @staticmethod
     def make(folder: Path, pin: Pin, wheels: Path | None) -> "Environment":
-        """A new environment with this version in it.
+        """A new environment with this version in it, in a folder that does not exist yet.
 
-        Args:
-            folder: does not exist yet.
-            pin: what is installed.
-            wheels: the only place where pip looks; None for its package index.
-
-        Raises:
-            InputError: the folder cannot be written, or pip fails; its last lines are shown.
-            Stopped: by a signal.
+        What pip needs is looked for among ``wheels`` alone; None is for its package index.
         """
         made = Environment(folder, pin)
         try:
@@ -58,28 +47,59 @@ class Environment:
             if find_spec("pip") is None:
                 pip = made.run("ensurepip", "--default-pip", capture=True)
                 _require_success(pip, f"{folder} gets no pip, ensurepip failed")
-            made._lay_on_this_one()
+            # Its Python looks, behind its own packages, where this one looks, ``.pth`` files included.
+            own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+            places = [place for place in (*own, *site.getsitepackages()) if Path(place).is_dir()]
+            lines = [f"import site; site.addsitedir({place!r})\n" for place in places]
+            (made._packages / _LAYER).write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             raise InputError(f"{folder}: no virtual environment can be made: {error}") from error
-        made._install(["--no-index", "--find-links", str(wheels)] if wheels else [])
+        options = ["--disable-pip-version-check", "--no-input"]
+        options += ["--no-index", "--find-links", str(wheels)] if wheels else []
+        pip = made.run("pip", "install", *options, pin.requirement, capture=True)
+        _require_success(pip, f"{pin} is not installed, pip failed")
         return made
 
     def run(self, module: str, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
         """Run a module by the environment's Python, which finds programs as if the environment were activated.
 
-        What it prints is kept or shown.
-
-        Raises:
-            Stopped: by a signal, which what runs was sent as well.
+        What it prints is kept or shown. Stopped by a signal, it and whatever is in its process group was sent that as
+        well, and nothing of it is left.
         """
         command = [str(self.python), "-P", "-m", module, *arguments]
         programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
         active = {**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)}
-        return _carry_out(command, active, capture)
+        reported, running = list[int](), list[int]()
+
+        def forward(number: int, _: object) -> None:
+            reported.append(number)
+            for group in running:
+                _signal(group, number)
+
+        to = subprocess.PIPE if capture else None
+        with heeded(forward):
+            # In a session of its own, or a terminal's Ctrl-C would reach it twice.
+            with subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=to,
+                stderr=to,
+                encoding="utf-8",
+                errors="replace",
+                env=active,
+                start_new_session=True,
+            ) as process:
+                running.append(process.pid)
+                for number in tuple(reported):  # while it was started
+                    _signal(process.pid, number)
+                printed, said = process.communicate()
+            if reported:
+                _signal(process.pid, signal.SIGKILL)
+                raise Stopped(reported[0])
+        return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
         return self.folder / "bin" / "python"
 
     @property
@@ -88,21 +108,12 @@ class Environment:
         return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
 
     def find(self, names: Sequence[str]) -> dict[str, Found]:
-        """What its Python finds of these distributions.
-
-        Raises:
-            InputError: it does not run.
-        """
         asked = self.run("mla_conformance.bump.version", *names, capture=True)
         _require_success(asked, f"{self.python} failed to list what it finds")
         return decode(asked.stdout, dict[str, Found], str(self.python))
 
     def require_installed(self) -> None:
-        """Make sure that an import takes the version that was asked for.
-
-        Raises:
-            InputError: another version is installed, or a module comes from elsewhere.
-        """
+        """Make sure that an import takes the version that was asked for."""
         found = self.find([self.pin.name])[self.pin.name]
         if not self.pin.admits(found.version):
             raise InputError(f"expected {self.pin} in {self.folder}, got {found.version or 'none'}")
@@ -116,18 +127,6 @@ class Environment:
     def _packages(self) -> Path:
         return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.folder)}))
 
-    def _lay_on_this_one(self) -> None:
-        """Have its Python look, behind its own packages, where this one looks, ``.pth`` files included."""
-        own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
-        places = [place for place in (*own, *site.getsitepackages()) if Path(place).is_dir()]
-        lines = [f"import site; site.addsitedir({place!r})\n" for place in places]
-        (self._packages / _LAYER).write_text("".join(lines), encoding="utf-8")
-
-    def _install(self, options: Sequence[str]) -> None:
-        quiet = ["--disable-pip-version-check", "--no-input"]
-        pip = self.run("pip", "install", *quiet, *options, self.pin.requirement, capture=True)
-        _require_success(pip, f"{self.pin} is not installed, pip failed")
-
 
 def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str) -> None:
     """Show the end of what a process that failed has to say, and raise what it means."""
@@ -135,45 +134,6 @@ def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str)
         for line in finished.stderr.strip().splitlines()[-_SHOWN:]:
             say(line, error=True)
         raise InputError(f"{otherwise} with status {finished.returncode}")
-
-
-def _carry_out(
-    command: Sequence[str], environment: Mapping[str, str], capture: bool
-) -> "subprocess.CompletedProcess[str]":
-    """Carry a command out; what it prints is kept or shown.
-
-    Raises:
-        Stopped: by a signal, which the command and whatever is in its process group was sent as well; nothing of that
-            is left.
-    """
-    reported, running = list[int](), list[int]()
-
-    def forward(number: int, _: object) -> None:
-        reported.append(number)
-        for group in running:
-            _signal(group, number)
-
-    to = subprocess.PIPE if capture else None
-    with heeded(forward):
-        # In a session of its own, or a terminal's Ctrl-C would reach it twice.
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=to,
-            stderr=to,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        ) as process:
-            running.append(process.pid)
-            for number in tuple(reported):  # while it was started
-                _signal(process.pid, number)
-            printed, said = process.communicate()
-        if reported:
-            _signal(process.pid, signal.SIGKILL)
-            raise Stopped(reported[0])
-    return subprocess.CompletedProcess(command, process.returncode, printed, said)
 
 
 def _signal(group: int, number: int) -> None:

@@ -11,7 +11,7 @@ from mla_conformance.bump.version import Pin
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import inline
-from mla_conformance.report.compare import DRIFT, Change, compare
+from mla_conformance.report.differences import DRIFT, Change, compare, differing
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted
 
@@ -22,24 +22,13 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class JudgedVersion:
-    """One version, judged.
-
-    Attributes:
-        pin: the library and its version.
-        run: what was found.
-        versions: of it and of what was installed for either version, as they are found here; empty if one is not.
-    """
-
-    pin: Pin
-    run: RunSummary
+    pin: Pin  # the library and its version
+    run: RunSummary  # what was found
+    # of it and of what was installed for either version, as they are found here; empty if one is not
     versions: dict[str, str]
 
     def require_loaded(self) -> None:
-        """Make sure that every backend that was judged says that it stands on this version.
-
-        Raises:
-            InputError: one does not.
-        """
+        """Make sure that every backend that was judged says that it stands on this version."""
         for backend in self.run.backends:
             reported = {canonicalize_name(name): version for name, version in backend.facts.versions.items()}
             if not backend.reasons and not self.pin.admits(reported.get(self.pin.name, "")):
@@ -52,34 +41,28 @@ class JudgedVersion:
 
 @dataclass(frozen=True)
 class Bump:
-    """A library's way from one version to another.
-
-    Attributes:
-        before: the old version.
-        after: the new one.
-    """
-
-    before: JudgedVersion
-    after: JudgedVersion
+    before: JudgedVersion  # the old version
+    after: JudgedVersion  # the new one
 
     @cached_property
     def pairs(self) -> tuple[tuple[BackendSummary, BackendSummary], ...]:
-        """Every backend with the old and with the new version."""
         return tuple(zip(self.before.run.backends, self.after.run.backends, strict=True))
 
     @cached_property
     def unjudged(self) -> dict[str, str]:
         """Backends of which the runs do not tell what the new version changes, each with why."""
-        return {old.name: why for old, new in self.pairs if (why := "; ".join(self._missing(old, new)))}
-
-    def _missing(self, old: BackendSummary, new: BackendSummary) -> Iterator[str]:
-        for judged, backend in ((self.before, old), (self.after, new)):
-            if backend.reasons:
-                yield f"unavailable with {judged.pin.version}: {'; '.join(backend.reasons)}"
-            elif backend.not_run:
-                yield f"with {judged.pin.version} {backend.not_run}"
-        if not (old.reasons or new.reasons or old.counts.passed or new.counts.passed):
-            yield "no case passed with either version, so none could newly fail"
+        found = dict[str, str]()
+        for old, new in self.pairs:
+            said = []
+            for judged, backend in ((self.before, old), (self.after, new)):
+                if backend.reasons:
+                    said.append(f"unavailable with {judged.pin.version}: {'; '.join(backend.reasons)}")
+                elif backend.not_run:
+                    said.append(f"with {judged.pin.version} {backend.not_run}")
+            if not (old.reasons or new.reasons or old.counts.passed or new.counts.passed):
+                said.append("no case passed with either version, so none could newly fail")
+            found |= {old.name: "; ".join(said)} if said else {}
+        return found
 
     @cached_property
     def changes(self) -> tuple[Change, ...]:
@@ -88,26 +71,21 @@ class Bump:
         return tuple(change for change in compare(self.before.run, self.after.run) if change.backend not in unknown)
 
     @property
-    def regressions(self) -> int:
-        """Changes that make the new version worse."""
-        return sum(change.regression for change in self.changes)
-
-    @property
     def exit_status(self) -> int:
         """0: no regression; 1: something is worse; 3: of some backend nothing, or not everything, could be judged."""
-        return _REGRESSED if self.regressions else _NOTHING_JUDGED if self.unjudged else 0
+        regressed = any(change.regression for change in self.changes)
+        return _REGRESSED if regressed else _NOTHING_JUDGED if self.unjudged else 0
 
     @cached_property
     def alike(self) -> tuple[int, int]:
-        """How many cases pass with both versions, and how many fail with both."""
-        both = [(_passed_and_failed(old), _passed_and_failed(new)) for old, new in self.pairs]
-        return sum(len(o[0] & n[0]) for o, n in both), sum(len(o[1] & n[1]) for o, n in both)
-
-
-def _passed_and_failed(backend: BackendSummary) -> tuple[set[str], set[str]]:
-    """Keys of the records, before any expectation."""
-    records = [record.as_judged for record in backend.records]
-    return {r.key for r in records if r.status is Status.PASS}, {r.key for r in records if r.failed}
+        """How many cases pass with both versions, and how many fail with both, before any expectation."""
+        passing = failing = 0
+        for old, new in self.pairs:
+            before, after = ({record.key: record.as_judged for record in each.records} for each in (old, new))
+            both = [(before[key], after[key]) for key in before.keys() & after.keys()]
+            passing += sum(was.status is now.status is Status.PASS for was, now in both)
+            failing += sum(was.failed and now.failed for was, now in both)
+        return passing, failing
 
 
 def bump_lines(bump: Bump) -> Iterator[str]:
@@ -138,7 +116,6 @@ def bump_markdown(bump: Bump) -> str:
 
 
 def sentence(bump: Bump) -> str:
-    """The verdict and what it stands on."""
     passing, failing = bump.alike
     alike = f"pass with both: {counted(passing, 'case')}" + (f", fail with both: {failing}" if failing else "")
     if not bump.exit_status:
@@ -157,8 +134,8 @@ def _by_kind(bump: Bump) -> Iterator[tuple[list[Change], int]]:
 
 def _versions(bump: Bump) -> list[tuple[str, str, str]]:
     """The library first, then whatever else of what was installed for it is not the same with both."""
-    old, new = bump.before.versions, bump.after.versions
-    return [(name, old[name] or "none", new[name] or "none") for name in old if old[name] != new[name]]
+    found = differing(bump.before.versions, bump.after.versions)
+    return [(name, old or "none", new or "none") for name, old, new in found]
 
 
 def _counts(backend: BackendSummary) -> str:

@@ -4,9 +4,9 @@
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,28 +20,15 @@ from mla_conformance.files.inputs import InputError
 
 @dataclass(frozen=True)
 class Pin:
-    """A distribution in one version.
-
-    Attributes:
-        requirement: what pip installs.
-        name: of the distribution, in its canonical form.
-        version: as it was asked for.
-    """
-
-    requirement: str
-    name: NormalizedName
-    version: str
+    requirement: str  # what pip installs
+    name: NormalizedName  # of the distribution, in its canonical form
+    version: str  # as it was asked for
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}"
 
     @staticmethod
     def parse(text: str) -> "Pin":
-        """The pin that ``text`` writes.
-
-        Raises:
-            InputError: it names no single version.
-        """
         try:
             found = Requirement(text)
         except InvalidRequirement:
@@ -60,11 +47,6 @@ class Pin:
 
 
 def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
-    """The old and the new version of one library.
-
-    Raises:
-        InputError: one names no single version, or they are not two versions of the same library.
-    """
     old, new = Pin.parse(before), Pin.parse(after)
     if old.name != new.name:
         raise InputError(f"expected two versions of one library, got {old.name} and {new.name}")
@@ -74,43 +56,28 @@ def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
 
 
 class Found(msgspec.Struct, frozen=True):
-    """A distribution as it is found.
-
-    Attributes:
-        version: of it; empty if it is not installed.
-        elsewhere: its modules that an import would take from another place, each with that place.
-    """
-
-    version: str = ""
-    elsewhere: dict[str, str] = {}
+    version: str = ""  # of it; empty if it is not installed
+    elsewhere: dict[str, str] = {}  # its modules that an import would take from another place, each with that place
 
 
 def find(names: Sequence[str]) -> dict[str, Found]:
-    """What is found of each distribution, in this process; nothing of them is imported."""
-    return {name: _find(name) for name in names}
-
-
-def _find(name: str) -> Found:
-    try:
-        installed = distribution(name)
-    except PackageNotFoundError:
-        return Found()
-    taken = {module: (_origin(module), path) for module, path in _modules(installed)}
-    return Found(installed.version, {module: origin for module, (origin, path) in taken.items() if origin != path})
-
-
-def _modules(installed: Distribution) -> Iterator[tuple[str, str]]:
-    """The modules and packages at the top of a distribution, each with its file."""
-    for file in installed.files or ():
-        top, *rest = file.parts
-        if rest == ["__init__.py"] or (not rest and file.suffix == ".py"):
-            yield Path(top).stem, str(Path(str(installed.locate_file(file))).resolve())
-
-
-def _origin(module: str) -> str:
-    """The file that an import of a module at the top would take."""
-    found = find_spec(module)
-    return str(Path(found.origin).resolve()) if found and found.origin else ""
+    found = {}
+    for name in names:
+        try:
+            installed = distribution(name)
+        except PackageNotFoundError:
+            found[name] = Found()
+            continue
+        elsewhere = {}
+        for file in installed.files or ():
+            top, *rest = file.parts
+            if rest == ["__init__.py"] or (not rest and file.suffix == ".py"):  # modules and packages at its top
+                module, spec = Path(top).stem, find_spec(Path(top).stem)
+                origin = str(Path(spec.origin).resolve()) if spec and spec.origin else ""
+                if origin != str(Path(str(installed.locate_file(file))).resolve()):
+                    elsewhere[module] = origin
+        found[name] = Found(installed.version, elsewhere)
+    return found
 
 
 if __name__ == "__main__":

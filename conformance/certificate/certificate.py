@@ -2,19 +2,20 @@
 
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from mla_conformance.certificate.behind import behind
+from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import Record, Traced
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.form import DeviationForm
+from mla_conformance.report.json_report import DeviationForm
 from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 
@@ -38,8 +39,6 @@ class Finding(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Unjudged(Struct, frozen=True, forbid_unknown_fields=True):
-    """A case that could not be judged on the device."""
-
     case: str
     reason: str
 
@@ -81,16 +80,13 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def is_current(self) -> bool:
-        """Whether it is of the suite that is installed here."""
         return self.suite == SUITE_VERSION
 
     @property
     def salt(self) -> str:
-        """What its inputs were drawn with beside their cases; empty for none."""
         return self.environment.get("salt", "")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
@@ -113,12 +109,7 @@ class _Head(Struct):
 
 
 def read_certificate(path: Path) -> Certificate:
-    """The certificate of a file.
-
-    Raises:
-        InputError: it cannot be read or is no certificate of this form.
-        Outdated: it is of an earlier form.
-    """
+    """The certificate of a file; Outdated if it is of an earlier form."""
     text = read_text(path)
     head = decode(text, _Head, str(path))
     name, _, version = head.schema.partition("/")
@@ -133,7 +124,6 @@ def read_certificate(path: Path) -> Certificate:
 
 
 def records_of(backend: str, reference: str, cases: Mapping[str, Status]) -> list[Record]:
-    """A record of each case, which says what became of it and no more."""
     return [Record(backend, reference, case.partition(":")[0], case, status) for case, status in cases.items()]
 
 
@@ -166,8 +156,9 @@ class Shown(Struct, frozen=True, kw_only=True):
 
     @property
     def distributions(self) -> dict[str, str]:
-        """Version of each distribution behind the backend."""
-        return self.versions or behind(self.reference, self.pins.versions)
+        """Version of each distribution behind the backend; of one that is not registered, of all that it loaded."""
+        found = {name: self.pins.versions[name] for name in _declared(self.reference) if name in self.pins.versions}
+        return self.versions or found or dict(self.pins.versions)
 
     @property
     def worst_share(self) -> float:
@@ -175,15 +166,25 @@ class Shown(Struct, frozen=True, kw_only=True):
         return max((entry.share for entry in self.worst.values()), default=0.0)
 
 
+@cache
+def _declared(reference: str) -> tuple[str, ...]:
+    """What the adapters of a registered backend declare; nothing of any other, whose code a record must not run."""
+    from mla_conformance.backends.declaration import declaration_of  # torch, which a list of commands does without
+    from mla_conformance.backends.loading import load_role, roles_of
+
+    try:
+        backend = parse_reference(reference)
+        if not backend.members():
+            return ()
+        declared = [declaration_of(load_role(backend, role)).distributions for role in roles_of(backend)]
+    except (BackendReferenceError, ImportError):
+        return ()
+    return tuple(dict.fromkeys(name for names in declared for name in names))
+
+
 def shown_of(certificate: Certificate) -> Shown:
-    """What is shown of a record of the present form."""
     return msgspec.convert(certificate.to_json(), Shown)
 
 
 def read_shown(path: Path) -> Shown:
-    """What is shown of a record.
-
-    Raises:
-        InputError: it cannot be read, or lacks something that is shown.
-    """
     return decode(read_text(path), Shown, str(path))

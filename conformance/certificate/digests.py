@@ -14,6 +14,7 @@ from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
+from mla_conformance.report.differences import differing
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -28,13 +29,15 @@ FITTED = "fitted"
 """Of the spaces and of the cases that were fitted to a backend, a digest of its own."""
 
 
+@cache
 def installed_digests() -> dict[str, str]:
-    """Digests of what is installed here, by what they are of."""
+    """SHA-256 of what is installed here, by what it is of."""
     return {
-        "cases": cases_digest(),
-        "judging": judging_digest(),
-        "reference": reference_digest(),
-        "must_pass": must_pass_digest(),
+        "cases": _cases_digest(listed_ids()),
+        # The tolerance table and the sources of judge and procedures, then those of the golden mathematics.
+        "judging": meaning_digest(judging_sources()),
+        "reference": meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py")),
+        "must_pass": MustPass.of_vocabulary().digest,
     }
 
 
@@ -45,8 +48,9 @@ def record_digests(fitted: Iterable[str]) -> dict[str, str]:
 
 def version_digests() -> dict[str, str | list[str]]:
     """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``."""
-    reported: dict[str, str | list[str]] = {"cases": cases_digest(), "spec": spec_digest()}
-    return {**reported, "judging": [judging_digest()], "reference": [reference_digest()]}
+    here = installed_digests()
+    words = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split()
+    return {"cases": here["cases"], "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
 @cache
@@ -70,56 +74,24 @@ def judged_list(certificate: Certificate) -> frozenset[str]:
 
 @cache
 def listed_ids() -> frozenset[str]:
-    """The ids of the suite's list."""
     return frozenset(case.id for entry in CAPABILITIES.values() for case in entry.cases)
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
     """What is otherwise here, by name: the digest here, and the stated one."""
-    among, stated = judged_list(certificate), certificate.digests
-    here = installed_digests()
+    among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
-        here |= {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}
-    for name in sorted(here.keys() | stated.keys() - {FITTED}):
-        alike = {here.get(name), stated.get(name)}
-        if len(alike) > 1 and not alike <= set(locked_digests().get(name, ())):
-            yield name, here.get(name), stated.get(name)
-
-
-@cache
-def cases_digest() -> str:
-    """SHA-256 of the list of cases."""
-    return _cases_digest(listed_ids())
+        here = here | {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}
+    stated = {name: digest for name, digest in certificate.digests.items() if name != FITTED}
+    for name, ours, theirs in sorted(differing(here, stated), key=lambda each: each[0]):
+        if not {ours, theirs} <= set(locked_digests().get(name, ())):
+            yield name, ours, theirs
 
 
 @lru_cache(maxsize=8)
 def _cases_digest(among: frozenset[str]) -> str:
     cases = (case for entry in CAPABILITIES.values() for case in entry.cases if case.id in among)
     return meaning_digest((), "\n".join(case.digest + case.id for case in cases))
-
-
-@cache
-def judging_digest() -> str:
-    """SHA-256 of the tolerance table and the sources of judge and procedures."""
-    return meaning_digest(judging_sources())
-
-
-@cache
-def spec_digest() -> str:
-    """SHA-256 of the words of SPEC.md."""
-    return meaning_digest((), *(files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split())
-
-
-@cache
-def reference_digest() -> str:
-    """SHA-256 of the sources of the golden mathematics."""
-    return meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py"))
-
-
-@cache
-def must_pass_digest() -> str:
-    """SHA-256 of this suite version's must-pass list."""
-    return MustPass.of_vocabulary().digest
 
 
 def seal(certificate: Certificate) -> str:

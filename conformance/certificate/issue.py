@@ -1,7 +1,7 @@
 """Issuing a certificate: only for a complete, unfiltered run of the full tier by one real kernel."""
 
 import datetime
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -10,10 +10,10 @@ from mla_conformance.certificate.certificate import Certificate, Finding, Unjudg
 from mla_conformance.certificate.digests import record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.judging.record import BackendFacts, Record, Traced
+from mla_conformance.judging.record import BackendFacts, Traced
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.form import DeviationForm
-from mla_conformance.report.summary import BackendSummary, RunSummary
+from mla_conformance.report.json_report import DeviationForm
+from mla_conformance.report.summary import RunSummary
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
@@ -23,55 +23,41 @@ class Refused(Exception):
 
 
 def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool = False) -> None:
-    """Check a run before anything of it is launched.
+    """Refuse a run that could not be certified whatever it found, before anything of it is launched.
 
     Args:
         backends: what it is to judge, those that cannot run here included.
         cases: ids of the listed cases that it is to judge, those of its shard only.
         drawn: whether it is to draw others beside them.
-
-    Raises:
-        Refused: it could not be certified whatever it found.
     """
-    for reason in _obstacles(backends, cases, drawn):
-        raise Refused(reason)
+    if len(backends) != 1:
+        raise Refused(f"a certificate is of one backend: expected one --backend, got {len(backends)}")
+    listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
+    for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
+        if odd:
+            raise Refused(
+                f"{len(odd)} cases {what}, for example {min(odd)}; expected the full tier, no selection and no shard"
+            )
+    if drawn:
+        raise Refused("drawn cases are in no list; certify without --explore")
+    (backend,) = backends
+    if backend.reasons:
+        raise Refused(f"{backend.name} is unavailable: {'; '.join(backend.reasons)}")
+    if backend.emulated:
+        raise Refused(f"{backend.name} is an emulated kernel, which is judged but never certified")
 
 
 def require_committed(pins: Pins) -> None:
-    """Check that everybody can have what is judged.
-
-    Raises:
-        Refused: a package of the backend is a checkout with changes.
-    """
+    """Refuse a backend of which a package is a checkout with changes, which not everybody can have."""
     for name, pin in pins.installed.items():
         if pin.clean is False:
             raise Refused(f"package {name} is a checkout with changes, which no commit names; commit them first")
 
 
-def _obstacles(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool) -> Iterator[str]:
-    if len(backends) != 1:
-        yield f"a certificate is of one backend: expected one --backend, got {len(backends)}"
-    listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
-    for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
-        if odd:
-            yield f"{len(odd)} cases {what}, for example {min(odd)}; expected the full tier, no selection and no shard"
-    if drawn:
-        yield "drawn cases are in no list; certify without --explore"
-    (backend,) = backends
-    if backend.reasons:
-        yield f"{backend.name} is unavailable: {'; '.join(backend.reasons)}"
-    if backend.emulated:
-        yield f"{backend.name} is an emulated kernel, which is judged but never certified"
-
-
 def issue(
     run: RunSummary, today: datetime.date, pins: Pins, libraries: Mapping[str, str] = MappingProxyType({})
 ) -> Certificate:
-    """The certificate of a run; see :func:`record`.
-
-    Raises:
-        Refused: there is no record of it, a must-pass case did not pass, or a claimed pair was not judged.
-    """
+    """The certificate of a run: its record, if no must-pass case is lacking and every claimed pair was judged."""
     found = record(run, today, pins, libraries)
     (backend,) = run.backends
     for role, pairs in backend.pairs.items():
@@ -89,17 +75,28 @@ def record(
 ) -> Certificate:
     """The record of a run, which a kernel has that does a part of what is asked.
 
+    Refused if the run is incomplete, or something failed without an expectation.
+
     Args:
         run: the run.
         today: its date.
         pins: what judged and what was judged.
         libraries: SHA-256 of the shared libraries that its processes have loaded.
-
-    Raises:
-        Refused: the run is incomplete, or something failed without an expectation.
     """
     (backend,) = run.backends
-    _require_success(backend)
+    for capability in backend.capabilities:
+        if capability.counts.not_run:
+            raise Refused(f"incomplete: {capability.counts.not_run} cases of {capability.name} were not run")
+        if capability.failures:
+            first = capability.failures[0]
+            raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
+        if capability.counts.unavailable and not (capability.counts.passed or capability.counts.waived):
+            raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
+    passed = [record for record in backend.records if record.status is Status.PASS]
+    worst: dict[str, Worst] = {}
+    for rule in sorted({rule for record in passed for rule in record.used}):  # of the error budget
+        most = max(passed, key=lambda record: record.shares.get(rule, 0.0))
+        worst[rule] = Worst(round(most.shares[rule], 4), most.case)
     found = Certificate(
         suite=SUITE_VERSION,
         version=__version__,
@@ -118,7 +115,7 @@ def record(
         traced=backend.traced.joined(Traced(libraries=dict(libraries))),
         digests=record_digests(backend.facts.fitted),
         counts=backend.counts,
-        worst=_worst(backend.records),
+        worst=worst,
         seconds=round(sum(record.seconds for record in backend.records), 1),
         findings=tuple(
             Finding(r.case, r.judged, r.check, r.message, r.expectation, r.explanation)
@@ -131,22 +128,3 @@ def record(
         traits=backend.traits or msgspec.UNSET,
     )
     return msgspec.structs.replace(found, seal=seal(found))
-
-
-def _require_success(backend: BackendSummary) -> None:
-    for capability in backend.capabilities:
-        if capability.counts.not_run:
-            raise Refused(f"incomplete: {capability.counts.not_run} cases of {capability.name} were not run")
-        if capability.failures:
-            first = capability.failures[0]
-            raise Refused(f"{len(capability.failures)} failures of {capability.name}, first: {first.case}")
-        if capability.counts.unavailable and not (capability.counts.passed or capability.counts.waived):
-            raise Refused(f"no case of {capability.name} could be judged here: {capability.records[0].message}")
-
-
-def _worst(records: Sequence[Record]) -> dict[str, Worst]:
-    """By rule of the error budget."""
-    passed = [record for record in records if record.status is Status.PASS]
-    rules = sorted({rule for record in passed for rule in record.used})
-    found = {rule: max(passed, key=lambda record: record.shares.get(rule, 0.0)) for rule in rules}
-    return {rule: Worst(round(record.shares[rule], 4), record.case) for rule, record in found.items()}

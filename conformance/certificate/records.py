@@ -1,26 +1,174 @@
-"""The records of a suite as one file: first the ids of its cases, then a line for each kernel, version and device."""
+"""The records of a suite as one file: first the ids of its cases, then a line for each kernel, version and device.
+
+A record as one line has statuses by runs, ids by what they share, and every text that comes twice once. Unpacked it is
+the record that was packed, which its seal shows.
+"""
 
 import fcntl
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate
-from mla_conformance.certificate.lines import KeptRecord, folded, pack, unfolded, unpack
+from mla_conformance.certificate.certificate import SCHEMA as RECORD_SCHEMA
 from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_problems
-from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.files.inputs import InputError, convert, decode, read_text
 from mla_conformance.files.outputs import require_writable, write_output
+from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 SCHEMA = "mla-conformance-records/1"
-_SUFFIX = ".jsonl"
+_LETTERS: dict[Status | None, str] = dict(zip((*Status, None), "pfunchtwx-", strict=True))
+"""By status; the last is that of a case which the record says nothing of."""
+_STATUSES = {letter: status for status, letter in _LETTERS.items()}
+_SHORT = 12
+"""A text of as many characters is written out wherever it stands."""
+_MOST_CHARACTERS = 2**24
+"""Of a line's texts together, and of its ids: a fortieth of it is usual."""
+
+
+@dataclass(frozen=True)
+class KeptRecord:
+    certificate: Certificate
+    sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of its kernel
+    signature: str = ""  # of its seal; empty if it is not signed
+
+
+class _Line(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    # All fields of the record but the cases. ``@N`` is text N of the line, ``#N`` case N; a text that begins with
+    # either sign has another @ in front.
+    record: dict[str, Any]
+    listed: int  # so many of the file's ids were known when it was written; the record's cases are these, then its own
+    statuses: str  # of the cases, a letter and how often it comes
+    fitted: tuple[str, ...] = ()  # ids of the record's own cases, folded
+    texts: tuple[str, ...] = ()  # what is said more than once
+    sanitized: tuple[dict[str, Any], ...] = ()  # as the record
+    signature: str = ""  # of the seal
+
+
+def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
+    """The line of a record; the ids are of cases, which are written once for all records."""
+    cases = kept.certificate.cases
+    fitted = sorted(cases.keys() - set(ids))
+    plain, sanitized = msgspec.json.decode(msgspec.json.encode((kept.certificate, kept.sanitized)))
+    del plain["cases"]
+    names = {id: f"#{number}" for number, id in enumerate((*ids, *fitted))}
+    often = [text for text, times in Counter(_strings((plain, sanitized))).items() if times > 1 and len(text) > _SHORT]
+    texts = [text for text in often if text not in names]
+    names |= {text: f"@{number}" for number, text in enumerate(texts)}
+    runs = groupby(_LETTERS[cases.get(id)] for id in (*ids, *fitted))
+    line = _Line(
+        record=_shortened(plain, names),
+        listed=len(ids),
+        statuses="".join(f"{letter}{len(list(run))}" for letter, run in runs),
+        fitted=tuple(folded(fitted)),
+        texts=tuple(texts),
+        sanitized=_shortened(sanitized, names),
+        signature=kept.signature,
+    )
+    return msgspec.json.encode(line).decode()
+
+
+def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
+    """The record of a line; why it is none, or was changed so that it cannot be read, begins with ``source``."""
+    line = decode(text, _Line, source)
+    try:
+        known = [*ids[: line.listed], *unfolded(line.fitted)]
+        statuses = dict(zip(known, _spread(line.statuses, len(known)), strict=True))
+        plain, sanitized = _restored([line.record, [*line.sanitized]], line.texts, known)
+        _bounded(_strings((plain, sanitized)))
+    except (ValueError, IndexError, RecursionError) as error:
+        raise InputError(f"{source}: expected a record as `certify --submission` writes it: {error}") from error
+    if plain.get("schema") != RECORD_SCHEMA:
+        raise InputError(f"{source}: expected a record of schema {RECORD_SCHEMA}, got {plain.get('schema')!r}")
+    plain["cases"] = {id: status for id, status in statuses.items() if status is not None}
+    tools = convert(sanitized, tuple[SanitizedKernel, ...], source)
+    return KeptRecord(convert(plain, Certificate, source), tools, line.signature)
+
+
+def folded(ids: Iterable[str]) -> Iterator[str]:
+    """Each id as the number of characters that it shares with the one before, and the rest."""
+    for before, id in pairwise(("", *ids)):
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, id, strict=False)))
+        yield f"{shared} {id[shared:]}"
+
+
+def unfolded(texts: Iterable[str]) -> list[str]:
+    """The ids; ValueError if a text is none that was folded."""
+
+    def each() -> Iterator[str]:
+        id = ""
+        for text in texts:
+            shared, _, rest = text.partition(" ")
+            id = id[: int(shared)] + rest
+            yield id
+
+    return _bounded(each())
+
+
+def _bounded(texts: Iterable[str]) -> list[str]:
+    """The texts, of which a line may name many by little: a text twice, or an id by the one before."""
+    found, left = list[str](), _MOST_CHARACTERS
+    for text in texts:
+        found.append(text)
+        left -= len(text)
+        if left < 0:
+            raise ValueError(f"its texts have more than {_MOST_CHARACTERS:,} characters")
+    return found
+
+
+def _spread(statuses: str, number: int) -> Iterator[Status | None]:
+    runs = re.findall(r"([a-z-])(\d{1,9})", statuses, re.ASCII)
+    total = sum(int(times) for _, times in runs)
+    if "".join(map("".join, runs)) != statuses or total != number or not {run[0] for run in runs} <= _STATUSES.keys():
+        raise ValueError(f"its statuses are not those of {number} cases")
+    for letter, times in runs:
+        yield from [_STATUSES[letter]] * int(times)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for each in (*value, *value.values()) if isinstance(value, dict) else value:
+            yield from _strings(each)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text of it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(name): _mapped(each, change) for name, each in value.items()}
+    return [_mapped(each, change) for each in value] if isinstance(value, list) else value
+
+
+def _shortened(value: Any, names: Mapping[str, str]) -> Any:
+    """With references for texts that have a name."""
+    return _mapped(value, lambda text: names.get(text, f"@{text}" if text.startswith(("@", "#")) else text))
+
+
+def _restored(value: Any, texts: Sequence[str], ids: Sequence[str]) -> Any:
+    """With the texts for references; ValueError or IndexError if one names nothing."""
+
+    def meant(text: str) -> str:
+        if text.startswith("#"):
+            return ids[int(text[1:])]
+        if text.startswith("@") and not text.startswith(("@@", "@#")):
+            return texts[int(text[1:])]
+        return text.removeprefix("@")
+
+    return _mapped(value, meant)
 
 
 class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,37 +181,22 @@ class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class RecordLine:
-    """A line behind the first.
-
-    Attributes:
-        source: the file and the line's number.
-        text: as it stands there.
-        kept: what it holds; None if it is refused.
-        why: it is refused, behind the source; empty if it is not.
-    """
-
-    source: str
-    text: str
-    kept: KeptRecord | None
-    why: str = ""
+    source: str  # the file and the line's number
+    text: str  # as it stands there
+    kept: KeptRecord | None  # what it holds; None if it is refused
+    why: str = ""  # it is refused, behind the source; empty if it is not
 
 
 def suite_order(suite: str) -> list[int]:
-    """Later suites compare greater."""
     return [int(number) for number in re.findall(r"\d{1,9}", suite)]
 
 
 def is_records(path: Path) -> bool:
-    """Whether a path names a file of many records, by its suffix."""
-    return path.suffix == _SUFFIX
+    return path.suffix == ".jsonl"
 
 
 def read_records(path: Path) -> list[RecordLine]:
-    """The lines of a file.
-
-    Raises:
-        InputError: it cannot be read, its first line is not that of such a file, or there is no other.
-    """
+    """The lines of a file, of which there is at least one behind the first."""
     lines = _read(path)[2]
     if not lines:
         raise InputError(f"{path}: expected a line for each record behind the first, got none")
@@ -71,11 +204,7 @@ def read_records(path: Path) -> list[RecordLine]:
 
 
 def kept_records(path: Path) -> list[KeptRecord]:
-    """The records of a file, whatever stands in lines that are refused.
-
-    Raises:
-        InputError: as :func:`read_records`.
-    """
+    """The records of a file, whatever stands in lines that are refused."""
     return [line.kept for line in read_records(path) if line.kept]
 
 
@@ -92,36 +221,27 @@ def _read(path: Path) -> tuple[str, list[str], list[RecordLine]]:
     lines: list[RecordLine] = []
     seen: dict[tuple[str, ...], int] = {}
     for number, text in enumerate(texts, start=2):
-        line = _line(text, head.suite, ids, f"{path}: line {number}")
-        if line.kept and (first_one := seen.setdefault(_key(line.kept.certificate), number)) != number:
-            why = f"{line.source}: expected another kernel, version or device than line {first_one}"
-            line = replace(line, kept=None, why=why)
-        lines.append(line)
+        source = f"{path}: line {number}"
+        try:
+            kept = unpack(text, ids, source)
+            if kept.certificate.suite != head.suite:
+                got = kept.certificate.suite
+                raise InputError(f"{source}: expected a record of suite {head.suite}, got one of {got}")
+            if (first_one := seen.setdefault(_key(kept.certificate), number)) != number:
+                raise InputError(f"{source}: expected another kernel, version or device than line {first_one}")
+            lines.append(RecordLine(source, text, kept))
+        except InputError as error:
+            lines.append(RecordLine(source, text, None, str(error)))
     return head.suite, ids, lines
 
 
-def _line(text: str, suite: str, ids: Sequence[str], source: str) -> RecordLine:
-    try:
-        kept = unpack(text, ids, source)
-        if kept.certificate.suite != suite:
-            raise InputError(f"{source}: expected a record of suite {suite}, got one of {kept.certificate.suite}")
-    except InputError as error:
-        return RecordLine(source, text, None, str(error))
-    return RecordLine(source, text, kept)
-
-
 def _key(certificate: Certificate) -> tuple[str, ...]:
-    """What a file holds one record of."""
     versions = sorted(certificate.pins.versions.items())
     return certificate.backend, certificate.device, *(f"{name} {version}" for name, version in versions)
 
 
 def require_records(path: Path) -> None:
-    """Check before a long run that its record can be written into a file.
-
-    Raises:
-        InputError: it is no file of records of this suite, or cannot be written.
-    """
+    """Check before a long run that its record can be written into a file."""
     if not is_records(path):
         raise InputError(f"--submission {path}: expected a file of records, such as {RECORDS}")
     require_writable(path)
@@ -130,11 +250,7 @@ def require_records(path: Path) -> None:
 
 
 def write_record(path: Path, certificate: Certificate, signature: str = "") -> None:
-    """Write a record of this suite in place of an earlier one of the kernel in the same versions on the same device.
-
-    Raises:
-        InputError: the file cannot be read or written.
-    """
+    """Write a record of this suite in place of an earlier one of the kernel in the same versions on the same device."""
 
     def added(records: list[KeptRecord]) -> list[KeptRecord]:
         others = [each for each in records if _key(each.certificate) != _key(certificate)]
@@ -145,11 +261,7 @@ def write_record(path: Path, certificate: Certificate, signature: str = "") -> N
 
 
 def write_sanitized(path: Path, found: SanitizedKernel) -> None:
-    """Write what a tool reported into the line of its kernel; of several devices into that of its own, if it has one.
-
-    Raises:
-        InputError: the file cannot be read or written, or has no record of the kernel in these versions.
-    """
+    """Write what a tool reported into the line of its kernel; of several devices into that of its own, if any."""
 
     def added(records: list[KeptRecord]) -> list[KeptRecord]:
         own = [each for each in records if not any(sanitized_problems(each.certificate, [found]))]
@@ -163,11 +275,7 @@ def write_sanitized(path: Path, found: SanitizedKernel) -> None:
 
 
 def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRecord]]) -> None:
-    """Write a file's records anew; what is not changed keeps its line, and so does what is refused, at the end.
-
-    Raises:
-        InputError: the file cannot be read or written.
-    """
+    """Write a file's records anew; what is not changed keeps its line, and so does what is refused, at the end."""
     with _alone(path):
         suite, ids, lines = _read(path) if path.exists() else (SUITE_VERSION, [], [])
         if suite == SUITE_VERSION:

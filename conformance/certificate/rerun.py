@@ -2,20 +2,21 @@
 
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.compare import Remark, Weight, compare_loaded, compare_machines
+from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import BackendFacts, Record
+from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.differences import contradicts
 from mla_conformance.report.summary import RunSummary
 
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE)
@@ -24,18 +25,7 @@ _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE)
 def rerun(
     certificate: Certificate, number: int, backend: BackendReference, device: str | None, salt: str
 ) -> Iterator[Remark]:
-    """Run ``number`` random ones of the cases that were judged, and say what differs from the certificate.
-
-    Args:
-        certificate: what is to be held by them.
-        number: how many.
-        backend: what is run.
-        device: where.
-        salt: what the inputs are drawn with.
-
-    Raises:
-        InputError: the backend cannot be run here.
-    """
+    """Run ``number`` random ones of the cases that were judged, and say what differs from the certificate."""
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
@@ -56,30 +46,26 @@ def judged_cases(certificate: Certificate) -> list[str]:
 
 
 def _difference(case: str, stated: Status, record: Record | None, same_inputs: bool) -> Iterator[Remark]:
+    said = f"case {case}: the certificate says {stated}, run again it gives"
     if record is None:
-        yield Remark(Weight.AGAINST, f"case {case}: the certificate says {stated}, run again it gives no verdict")
+        yield Remark(Weight.AGAINST, f"{said} no verdict")
         return
-    if record.status is stated or (stated is Status.EXPECTED_FAILURE and record.failed):
-        return
-    # A known failure may need its own inputs to show, and another device's memory is nothing against a kernel.
-    excused = (stated is Status.EXPECTED_FAILURE and not same_inputs) or record.status is Status.UNAVAILABLE
     now = f"{record.status}: {record.message}; {record.replay}" if record.failed else record.status.value
-    weight = Weight.REPORTED if excused else Weight.AGAINST
-    yield Remark(weight, f"case {case}: the certificate says {stated}, run again it gives {now}")
+    if contradicts(stated, record.status):
+        # A known failure may need its own inputs to show.
+        excused = stated is Status.EXPECTED_FAILURE and not same_inputs
+        yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {now}")
+    elif record.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel
+        yield Remark(Weight.REPORTED, f"{said} {now}")
 
 
 def _run(request: RunRequest) -> RunSummary:
     with tempfile.TemporaryDirectory(prefix="mla-conformance-verify-") as folder:
         with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
             run.prepare()
-            _require_runnable(run.facts)
+            if reasons := run.facts[0].reasons:
+                raise InputError(f"cannot run the cases again: {'; '.join(reasons)}")
             run.begin()
             run.judge()
             run.finish()
         return run.summary()
-
-
-def _require_runnable(facts: Sequence[BackendFacts]) -> None:
-    (backend,) = facts
-    if backend.reasons:
-        raise InputError(f"cannot run the cases again: {'; '.join(backend.reasons)}")

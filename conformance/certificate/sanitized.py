@@ -12,61 +12,35 @@ SCHEMA = "mla-conformance-sanitized/1"
 
 
 class SanitizerFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal errors of one kernel.
+    """Equal errors of one kernel."""
 
-    Attributes:
-        kernel: its name.
-        cause: what the tool says.
-        count: how often.
-        place: of the source; empty if it is not told.
-        launch: the line of Python that launched the first; empty if none did.
-        case: the first that shows it.
-    """
-
-    kernel: Text
-    cause: str
-    count: Annotated[int, Meta(ge=1)]
-    place: str = ""
-    launch: str = ""
-    case: Text
+    kernel: Text  # its name
+    cause: str  # what the tool says
+    count: Annotated[int, Meta(ge=1)]  # how often
+    place: str = ""  # of the source; empty if it is not told
+    launch: str = ""  # the line of Python that launched the first; empty if none did
+    case: Text  # the first that shows it
 
 
 class SanitizedKernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kernel under one tool.
+    """A kernel under one tool."""
 
-    Attributes:
-        schema: of the report.
-        suite: version of the suite.
-        version: of this project.
-        date: ISO date.
-        backend: its name.
-        reference: what loads it.
-        device: where.
-        environment: device, driver, CUDA, torch and Python.
-        versions: of the distributions behind the backend.
-        tool: of compute-sanitizer.
-        tool_version: its version.
-        tool_cuda: the CUDA toolkit that it is of; empty where that does not tell.
-        checked: seconds of the calls of each case that the tool watched.
-        unchecked: why it watched nothing, of each other case.
-        errors: what it reports.
-    """
-
-    schema: str = SCHEMA
-    suite: Text
-    version: Text
-    date: Text
-    backend: Text
-    reference: Text
-    device: Text
-    environment: dict[str, str]
-    versions: dict[str, str]
-    tool: Text
-    tool_version: Text
-    tool_cuda: str = ""
+    schema: str = SCHEMA  # of the report
+    suite: Text  # version of the suite
+    version: Text  # of this project
+    date: Text  # ISO date
+    backend: Text  # its name
+    reference: Text  # what loads it
+    device: Text  # where
+    environment: dict[str, str]  # device, driver, CUDA, torch and Python
+    versions: dict[str, str]  # of the distributions behind the backend
+    tool: Text  # of compute-sanitizer
+    tool_version: Text  # its version
+    tool_cuda: str = ""  # the CUDA toolkit that it is of; empty where that does not tell
+    # seconds of the calls of each case that the tool watched
     checked: Annotated[dict[str, Annotated[float, Meta(ge=0)]], Meta(min_length=1)]
-    unchecked: dict[str, str] = {}
-    errors: tuple[SanitizerFinding, ...] = ()
+    unchecked: dict[str, str] = {}  # why it watched nothing, of each other case
+    errors: tuple[SanitizerFinding, ...] = ()  # what it reports
 
 
 def sanitized_problems(certificate: Certificate, sanitized: Sequence[SanitizedKernel]) -> Iterator[str]:

@@ -3,10 +3,9 @@
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
-from mla_conformance.files.inputs import InputError, read_text
+from mla_conformance.files.inputs import InputError
 
 NAMESPACE = "mla-conformance"
 """What a signature is for; one that the same key made for something else does not count."""
@@ -18,76 +17,48 @@ class SignatureError(Exception):
 
 
 def signature_of(path: Path) -> Path:
-    """Where the signature of a file lies."""
     return path.with_name(path.name + _SUFFIX)
 
 
 def require_key(key: Path) -> None:
-    """Check before a long run that its outcome can be signed.
-
-    Raises:
-        InputError: there is no ssh-keygen, or no such key.
-    """
+    """Check before a long run that its outcome can be signed."""
     _require_program()
     if not key.is_file():
         raise InputError(f"--sign {key}: expected the file of an SSH key")
 
 
 def sign(content: str, key: Path) -> str:
-    """The signature of a text by an SSH key.
-
-    Raises:
-        InputError: there is no ssh-keygen, or it refuses the key.
-    """
     done = _keygen("sign", content, "-f", str(key), "-n", NAMESPACE)
     if done.returncode:
         raise InputError(f"--sign {key}: ssh-keygen refuses it: {_said(done)}")
     return done.stdout
 
 
-@dataclass(frozen=True)
-class Signed:
-    """What a signature is of.
+def signer(content: str, signature: str | None, name: str, signers: Path) -> str:
+    """Who signed a content, of those whom a file of allowed signers names; SignatureError for nobody of them.
 
-    Attributes:
+    Args:
         content: a file's, or a record's seal where many records are in a file.
         signature: None if there is none.
         name: the signature's, in words.
+        signers: the file.
     """
-
-    content: str
-    signature: str | None
-    name: str
-
-    @staticmethod
-    def of(path: Path) -> "Signed":
-        """A file, with the signature that lies beside it."""
-        signature = signature_of(path)
-        return Signed(read_text(path), read_text(signature) if signature.is_file() else None, signature.name)
-
-    def signer(self, signers: Path) -> str:
-        """Who signed it, of those whom a file of allowed signers names.
-
-        Raises:
-            InputError: there is no ssh-keygen, or no file of signers.
-            SignatureError: it is not signed, or by nobody of them, or another content was.
-        """
-        if not signers.is_file():
-            raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
-        if self.signature is None:
-            raise SignatureError(f"it is not signed: there is no {self.name} beside it")
-        with tempfile.NamedTemporaryFile("w", suffix=_SUFFIX, encoding="utf-8") as file:
-            file.write(self.signature)
-            file.flush()
-            known = ("-f", str(signers), "-s", file.name)
-            found = _keygen("find-principals", self.content, *known)
-            if found.returncode:
-                raise SignatureError(f"{self.name} is of none of the signers of {signers}: {_said(found)}")
-            signer = found.stdout.splitlines()[0]
-            checked = _keygen("verify", self.content, *known, "-I", signer, "-n", NAMESPACE)
-        if checked.returncode:
-            raise SignatureError(f"{self.name} is no signature of {signer} under this content: {_said(checked)}")
-        return signer
+    if not signers.is_file():
+        raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")
+    if signature is None:
+        raise SignatureError(f"it is not signed: there is no {name} beside it")
+    with tempfile.NamedTemporaryFile("w", suffix=_SUFFIX, encoding="utf-8") as file:
+        file.write(signature)
+        file.flush()
+        known = ("-f", str(signers), "-s", file.name)
+        found = _keygen("find-principals", content, *known)
+        if found.returncode:
+            raise SignatureError(f"{name} is of none of the signers of {signers}: {_said(found)}")
+        signed_by = found.stdout.splitlines()[0]
+        checked = _keygen("verify", content, *known, "-I", signed_by, "-n", NAMESPACE)
+    if checked.returncode:
+        raise SignatureError(f"{name} is no signature of {signed_by} under this content: {_said(checked)}")
+    return signed_by
 
 
 def _require_program() -> None:

@@ -1,16 +1,24 @@
-"""Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing."""
+"""Verifying a certificate: form, seal, digests, arithmetic, and that nothing which must pass is missing.
+
+And giving its failures reasons that were found after the run; its verdicts stay as they are.
+"""
 
 import datetime
 from collections.abc import Callable, Collection, Iterator
+
+import msgspec
 
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
 from mla_conformance.certificate.digests import FITTED, LOCKED, judged_list, listed_ids, locked_digests, seal, unlike
+from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import COMPARED, Status
+from mla_conformance.report.differences import differing
 from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
@@ -18,18 +26,23 @@ from mla_conformance.vocabulary.capabilities import Tier
 
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
-    """Everything that is wrong with a certificate."""
-    if not certificate.is_current:
-        return [*_seal(certificate), age(certificate)]
-    checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
-        _seal, _digests, _cases, _counts, _must_pass, _findings, _unjudged, _real_kernel, _device,
-    )  # fmt: skip
-    return [problem for check in checks for problem in check(certificate)] + list(_date(certificate, today))
-
-
-def _seal(certificate: Certificate) -> Iterator[str]:
+    found = []
     if certificate.seal != seal(certificate):
-        yield "the seal does not fit the content: it was changed after it was issued"
+        found.append("the seal does not fit the content: it was changed after it was issued")
+    if not certificate.is_current:
+        return [*found, age(certificate)]
+    checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
+        _digests, _cases, _counts, _must_pass, _findings, _real_kernel,
+    )  # fmt: skip
+    found += [problem for check in checks for problem in check(certificate)]
+    stated = certificate.environment.get("device"), certificate.environment.get("suite")
+    if stated != (certificate.device, certificate.suite):
+        found.append(f"the environment names device and suite {stated}, the certificate of {certificate.device}")
+    try:
+        date = datetime.date.fromisoformat(certificate.date)
+    except ValueError:
+        return [*found, f"date {certificate.date!r}: expected YYYY-MM-DD"]
+    return [*found, *([f"date {date} lies in the future"] if date > today else [])]
 
 
 def age(certificate: Certificate) -> str:
@@ -42,20 +55,18 @@ def age(certificate: Certificate) -> str:
 
 def _digests(certificate: Certificate) -> Iterator[str]:
     for name, here, stated in unlike(certificate):
-        yield f"digest '{name}': expected {here} as installed here, got {stated}{_unlocked(certificate, name, here)}"
+        todo = ""
+        if name in LOCKED and here in locked_digests()[name]:  # the stated one is not listed, or else that of here
+            renew = renewal(certificate.reference, certificate.device)
+            todo = f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
+        elif name in LOCKED:
+            run = "python ci/lock.py write, then python ci/accept.py"
+            todo = (
+                f"; suite {SUITE_VERSION} does not list the sources that are here; to show that they judge alike: {run}"
+            )
+        yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
     if certificate.tier != Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
-
-
-def _unlocked(certificate: Certificate, name: str, here: str | None) -> str:
-    """Which of the two digests the suite does not list, and what to run."""
-    if name not in LOCKED:
-        return ""
-    if here in locked_digests()[name]:
-        renew = renewal(certificate.reference, certificate.device)
-        return f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
-    run = "python ci/lock.py write, then python ci/accept.py"
-    return f"; suite {SUITE_VERSION} does not list the sources that are here; to show that they judge alike: {run}"
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
@@ -83,10 +94,8 @@ def fitted_of(cases: Collection[str]) -> list[str]:
 
 def _counts(certificate: Certificate) -> Iterator[str]:
     counted = Counts.of(_records(certificate), len(judged_list(certificate) | certificate.cases.keys()))
-    for name in Counts.__struct_fields__:
-        expected, stated = getattr(counted, name), getattr(certificate.counts, name)
-        if expected != stated:
-            yield f"count '{name}': the cases give {expected}, the certificate says {stated}"
+    for name, expected, stated in differing(*map(msgspec.structs.asdict, (counted, certificate.counts))):
+        yield f"count '{name}': the cases give {expected}, the certificate says {stated}"
     failed = [record.case for record in _records(certificate) if record.failed]
     if failed:
         yield f"{len(failed)} cases failed, which no certificate is issued for, for example {failed[0]}"
@@ -120,13 +129,9 @@ def _findings(certificate: Certificate) -> Iterator[str]:
     for each in certificate.findings:
         if each.status is Status.FAIL and each.check in COMPARED and each.explanation == "":
             yield f"the finding on {each.case} is a wrong number, and nothing says what it looks like"
-
-
-def _unjudged(certificate: Certificate) -> Iterator[str]:
-    reported = {entry.case for entry in certificate.unjudged if entry.reason}
-    for case in sorted(case for case, status in certificate.cases.items() if status is Status.UNAVAILABLE):
-        if case not in reported:
-            yield f"case {case} could not be judged, and nothing says why"
+    unjudged = {case for case, status in certificate.cases.items() if status is Status.UNAVAILABLE}
+    for case in sorted(unjudged - {entry.case for entry in certificate.unjudged if entry.reason}):
+        yield f"case {case} could not be judged, and nothing says why"
 
 
 def _real_kernel(certificate: Certificate) -> Iterator[str]:
@@ -140,17 +145,20 @@ def _real_kernel(certificate: Certificate) -> Iterator[str]:
                 yield f"backend {reference.name} is an emulated kernel, which is never certified"
 
 
-def _device(certificate: Certificate) -> Iterator[str]:
-    stated = certificate.environment.get("device"), certificate.environment.get("suite")
-    if stated != (certificate.device, certificate.suite):
-        yield f"the environment names device and suite {stated}, the certificate of {certificate.device}"
-
-
-def _date(certificate: Certificate, today: datetime.date) -> Iterator[str]:
-    try:
-        date = datetime.date.fromisoformat(certificate.date)
-    except ValueError:
-        yield f"date {certificate.date!r}: expected YYYY-MM-DD"
-        return
-    if date > today:
-        yield f"date {date} lies in the future"
+def with_reasons(certificate: Certificate, expectations: Expectations, today: datetime.date) -> Certificate:
+    """The same record, which has to verify; each failure of it says what these expectations, which foresee it, say."""
+    if wrong := problems(certificate, today):
+        raise InputError(f"{certificate.backend}: expected a record that verifies; {wrong[0]}")
+    known, findings = facts(certificate.environment, certificate.pins.versions), []
+    for finding in certificate.findings:
+        status, capability = finding.status or Status.FAIL, finding.case.partition(":")[0]
+        failed = Record(certificate.backend, certificate.reference, capability, finding.case, status)
+        seen = expectations.apply(failed.with_fields(check=finding.check, message=finding.message), known)
+        if seen.status is not Status.EXPECTED_FAILURE:
+            raise InputError(
+                f"{certificate.backend}: expected an entry for {finding.status} of {finding.case}, got none; "
+                "write it into a folder of --expectations"
+            )
+        findings.append(msgspec.structs.replace(finding, expectation=seen.expectation))
+    changed = msgspec.structs.replace(certificate, findings=tuple(findings))
+    return msgspec.structs.replace(changed, seal=seal(changed))

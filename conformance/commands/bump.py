@@ -4,11 +4,10 @@ import argparse
 import secrets
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from mla_conformance.bump.environment import Environment
 from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_markdown
-from mla_conformance.bump.version import Pin, two_versions
+from mla_conformance.bump.version import two_versions
 from mla_conformance.commands.console import status_of
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.supervisor import Stopped
@@ -18,23 +17,30 @@ from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import say
 
 _SIDES = "before", "after"
-_ENVIRONMENT = "environment"
 _JUDGED = (0, 1, 3)
 """The statuses with which ``certify`` leaves a report."""
 
 
 def bump(options: argparse.Namespace) -> int:
-    """Carry out the command; the exit status.
-
-    Raises:
-        InputError: an option is not right, a version cannot be installed, or is not the one that was judged.
-    """
     pins = two_versions(options.before, options.after)
     if not options.backend:
         raise InputError(f"--backend: expected the backends that stand on {pins[0].name}, got none")
-    out = _new_folder(options.out)
+    out = options.out or RUNS / f"bump-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     try:
-        found = _carried_out(pins, out, options)
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise InputError(f"--out {out}: expected a new or an empty folder")
+    except OSError as error:
+        raise InputError(f"--out {out}: expected a writable folder: {error.strerror}") from error
+    try:
+        # Both before anything is judged: a version that cannot be installed is known at once.
+        environments = []
+        for side, pin in zip(_SIDES, pins, strict=True):
+            say(f"installing {pin}")
+            environments.append(Environment.make((out / side).resolve() / "environment", pin, options.find_links))
+            environments[-1].require_installed()
+        names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
+        found = Bump(*(_judged(environment, names, options) for environment in environments))
     except Stopped as stop:
         say(f"mla-conformance: ended by {stop}", error=True)
         return status_of(stop)
@@ -46,35 +52,13 @@ def bump(options: argparse.Namespace) -> int:
     return found.exit_status
 
 
-def _carried_out(pins: tuple[Pin, Pin], out: Path, options: argparse.Namespace) -> Bump:
-    # Both before anything is judged: a version that cannot be installed is known at once.
-    environments = [_installed(out / side, pin, options.find_links) for side, pin in zip(_SIDES, pins, strict=True)]
-    names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
-    return Bump(*(_judged(environment, names, _selection(options)) for environment in environments))
-
-
-def _new_folder(named: Path | None) -> Path:
-    out = named or RUNS / f"bump-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise InputError(f"--out {out}: expected a new or an empty folder")
-    except OSError as error:
-        raise InputError(f"--out {out}: expected a writable folder: {error.strerror}") from error
-    return out
-
-
-def _installed(folder: Path, pin: Pin, wheels: Path | None) -> Environment:
-    say(f"installing {pin}")
-    made = Environment.make(folder.resolve() / _ENVIRONMENT, pin, wheels)
-    made.require_installed()
-    return made
-
-
-def _judged(environment: Environment, names: Sequence[str], selection: Sequence[str]) -> JudgedVersion:
+def _judged(environment: Environment, names: Sequence[str], options: argparse.Namespace) -> JudgedVersion:
     """One version, judged by ``certify`` in the folder that holds its environment."""
     pin, folder = environment.pin, environment.folder.parent
     say(f"judging with {pin}")
+    asked = {"backend": options.backend, "capability": options.capability}
+    asked |= {name: [value] for name in ("tier", "device", "cases") if (value := getattr(options, name))}
+    selection = [f"--{name}={value}" for name, values in asked.items() for value in values]
     status = environment.run("mla_conformance", "certify", *selection, "--out", str(folder)).returncode
     if status not in _JUDGED:
         raise InputError(f"certify with {pin} ended with status {status}")
@@ -82,10 +66,3 @@ def _judged(environment: Environment, names: Sequence[str], selection: Sequence[
     judged = JudgedVersion(pin, load_report(folder), versions)
     judged.require_loaded()
     return judged
-
-
-def _selection(options: argparse.Namespace) -> list[str]:
-    """What is judged, as ``certify`` is told it."""
-    reported = {"backend": options.backend, "capability": options.capability}
-    reported |= {name: [value] for name in ("tier", "device", "cases") if (value := getattr(options, name))}
-    return [f"--{name}={value}" for name, values in reported.items() for value in values]

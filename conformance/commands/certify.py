@@ -17,7 +17,7 @@ from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.records import require_records, write_record
 from mla_conformance.certificate.signature import require_key, sign, signature_of
 from mla_conformance.commands.console import BROKEN, run_and_report
-from mla_conformance.commands.sanitize import Sanitizing, sanitize
+from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Journal, JournalError, Plan
 from mla_conformance.engine.pool import Limits
@@ -43,19 +43,22 @@ _OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", 
 
 
 def certify(options: argparse.Namespace) -> int:
-    """Carry out the command; the exit status.
-
-    Raises:
-        InputError: an option is not right, or the folder is not free.
-    """
     began, issuing = time.monotonic(), Issuing.asked(options)
     if options.submission:
         require_records(options.submission)
     plan = _recorded(options.resume) if options.resume else None
-    request = _resumed(options, plan) if plan else _new(options)
+    request = (
+        _resumed(options, plan) if plan else _deployed(options) if options.model or options.config else _new(options)
+    )
+    request = replace(request, bitwise=options.bitwise, accuracy=options.accuracy)
     if options.sanitize:
-        return sanitize(request, _sanitizing(options))
-    expectations = _expectations(options.expectations)
+        _refuse(
+            options, ("certificate", "record", "sign"), "{}: cannot be combined with --sanitize, which judges nothing"
+        )
+        return sanitize(request, options)
+    for entry, problem in Expectations.load(options.expectations).problems():
+        raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
+    expectations = Expectations.load([shipped(), *options.expectations])
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
@@ -67,64 +70,39 @@ def certify(options: argparse.Namespace) -> int:
         return issuing.write(run.summary(), status, run.found.code.digests)
 
 
-def _sanitizing(options: argparse.Namespace) -> Sanitizing:
-    for name in ("certificate", "record", "sign"):
+def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    for name in names:
         if getattr(options, name):
-            raise InputError(f"{_flag(name)}: cannot be combined with --sanitize, which judges nothing")
-    return Sanitizing(options.sanitize, bool(options.capability), options.timeout, options.submission)
+            raise InputError(why.format(f"--{name}"))
 
 
 def _new(options: argparse.Namespace) -> RunRequest:
-    if options.model or options.config:
-        return _deployed(options)
-    cases = _case_files(options.cases, options.capability) if options.cases else ()
-    request = RunRequest.of(
-        options.backend,
-        () if cases else options.capability,
-        options.tier or "full",
-        options.device,
-        cases,
-        options.explore or NOTHING_DRAWN,
-        options.salt or "",
-    )
-    return replace(request, shard=_shard(options, request), bitwise=options.bitwise, accuracy=options.accuracy)
+    cases, chosen = list[str](), options.capability
+    if options.cases:
+        cases = [case.id for case in read_cases(options.cases) if not chosen or case.capability in chosen]
+        chosen = ()
+        if not cases:
+            raise InputError(f"--cases {options.cases}: no case of {', '.join(options.capability)}")
+    drawn, tier, salt = options.explore or NOTHING_DRAWN, options.tier or "full", options.salt or ""
+    request = RunRequest.of(options.backend, chosen, tier, options.device, cases, drawn, salt)
+    if not options.shard:
+        return request
+    if request.explore:
+        raise InputError("--explore: cannot be combined with --shard; draw cases in a separate run")
+    seconds = load_report(options.durations).seconds if options.durations else {}
+    return replace(request, shard=Shard.of(options.shard, request.case_ids, seconds))
 
 
 def _deployed(options: argparse.Namespace) -> RunRequest:
-    """The cases of a deployed model."""
-    for name in _OF_THE_LIST:
-        if getattr(options, name):
-            raise InputError(f"{_flag(name)}: cannot be combined with --model or --config, which choose the cases")
+    _refuse(options, _OF_THE_LIST, "{}: cannot be combined with --model or --config, which choose the cases")
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
     request = RunRequest.of(options.backend, device=options.device, cases=cases, salt=options.salt or "")
-    return replace(request, deployment=deployment, bitwise=options.bitwise, accuracy=options.accuracy)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _case_files(folder: Path, capabilities: Sequence[str]) -> list[str]:
-    """Ids of the cases in a folder, of these capabilities if any are named."""
-    cases = [case.id for case in read_cases(folder) if not capabilities or case.capability in capabilities]
-    if not cases:
-        raise InputError(f"--cases {folder}: no case of {', '.join(capabilities)}")
-    return cases
-
-
-def _shard(options: argparse.Namespace, request: RunRequest) -> Shard | None:
-    if not options.shard:
-        return None
-    if request.explore:
-        raise InputError("--explore: cannot be combined with --shard; draw cases in a separate run")
-    seconds = load_report(options.durations).seconds if options.durations else {}
-    return Shard.of(options.shard, request.case_ids, seconds)
+    return replace(request, deployment=deployment)
 
 
 def _recorded(folder: Path) -> Plan:
-    """The plan of an interrupted run."""
     try:
         journal = Journal.inside(folder)
         return Plan.recorded(journal)
@@ -136,9 +114,8 @@ def _recorded(folder: Path) -> Plan:
 
 def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
     """The interrupted run; what was not given again is what the journal says."""
-    for name in ("cases", "shard", "model", "config"):
-        if getattr(options, name):
-            raise InputError(f"--resume: cannot be combined with {_flag(name)}; the journal says what to judge")
+    why = "--resume: cannot be combined with {}; the journal says what to judge"
+    _refuse(options, ("cases", "shard", "model", "config"), why)
     request = RunRequest.of(
         options.backend or list(plan.backends),
         options.capability or list(plan.capabilities),
@@ -148,43 +125,20 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
         Extent.of(plan.explore) if options.explore is None else options.explore,
         plan.salt if options.salt is None else options.salt,
     )
-    asked = {"bitwise": options.bitwise, "accuracy": options.accuracy}
-    request = replace(request, shard=plan.shard, deployment=plan.deployment, **asked)
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: its journal was changed: the shard has cases that are not listed")
-    return request
-
-
-def _expectations(folders: list[Path]) -> Expectations:
-    """The shipped expectations and those of ``folders``, which must be up to date."""
-    for entry, problem in Expectations.load(folders).problems():
-        raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
-    return Expectations.load([shipped(), *folders])
+    return replace(request, shard=plan.shard, deployment=plan.deployment)
 
 
 @dataclass
 class Issuing:
-    """What is to be issued of a run.
-
-    Attributes:
-        kind: certificate, record or submission.
-        path: receives it.
-        key: of SSH, which signs it; None if it is not signed.
-        pins: what judges and what is judged, once the run is prepared.
-    """
-
-    kind: str
-    path: Path
-    key: Path | None
-    pins: Pins | None = None
+    kind: str  # certificate, record or submission
+    path: Path  # receives it
+    key: Path | None  # of SSH, which signs it; None if it is not signed
+    pins: Pins | None = None  # what judges and what is judged, once the run is prepared
 
     @staticmethod
     def asked(options: argparse.Namespace) -> "Issuing | None":
-        """What the options ask for; None for nothing.
-
-        Raises:
-            InputError: there is nothing to sign with.
-        """
         kinds = ("certificate", "record", "submission")
         kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
         if options.sign:
@@ -192,7 +146,6 @@ class Issuing:
         return Issuing(kind, path, options.sign) if path else None
 
     def obstacle(self, run: Run) -> str:
-        """Why a run that is prepared cannot be certified; empty if it can."""
         try:
             require_certifiable(run.facts, run.request.judged_ids, bool(run.request.explore))
             self.pins = _pins(run.facts[0])
@@ -210,12 +163,21 @@ class Issuing:
         if self.pins is None:
             return status
         if status and not (status == BROKEN and run.backends[0].outcome is BackendOutcome.UNAVAILABLE):
-            return self._refused("the run failed or is incomplete", status)
+            say(f"mla-conformance: no {self.kind}: the run failed or is incomplete", error=True)
+            return status
         try:
             certificate = self._certificate(run, loaded)
         except Refused as reason:
-            return self._refused(str(reason), 1)
-        self._write(certificate)
+            say(f"mla-conformance: no {self.kind}: {reason}", error=True)
+            return 1
+        if self.kind == "submission":
+            write_record(self.path, certificate, sign(certificate.seal, self.key) if self.key else "")
+        else:
+            text = to_text(certificate.to_json())
+            write_output(self.path, text)
+            signature_of(self.path).unlink(missing_ok=True)
+            if self.key:
+                write_output(signature_of(self.path), sign(text, self.key))
         say(f"wrote {self.path}", error=True)
         return status
 
@@ -230,20 +192,6 @@ class Issuing:
         except InputError as error:
             raise Refused(str(error)) from error
         return form(run, datetime.date.today(), pins, libraries(loaded, parse_reference(facts.reference)))
-
-    def _write(self, certificate: Certificate) -> None:
-        if self.kind == "submission":
-            write_record(self.path, certificate, sign(certificate.seal, self.key) if self.key else "")
-            return
-        text = to_text(certificate.to_json())
-        write_output(self.path, text)
-        signature_of(self.path).unlink(missing_ok=True)
-        if self.key:
-            write_output(signature_of(self.path), sign(text, self.key))
-
-    def _refused(self, reason: str, status: int) -> int:
-        say(f"mla-conformance: no {self.kind}: {reason}", error=True)
-        return status
 
 
 def _pins(facts: BackendFacts, loaded: Mapping[str, str] | None = None) -> Pins:

@@ -14,7 +14,7 @@ from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import JournalError, Plan
-from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.request import RequestError
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.inputs import InputError
@@ -48,9 +48,6 @@ def run_and_report(
         keep_report: whether the run's folder outlives the command, so that it is worth naming.
         resumed: the plan of the run that is gone on with, which must be this one.
         check: says of a prepared run why it is not to be carried out at all.
-
-    Raises:
-        InputError: what was asked for is not here, or is another run than the one to go on with, or has other code.
     """
     with run:
         refused = _prepare(run, resumed, check)
@@ -58,7 +55,7 @@ def run_and_report(
             say(f"mla-conformance: {refused[0]}", error=True)
             return refused[1]
         if not as_json:
-            _say_wrapped(_header(run), *_outside(run.request))
+            _say_wrapped(*_header(run))
         broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
         try:
             run.finish()
@@ -73,7 +70,9 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        _show_outcome(summary, run.request.is_default)
+        for line in outcome_lines(summary, columns(), run.request.is_default):
+            say(line)
+        _say_wrapped(closing_line(summary))
         if keep_report:
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
     for message in filter(None, (broken, unwritten)):
@@ -81,21 +80,16 @@ def run_and_report(
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
 
 
-def _header(run: Run) -> str:
-    """One line on where the run takes place, and of how many cases of what: of a tier or a model."""
+def _header(run: Run) -> Iterator[str]:
+    """Where the run takes place and what is judged; then in what cases that were named are like none of the suite."""
     asked, environment = run.request, run.environment
     fitted = sum(len(facts.fitted) for facts in run.available)
     cases = [counted(len(asked.judged_ids), "case"), f"{fitted} fitted" if fitted else "", drawn_words(asked.explore)]
-    what = [asked.scope, " and ".join(filter(None, cases))]
-    salted = [f"salt {environment['salt']}"] if "salt" in environment else []
+    salted = f"salt {environment['salt']}" if "salt" in environment else ""
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
-    said = [*where, *what, *salted, "golden float64", shard]
-    return " · ".join(filter(None, said))
-
-
-def _outside(asked: RunRequest) -> Iterator[str]:
-    """Of cases that were named one by one: in what they are like none that the suite would make itself."""
+    what = [asked.scope, " and ".join(filter(None, cases)), salted, "golden float64", shard]
+    yield " · ".join(filter(None, [*where, *what]))
     for case in () if asked.deployment else asked.cases:
         space = next(space for space in SPACES.values() if space.role is case.role)
         if names := space.outside(case):
@@ -103,7 +97,6 @@ def _outside(asked: RunRequest) -> Iterator[str]:
 
 
 def drawn_words(extent: Extent) -> str:
-    """What is drawn beside the list, in words."""
     return f"cases drawn for {extent}" if extent.seconds else f"{extent} drawn for each role" if extent else ""
 
 
@@ -117,8 +110,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
             run.folder.discard()
             return reason, BROKEN
         if resumed:
-            _require_same(run, resumed)
-            _say_of_journal(run, run.resume())
+            _go_on(run, resumed)
         else:
             run.begin()
     except (RequestError, JournalError) as error:
@@ -133,8 +125,8 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
     return None
 
 
-def _require_same(run: Run, resumed: Plan) -> None:
-    """Refuse to go on with a run that was to judge something else, or whose code has changed since."""
+def _go_on(run: Run, resumed: Plan) -> None:
+    """Go on with a run that judges the same with the same code; say what of its journal is left out or on trust."""
     if different := resumed.differences(run.plan):
         raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
     if changed := run.changed_code():
@@ -143,11 +135,7 @@ def _require_same(run: Run, resumed: Plan) -> None:
             f"first {changed[0]}. Verdicts on different code do not add up, and what a kernel compiles differs between "
             "machines: start again on one machine, without --resume"
         )
-
-
-def _say_of_journal(run: Run, left_out: list[int]) -> None:
-    """What a run goes on with, where that is not the whole journal, or where a kernel could have written it."""
-    if left_out:
+    if left_out := run.resume():
         lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
         say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
     if said := run.environment.get("journal"):
@@ -208,12 +196,6 @@ def _write_step_summary(summary: RunSummary) -> None:
         say(f"mla-conformance: GITHUB_STEP_SUMMARY {path}: cannot be written: {error.strerror}", error=True)
 
 
-def _show_outcome(summary: RunSummary, brief: bool) -> None:
-    for line in outcome_lines(summary, columns(), brief):
-        say(line)
-    _say_wrapped(closing_line(summary))
-
-
 def _say_wrapped(*texts: str) -> None:
     for text in texts:
         for line in side_by_side(text.split(" · "), " · ", columns()):
@@ -226,13 +208,9 @@ _SOME = 10
 
 
 class Progress:
-    """Counts what is judged; failures are told by their causes, at the end.
+    """Counts what is judged, of so many records; failures are told by their causes, at the end.
 
-    Attributes:
-        total: records that are expected, each case with each backend.
-        done: records so far.
-        failed: how many of them failed.
-        parts: lines of a whole run where no line is live.
+    Where no line is live, a whole run has as many lines as it has parts.
     """
 
     def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
@@ -242,14 +220,14 @@ class Progress:
         self._phase = self._now = ""
 
     def __call__(self, record: Record) -> None:
-        """Take one record."""
         if record.confirmation or record.is_explained:
             return  # it was counted when it was judged first
         self.done += 1
         self._before += record.status is Status.UNSUPPORTED and not record.seconds  # no process was asked
         self.failed += record.failed
         self._now = f"{record.backend} {record.capability}"
-        if not is_live() and self._part(self.done) > self._part(self.done - 1):
+        before, now = ((done * self.parts) // max(1, self.total) for done in (self.done - 1, self.done))
+        if not is_live() and now > before:
             say(f"… {self.line}")
 
     def phase(self, what: str) -> None:
@@ -259,25 +237,18 @@ class Progress:
         if self.parts and not is_live():
             say(f"… {self.line}")
 
-    def _part(self, done: int) -> int:
-        return done * self.parts // max(1, self.total)
-
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self._began
 
     @property
     def line(self) -> str:
         """Judged of all, failed, time since it began, what is left of it at this pace, and what goes on."""
-        counts = f"{self.done}/{self.total} judged", f"{self.failed} failed"
-        return " · ".join(filter(None, (*counts, *self._times(), self._phase, self._now)))
-
-    def _times(self) -> Iterator[str]:
-        yield clock(self.elapsed)
+        told = [f"{self.done}/{self.total} judged", f"{self.failed} failed", clock(self.elapsed)]
         seconds, judged = time.monotonic() - self._since, self.done - self._before
         if _SOME * judged >= self.total - self._before and self.done < self.total:
-            yield f"about {clock(seconds * (self.total - self.done) / judged)} left"
+            told.append(f"about {clock(seconds * (self.total - self.done) / judged)} left")
+        return " · ".join(filter(None, (*told, self._phase, self._now)))
 
 
 def clock(seconds: float) -> str:

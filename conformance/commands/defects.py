@@ -15,7 +15,6 @@ from mla_conformance.vocabulary.capabilities import Tier
 
 
 def run_defects(options: argparse.Namespace) -> int:
-    """Judge them all, say and write what came of it; the exit status."""
     tier = Tier(options.tier)
     page = Section.of(options.page, "defects") if options.page else None  # known before anything is run
     if options.out:
@@ -32,11 +31,7 @@ def run_defects(options: argparse.Namespace) -> int:
 
 
 def try_cheats(options: argparse.Namespace) -> int:
-    """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise.
-
-    Raises:
-        InputError: the tests are not here, as in what a wheel installs.
-    """
+    """Certify kernels that cheat as a user would, say and write what catches them; 1 if one fares otherwise."""
     require_tests("cheats")
     if options.out:
         require_writable(options.out)

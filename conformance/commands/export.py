@@ -1,4 +1,4 @@
-"""``export``: one call of a backend as a script that anyone can run who has torch and the backend's library."""
+"""``export``: one call of a backend as a script that needs torch and the library alone, or a failure as an issue."""
 
 import argparse
 import os
@@ -12,20 +12,25 @@ import torch
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
-from mla_conformance.commands.issue import write_issue
+from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
+from mla_conformance.certificate.records import is_records, kept_records
 from mla_conformance.commands.replay import case_id
 from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
+from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_alone, script_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.files.places import search_current_folder
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.terminal import say
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import CLAUSES, Check, Status
+from mla_conformance.report.loading import is_report, load_report, report_file
+from mla_conformance.report.terminal import put, say
+from mla_conformance.scoreboard.entry import Entry, KnownFailure
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
@@ -34,12 +39,13 @@ from mla_conformance.trials.subject import Subject
 def export(options: argparse.Namespace) -> int:
     """Write a script, and run it, or the text of an issue; the exit status."""
     if options.issue:
-        return write_issue(options)
+        return _write_issue(options)
     if not (options.case and options.backend and options.out):
         raise InputError("export: expected a case, --backend NAME and --out FILE.py, or --issue REPORT")
     case, path = Case.parse(case_id(options.case)), options.out
     require_writable(path)
-    _require_ours(path)
+    if path.exists() and EXPORTED_BY not in read_text(path):
+        raise InputError(f"{path}: exists, and export did not write it; name another file")
     draft = path.with_name(f".{path.stem}.{os.getpid()}.py")
     try:
         require_one_call(case)
@@ -72,12 +78,6 @@ def _require_survival(options: argparse.Namespace, case: Case) -> None:
         raise InputError(f"export: a process that judged {case.id} on {options.backend} ended: {ended}")
 
 
-def _require_ours(path: Path) -> None:
-    """Refuse to write over what this command did not write."""
-    if path.exists() and EXPORTED_BY not in read_text(path):
-        raise InputError(f"{path}: exists, and export did not write it; name another file")
-
-
 def _subject(options: argparse.Namespace) -> Subject:
     device = find_device(options.device or "")
     if device is None:
@@ -99,7 +99,6 @@ def _looks_like(found: Reproduced) -> str:
 
 
 def _further(options: argparse.Namespace) -> str:
-    """What to do with a case that is too large for a script."""
     place = f"--backend {shlex.quote(options.backend)}" + (f" --device {options.device}" if options.device else "")
     case, out = shlex.quote(options.case), shlex.quote(str(options.out))
     return (
@@ -121,3 +120,48 @@ def _require_agreement(found: Reproduced, ran: Ran) -> None:
     judge = found.record.message or "pass"
     said = f"the script says {ran.verdict}, the judge: {judge}; it printed: {printed}"
     raise NotWritable(f"a script of this one call does not give the judge's verdict: {said}")
+
+
+def _write_issue(options: argparse.Namespace) -> int:
+    if options.case or options.backend:
+        raise InputError("export: --issue cannot be combined with a case or --backend; the report names both")
+    issues = _issues(options.issue)
+    if not issues:
+        raise InputError(f"{options.issue}: expected a report or record with a failure, got none")
+    if not 1 <= options.failure <= len(issues):
+        listed = "; ".join(f"{number}. {issue.title}" for number, issue in enumerate(issues, start=1))
+        raise InputError(f"{options.issue}: expected --failure 1 to {len(issues)}, got {options.failure}: {listed}")
+    text = markdown_of(issues[options.failure - 1])
+    if options.out:
+        write_output(options.out, text)
+    else:
+        put(text.rstrip("\n"))
+    return 0
+
+
+def _issues(path: Path) -> list[Issue]:
+    """Of a run's report, of a record, or of all records of a file."""
+    if is_report(path):
+        return issues_of(load_report(path))
+    path = report_file(path)
+    found = [shown_of(each.certificate) for each in kept_records(path)] if is_records(path) else [read_shown(path)]
+    return [_of_failure(failure, shown) for shown in found for failure in Entry(shown, "").failures]
+
+
+def _of_failure(failure: KnownFailure, shown: Shown) -> Issue:
+    found = failure.example
+    clause = CLAUSES[Check(found.check)] if found.check in set(Check) else ""
+    example = Record(
+        shown.backend,
+        shown.reference,
+        found.case.partition(":")[0],
+        found.case,
+        Status.FAIL,
+        message=found.message.removesuffix(f" (SPEC {clause})"),
+        check=found.check,
+        clause=clause,
+        salt=shown.environment.get("salt", ""),
+    )
+    further = tuple(each.case for each in failure.findings if each is not found)
+    machine = {"device": shown.device, **shown.environment}
+    return Issue(shown.backend, failure.reason, shown.distributions, machine, shown.suite, example, further)

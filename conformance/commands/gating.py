@@ -5,8 +5,7 @@ import argparse
 from mla_conformance.expectations.apply import Expectations, plan_update, shipped
 from mla_conformance.files.inputs import has_letters
 from mla_conformance.gating.gate import Gate, gate_lines
-from mla_conformance.gating.mustpass import SHIPPED, MustPass
-from mla_conformance.gating.required import Required
+from mla_conformance.gating.mustpass import SHIPPED, MustPass, Required
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.loading import load_report, report_file
 from mla_conformance.report.terminal import put, say
@@ -14,7 +13,6 @@ from mla_conformance.vocabulary.capabilities import Tier
 
 
 def gate(options: argparse.Namespace) -> int:
-    """Print what the gate finds; the exit status."""
     present = [path for path in options.reports if report_file(path).exists()]
     found = Gate(
         reports=[load_report(path) for path in present],
@@ -36,7 +34,6 @@ def gate(options: argparse.Namespace) -> int:
 
 
 def update_expectations(options: argparse.Namespace) -> int:
-    """Rewrite a folder of expectations; the exit status."""
     update = plan_update(load_report(options.report), options.dir)
     update.write(options.dir)
     for sign, entries in (("+", update.added), ("-", update.removed)):
@@ -51,6 +48,5 @@ def update_expectations(options: argparse.Namespace) -> int:
 
 
 def list_must_pass(options: argparse.Namespace) -> int:
-    """Print the must-pass list; the exit status."""
     put(MustPass.of_vocabulary().to_text().rstrip("\n"))
     return 0

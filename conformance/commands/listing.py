@@ -5,7 +5,7 @@ Nothing here imports torch; what some options ask for does.
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from mla_conformance.backends.references import known_backends
@@ -15,7 +15,6 @@ from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import Run
 from mla_conformance.files.outputs import Section
-from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
@@ -31,21 +30,16 @@ _VALUES = 19
 def list_backends(options: argparse.Namespace) -> int:
     """A line for every backend: whether it can run here, or why not."""
     names = known_names()
-    found = _described(names, options.device)
+    with tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder:
+        request = RunRequest.of(names, tier="smoke", device=options.device)
+        with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
+            run.prepare()
+        found = run.facts
     width = max(len(facts.name) for facts in found)
     for facts in sorted(found, key=lambda facts: names.index(facts.name.partition("[")[0])):
         state = "unavailable: " + "; ".join(facts.reasons) if facts.reasons else "available"
         _say_wrapped(f"{facts.name:<{width}} {state}", 4)
     return 0
-
-
-def _described(names: list[str], device: str | None) -> list[BackendFacts]:
-    with (
-        tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder,
-        Run(RunRequest.of(names, tier="smoke", device=device), RunFolder.claim(Path(folder)), Limits(workers=1)) as run,
-    ):
-        run.prepare()
-        return run.facts
 
 
 def list_capabilities(options: argparse.Namespace) -> int:
@@ -67,11 +61,7 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """Two lines for every model, or all that is known of one.
-
-    Raises:
-        InputError: there is no model of that name, or a file has no markers.
-    """
+    """Two lines for every model, or all that is known of one."""
     if options.docs:
         Section.of(options.docs, "models").write("\n".join(_table()))
     elif options.name:
@@ -98,7 +88,6 @@ def _confirmed(stored: StoredModel) -> str:
 
 
 def _table() -> Iterator[str]:
-    """Markdown: where the figures of each model were read."""
     yield "| model | figures | read in |"
     yield "|---|---|---|"
     for name in model_names():
@@ -113,27 +102,26 @@ def _table() -> Iterator[str]:
 def _summary(profile: ModelProfile) -> list[str]:
     return [
         f"{profile.name:<18} {profile.heads} heads",
-        f"P-R-V-L {_joined(profile.dims)}",
+        f"P-R-V-L {'-'.join(map(str, profile.dims))}",
         f"scale {profile.scale} %",
         f"rope {profile.rope}",
-        *_layers(profile),
+        *(f"{count} × {kind}" for kind, count in profile.layers),
         *_selection(profile),
         f"cache {', '.join(profile.cache_layouts)}",
     ]
 
 
 def _detail(profile: ModelProfile, stored: StoredModel) -> Iterator[str]:
-    """One fact a line."""
     facts = {
         "architecture": profile.model_type,
         "published": f"{stored.published}: {_confirmed(stored)}",
         "hidden size": str(profile.hidden_size),
         "heads": str(profile.heads),
-        "P-R-V-L": _joined(profile.dims),
+        "P-R-V-L": "-".join(map(str, profile.dims)),
         "query latent": str(profile.q_lora_rank or "none"),
         "softmax scale": f"{profile.scale} % of (P + R)^-1/2",
         "rope": profile.rope,
-        "layers": ", ".join(_layers(profile)),
+        "layers": ", ".join(f"{count} × {kind}" for kind, count in profile.layers),
         "selection": "; ".join(_selection(profile)) or "none: all keys are attended to",
         "outside kernels": "; ".join(("norms of the latents", "rotation", *profile.outside)),
     }
@@ -147,14 +135,6 @@ def _detail(profile: ModelProfile, stored: StoredModel) -> Iterator[str]:
     for cache, layouts in profile.cache_layouts.items():
         count = len(cases_of(profile, Deployment.of(profile, 1, cache)))
         yield f"  --kv-cache {cache:<12} cache layouts {', '.join(layouts)}; {count} cases at --tp 1"
-
-
-def _joined(dims: tuple[int, ...]) -> str:
-    return "-".join(map(str, dims))
-
-
-def _layers(profile: ModelProfile) -> list[str]:
-    return [f"{count} × {kind}" for kind, count in profile.layers]
 
 
 def _selection(profile: ModelProfile) -> list[str]:
@@ -174,7 +154,12 @@ def print_completion(options: argparse.Namespace) -> int:
     """The script for a shell, with the backends, capabilities and tiers that are known here."""
     import shtab
 
-    known = _known()
+    backends = [backend.name for backend in known_backends()]
+    known = {
+        "backend": backends,
+        "require": backends,
+        "capability": list(CAPABILITIES),
+    }  # what can stand behind options
     for _, command in commands_of(options.parser):
         for action in command._actions:
             if action.type is Path:  # shtab reads these attributes; the parser parses nothing any more
@@ -183,13 +168,3 @@ def print_completion(options: argparse.Namespace) -> int:
                 action.choices = known.get(action.dest, action.choices)
     put(shtab.complete(options.parser, options.shell))
     return 0
-
-
-def _known() -> dict[str, Sequence[str]]:
-    """What can stand behind an option, by the option's name."""
-    backends = [backend.name for backend in known_backends()]
-    return {
-        "backend": backends,
-        "require": backends,
-        "capability": list(CAPABILITIES),
-    }

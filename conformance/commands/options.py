@@ -20,71 +20,54 @@ _WORKERS_PER_CORE = 4
 
 @dataclass(frozen=True)
 class Option:
-    """An option or an argument, as ``ArgumentParser.add_argument`` takes it.
+    """An option or an argument, as ``ArgumentParser.add_argument`` takes it."""
 
-    Attributes:
-        names: a short one stands before the long one.
-        settings: what else ``add_argument`` is told.
-        only_with: options without any of which it means nothing.
-    """
-
-    names: tuple[str, ...]
-    settings: dict[str, Any]
-    only_with: tuple[str, ...] = ()
+    names: tuple[str, ...]  # a short one stands before the long one
+    settings: dict[str, Any]  # what else ``add_argument`` is told
+    only_with: tuple[str, ...] = ()  # options without any of which it means nothing
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command.
+    words: str  # behind the program's name
+    help: str  # one line
+    run: str  # ``module:function``, imported when the command is carried out; takes the options, gives the exit status
+    options: tuple[tuple[Option, ...], ...]  # in the order of the help; of each tuple at most one may be given
+    examples: tuple[str, ...]  # arguments of calls that make sense
+    statuses: str  # what each exit status says
 
-    Attributes:
-        words: behind the program's name.
-        help: one line.
-        run: ``module:function``, imported when the command is carried out; takes the options, gives the exit status.
-        options: in the order of the help; of those in a tuple of their own at most one may be given.
-        examples: arguments of calls that make sense.
-        statuses: what each exit status says.
-    """
 
-    words: str
-    help: str
-    run: str
-    options: tuple[Option | tuple[Option, ...], ...]
-    examples: tuple[str, ...]
-    statuses: str
-
-    @property
-    def alternatives(self) -> tuple[tuple[Option, ...], ...]:
-        """The options, each with those that it excludes."""
-        return tuple(entry if isinstance(entry, tuple) else (entry,) for entry in self.options)
+def command(
+    words: str,
+    help_text: str,
+    run: str,
+    *options: Option | tuple[Option, ...],
+    examples: tuple[str, ...] = ("",),
+    statuses: str = "0 listed; 2 usage",
+) -> Command:
+    """A command; of options in a tuple of their own at most one may be given."""
+    alternatives = tuple(each if isinstance(each, tuple) else (each,) for each in options)
+    return Command(words, help_text, run, alternatives, examples, statuses)
 
 
 def option(names: str, metavar: str, help_text: str, only_with: str = "", **settings: Any) -> Option:
-    """An option or an argument, with its names as ``-n --workers``."""
     return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings}, tuple(only_with.split()))
 
 
 def flag(name: str, help_text: str, only_with: str = "") -> Option:
-    """An option without a value."""
     return Option((name,), {"action": "store_true", "help": help_text}, tuple(only_with.split()))
 
 
 def path(name: str, metavar: str, help_text: str, **settings: Any) -> Option:
-    """An option or an argument that is a path."""
     return option(name, metavar, help_text, type=Path, **settings)
 
 
 def several(name: str, metavar: str, help_text: str, **settings: Any) -> Option:
-    """An option that may be given more than once."""
     return option(name, metavar, help_text, action="append", default=[], **settings)
 
 
 def seconds(text: str) -> float:
-    """A positive time in seconds, or with a unit: ``90``, ``90s``, ``40m``, ``2h``.
-
-    Raises:
-        InputError: something else.
-    """
+    """A positive time in seconds, or with a unit: ``90``, ``90s``, ``40m``, ``2h``."""
     found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([smh]?)", text)
     value = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
     if not 0 < value <= _LONGEST:
@@ -104,11 +87,6 @@ def number(least: int, most: int = 10**9) -> Callable[[str], int]:
 
 
 def salt(text: str) -> str:
-    """A salt, which may be empty.
-
-    Raises:
-        InputError: a text that not every command line would carry.
-    """
     require_salt(text)
     return text
 
@@ -118,11 +96,6 @@ workers = number(1, _WORKERS_PER_CORE * machine_cores())
 
 
 def drift(text: str) -> float:
-    """A limit on drift, a share of the error budget from 0 to 1.
-
-    Raises:
-        InputError: a number that is none.
-    """
     share = float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-[0-9]+)?", text) else -1.0
     if not 0 <= share <= 1:
         raise InputError(f"expected a share of the error budget from 0 to 1, got {text!r}")
@@ -140,11 +113,7 @@ def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tu
 
 
 def require_tests(what: str) -> None:
-    """Refuse what stands among the tests where these are not.
-
-    Raises:
-        InputError: this is what a wheel installed, which holds no tests.
-    """
+    """Refuse what stands among the tests where these are not."""
     if not (files("mla_conformance") / "tests").is_dir():
         raise InputError(
             f"{what}: needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pkgutil import resolve_name
@@ -75,11 +75,18 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 
 def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> None:
-    for alternatives in command.alternatives:
+    for alternatives in command.options:
         which = parser.add_mutually_exclusive_group() if len(alternatives) > 1 else parser
         for option in alternatives:
             which.add_argument(*option.names, **option.settings)
-    parser.usage = " ".join(["%(prog)s [options]", *_given(command)])
+    required, given = [], []  # a usage line has the options that have to be given, and the arguments
+    for option in chain(*command.options):
+        metavar = option.settings.get("metavar")
+        if not option.names[0].startswith("-"):
+            given.append(_HOW_OFTEN[option.settings.get("nargs", "")].format(metavar))
+        elif option.settings.get("required"):
+            required.append(f"{option.names[-1]} {metavar}")
+    parser.usage = " ".join(["%(prog)s [options]", *required, *given])
     calls = [line for call in command.examples for line in typed(f"{program} {command.words} {call}", _WIDTH, "  ")]
     status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
     parser.epilog = "\n".join(["examples:", *calls, "", status])
@@ -87,28 +94,14 @@ def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> No
     parser.set_defaults(run=partial(_carry_out, command, parser))
 
 
-def _given(command: Command) -> Iterator[str]:
-    """The options that have to be given and the arguments, as a usage line has them."""
-    for option in sorted(chain(*command.alternatives), key=lambda option: not option.names[0].startswith("-")):
-        metavar, how_often = option.settings.get("metavar"), option.settings.get("nargs", "")
-        if not option.names[0].startswith("-"):
-            yield _HOW_OFTEN[how_often].format(metavar)
-        elif option.settings.get("required"):
-            yield f"{option.names[-1]} {metavar}"
-
-
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Import what carries a command out, and have it do so.
-
-    Raises:
-        InputError: an option means nothing without another one, or it takes torch, which is not here.
-    """
+    """Import what carries a command out, and have it do so."""
 
     def is_given(name: str) -> bool:
         dest = name.lstrip("-").replace("-", "_")
         return bool(getattr(options, dest) != parser.get_default(dest))
 
-    for option in chain(*command.alternatives):
+    for option in chain(*command.options):
         if option.only_with and is_given(option.names[-1]) and not any(map(is_given, option.only_with)):
             raise InputError(f"{option.names[-1]}: expected together with {' or '.join(option.only_with)}")
     try:

@@ -2,17 +2,18 @@
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.commands.console import run_and_report, status_of
-from mla_conformance.commands.repeats import repeat
-from mla_conformance.engine.confirm import Minimum, NothingToMinimize, minimize
+from mla_conformance.cases.shrink import simpler
+from mla_conformance.commands.console import BROKEN, run_and_report, status_of
+from mla_conformance.engine.confirm import NothingToMinimize, minimize
 from mla_conformance.engine.folder import RUNS, RunFolder
-from mla_conformance.engine.messages import Judge
+from mla_conformance.engine.messages import Judge, Repeat
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
@@ -20,34 +21,35 @@ from mla_conformance.engine.supervisor import Stopped
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record, replay_line
+from mla_conformance.judging.traits import Repeated
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import from_here
-from mla_conformance.report.terminal import say
+from mla_conformance.report.terminal import columns, say, wrapped
 from mla_conformance.vocabulary.case_files import read_case, write_case
+
+PROBABILITY = 0.95
+"""With which a race is said to be found."""
+_PATIENCE = 4
+"""How much longer than the case itself simpler ones are repeated."""
 
 
 @dataclass(frozen=True)
 class _Replayed:
-    """What is to be run again: a case on a backend, behind other cases, with a salt or without.
-
-    Attributes:
-        confirmed: what the report says of confirming the failure; empty where it failed again alone.
-    """
+    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
 
     case: str
     reference: str
     after: Sequence[str]
     salt: str
-    confirmed: str = ""
+    confirmed: str = ""  # what the report says of confirming the failure; empty where it failed again alone
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Run one case again; the exit status."""
     asked = _replayed(options)
     if options.repeats:
         with _one_case(asked.case, asked.reference, options, asked.salt) as run:
-            return repeat(run, options.repeats)
+            return _repeat(run, options.repeats)
     dump = _dumping(asked, options) if options.dump is not None else None
     if asked.confirmed:
         say(f"the report says of this failure: it {asked.confirmed}")
@@ -62,7 +64,7 @@ def replay(options: argparse.Namespace) -> int:
 def _dumping(asked: _Replayed, options: argparse.Namespace) -> Callable[[], None]:
     """What writes the tensors of a case that was run; it takes torch, which is imported before a backend is."""
     from mla_conformance.engine.describe import find_device
-    from mla_conformance.export.dump import dump, require_empty
+    from mla_conformance.export.failing import dump, require_empty
     from mla_conformance.files.places import search_current_folder
     from mla_conformance.trials.subject import Subject
 
@@ -79,35 +81,31 @@ def _dumping(asked: _Replayed, options: argparse.Namespace) -> Callable[[], None
 
 @contextmanager
 def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -> Iterator[Run]:
-    """A run of one case in a folder that does not stay."""
     request = RunRequest.of([backend], device=options.device, cases=[case], salt=salt)
     with tempfile.TemporaryDirectory(prefix="mla-conformance-replay-") as folder:
         yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
 
 
 def _replayed(options: argparse.Namespace) -> _Replayed:
-    if (options.case is None) == (options.report is None):
+    """A case that is given, or the simplest failure of a cause in a report; causes are counted from 1."""
+    path, number = options.report, options.failure
+    if (options.case is None) == (path is None):
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
-    if options.report is not None:
-        failure = _failure(options.report, options.failure)
-        salt = failure.salt if options.salt is None else options.salt
-        reference, after = options.backend or failure.reference, options.after or failure.after
-        return _Replayed(failure.case, reference, after, salt, failure.confirmed)
-    if not options.backend:
-        raise InputError("replay: expected --backend NAME beside a case")
-    after = [case_id(case) for case in options.after]
-    return _Replayed(case_id(options.case), options.backend, after, options.salt or "")
-
-
-def _failure(path: Path, number: int) -> Record:
-    """The simplest failure of a cause in a report; causes are counted from 1."""
+    if path is None:
+        if not options.backend:
+            raise InputError("replay: expected --backend NAME beside a case")
+        after = [case_id(case) for case in options.after]
+        return _Replayed(case_id(options.case), options.backend, after, options.salt or "")
     found = load_report(path).causes
     if not found:
         raise InputError(f"{path}: expected a report with a failure, got none")
     if number > len(found):
         listed = "; ".join(f"{number}. {cause.headline}" for number, cause in enumerate(found, start=1))
         raise InputError(f"{path}: expected --failure 1 to {len(found)}, got {number}: {listed}")
-    return found[number - 1].example
+    failure = found[number - 1].example
+    salt = failure.salt if options.salt is None else options.salt
+    reference, after = options.backend or failure.reference, options.after or failure.after
+    return _Replayed(failure.case, reference, after, salt, failure.confirmed)
 
 
 def case_id(text: str) -> str:
@@ -118,36 +116,34 @@ def case_id(text: str) -> str:
         raise InputError(str(error)) from error
 
 
+def _prepared(run: Run) -> tuple[BackendFacts, Case]:
+    """The backend and the case of a run of one, once it is prepared."""
+    run.prepare()
+    (facts,), (case,) = run.facts, run.request.cases
+    if facts.reasons:
+        raise InputError(f"{facts.name} unavailable: {'; '.join(facts.reasons)}")
+    return facts, case
+
+
 def minimize_case(options: argparse.Namespace) -> int:
-    """Make a failing case small; the exit status."""
     if options.out:
         require_writable(options.out)
     with _one_case(case_id(options.case), options.backend, options, options.salt or "") as run, run:
         try:
-            run.prepare()
-            (facts,), (case,) = run.facts, run.request.cases
-            if facts.reasons:
-                raise InputError(f"{facts.name} unavailable: {'; '.join(facts.reasons)}")
-            minimum = minimize(case, lambda candidate: _judged(run, candidate), options.tries)
+            facts, case = _prepared(run)
+
+            def judged(candidate: Case) -> Record:
+                (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, candidate.id)]]))
+                assert outcome.answer.record is not None
+                return outcome.answer.record
+
+            minimum = minimize(case, judged, options.tries)
         except (NothingToMinimize, RequestError) as error:
             raise InputError(f"minimize: {error}") from error
         except Stopped as stop:
             say(f"mla-conformance: ended by {stop}", error=True)
             return status_of(stop)
-    _tell(minimum, options.out)
-    return 0
-
-
-def _judged(run: Run, case: Case) -> Record:
-    (facts,) = run.facts
-    (outcome,) = run.supervisor.run(Tasks([[Judge(facts.reference, case.id)]]))
-    assert outcome.answer.record is not None
-    return outcome.answer.record
-
-
-def _tell(minimum: Minimum, out: Path | None) -> None:
-    """Write the case file, and say what was found and how to see it."""
-    path = out or RUNS / f"minimized-{minimum.case.digest}.json"
+    path = options.out or RUNS / f"minimized-{minimum.case.digest}.json"
     try:
         write_case(path, minimum.case)
     except OSError as error:
@@ -156,3 +152,65 @@ def _tell(minimum: Minimum, out: Path | None) -> None:
     say(f"{found}: {minimum.record.status}: {minimum.record.message}")
     say(f"case file: {path}")
     say(f"replay: {from_here(minimum.record).replay}")
+    return 0
+
+
+def _repeat(run: Run, calls: int) -> int:
+    """Call the one case so often, then simpler ones that differ as well, and say what was found; the exit status."""
+
+    def repeated(candidate: Case, times: int) -> Repeated | None:
+        (outcome,) = run.supervisor.run(Tasks([[Repeat(facts.reference, candidate.id, times)]]))
+        return outcome.answer.repeated  # None if the process died of it
+
+    with run:
+        try:
+            facts, smallest = _prepared(run)
+            found = repeated(smallest, calls)
+            # One step after the other; a rare difference may not show in a case that has it.
+            ends_at = time.monotonic() + (_PATIENCE * found.seconds if found and found.breaks else 0)
+            candidates = simpler(smallest)
+            while found and time.monotonic() < ends_at and (candidate := next(candidates, None)):
+                if (again := repeated(candidate, found.calls)) and again.breaks:
+                    smallest, candidates = candidate, simpler(candidate)
+        except RequestError as error:
+            raise InputError(str(error)) from error
+        except Stopped as stop:
+            say(f"mla-conformance: ended by {stop}", error=True)
+            return status_of(stop) or BROKEN
+    for text in _repeat_lines(found, calls):
+        for line in wrapped(text, columns()):
+            say(line)
+    if found is None or found.failed:
+        return 1 if found is None else BROKEN
+    if found.breaks:
+        path = RUNS / f"race-{smallest.digest}.json"
+        try:
+            write_case(path, smallest)
+        except OSError as error:
+            raise InputError(f"--repeats: {error}") from error
+        say(f"smallest case that differs: {path}")
+        say(f"replay: {replay_line(smallest.id, facts.reference)} --repeats {calls}")
+    return int(found.breaks)
+
+
+def _repeat_lines(found: Repeated | None, calls: int) -> Iterator[str]:
+    if found is None:
+        yield f"the process died within {calls:,} calls"
+    elif found.failed:
+        yield f"not repeated: {found.failed}"
+    elif not found.differing:
+        rarest = found.rarest(PROBABILITY)
+        yield (
+            f"{found.calls:,} calls in {found.seconds:.1f} s, all with the same bits: what happens in more than one of "
+            f"{1 / rarest:,.0f} calls would have shown with {PROBABILITY:.0%}"
+        )
+    else:
+        yield (
+            f"{found.differing:,} of {found.calls:,} calls in {found.seconds:.1f} s have other bits than the first, "
+            f"beginning with call {found.first:,}: {found.what}; {found.wrong or 'within the error budget'}"
+        )
+        needed = found.calls_for(PROBABILITY)
+        seconds = needed * found.seconds / found.calls
+        yield f"to find one with {PROBABILITY:.0%}: {needed:,} calls, {seconds:.2g} s here"
+        if not found.breaks:
+            yield "the kernel does not declare equal bits: information, not a failure"

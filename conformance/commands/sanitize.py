@@ -1,74 +1,67 @@
-"""``certify --sanitize``: small cases under compute-sanitizer, which is no verdict of the suite's own."""
+"""``certify --sanitize``: small cases under compute-sanitizer, which is no verdict of the suite's own.
 
+Where a record tells which kernels the backend runs, that is one case for each set of kernels.
+"""
+
+import argparse
 import datetime
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.certificate.records import write_sanitized
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.work import is_light, work_of
+from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.records import kept_records, write_sanitized
 from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.commands.console import BROKEN
-from mla_conformance.commands.sanitized_cases import choose
 from mla_conformance.engine.devices import this_machine
 from mla_conformance.engine.pool import GPU_TIMEOUT
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.places import place_of
-from mla_conformance.judging.record import replay_line
+from mla_conformance.judging.record import Traced, replay_line
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, counted, say, wrapped
 from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watched
 from mla_conformance.traits.sanitizer_output import joined
 from mla_conformance.version import SUITE_VERSION, __version__
+from mla_conformance.vocabulary.capabilities import find_capability
+
+MOST = 8
+"""Cases of a backend: a tool makes calls some hundred times slower, and a process for it takes seconds to begin."""
+_OF_A_ROLE = 2
+_SMALL = "memory_bounds"
+"""The capability whose cases are taken where nothing else says which."""
 
 
-@dataclass(frozen=True)
-class Sanitizing:
-    """What is asked.
-
-    Attributes:
-        check: the tool of compute-sanitizer.
-        named: whether capabilities were named.
-        timeout: seconds for a process; None for what a case may take on a GPU.
-        records: file of records, which tells kernels and receives what is found; None for none.
-    """
-
-    check: str
-    named: bool
-    timeout: float | None = None
-    records: Path | None = None
-
-
-def sanitize(request: RunRequest, asked: Sanitizing) -> int:
-    """Carry it out; the exit status is that of a run that judged nothing wherever the tool could not watch.
-
-    Raises:
-        InputError: the records cannot be read, or what was found not be written.
-    """
+def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
+    """Carry it out; the exit status is that of a run that judged nothing wherever the tool could not watch."""
     try:
         if request.device == "cpu":
             raise ToolUnavailable("compute-sanitizer watches a GPU, not a CPU: omit --device cpu")
         tool = Tool.found()
     except ToolUnavailable as error:
-        _say(f"{asked.check} unavailable: {error}; nothing was checked")
+        _say(f"{options.sanitize} unavailable: {error}; nothing was checked")
         return BROKEN
-    statuses = [_sanitized(tool, request, asked, backend) for backend in request.backends]
+    statuses = [_sanitized(tool, request, options, backend) for backend in request.backends]
     return 1 if 1 in statuses else max(statuses)
 
 
-def _sanitized(tool: Tool, request: RunRequest, asked: Sanitizing, backend: BackendReference) -> int:
-    """One backend; its exit status."""
-    chosen = choose(request, asked.named, asked.records, backend.name)
+def _sanitized(tool: Tool, request: RunRequest, options: argparse.Namespace, backend: BackendReference) -> int:
+    check, records = options.sanitize, options.submission
+    chosen = choose(request, bool(options.capability), records, backend.name)
     if chosen.what:
-        _say(f"{asked.check} {backend.name}: {chosen.what}")
-    watch = Watch(tool, asked.check, backend.reference, "cuda", asked.timeout or GPU_TIMEOUT)
+        _say(f"{check} {backend.name}: {chosen.what}")
+    watch = Watch(tool, check, backend.reference, "cuda", options.timeout or GPU_TIMEOUT)
     found = watch.calls([case.id for case in chosen.cases], chosen.most)
     for text in lines(watch, backend, found):
         _say(text)
     watched = [each for each in found.cases if not each.unavailable]
-    if watched and asked.records:
-        write_sanitized(asked.records, _kernel(watch, backend, found))
-        say(f"wrote {asked.records}", error=True)
+    if watched and records:
+        write_sanitized(records, _kernel(watch, backend, found))
+        say(f"wrote {records}", error=True)
     if any(each.errors for each in watched):
         return 1
     return 0 if watched and len(watched) == len(found.cases) else BROKEN
@@ -86,8 +79,15 @@ def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[s
         place = (f", {error.place}" if error.place else "") + (f", launched at {error.launch}" if error.launch else "")
         yield f"{who}: {error.kernel}: {error.cause}, {counted(error.count, 'time')}{place}"
         yield f"  replay: {replay_line(case, backend.reference)}"
-    for why, ids in _silent(found):
-        yield f"{who} unavailable{ids}: {_by(watch, found)}: {why}"
+    torchs = found.begin.environment.get("cuda", "") if found.begin else ""
+    other = watch.tool.cuda and torchs and watch.tool.cuda.partition(".")[0] != torchs.partition(".")[0]
+    by = f"{watch.tool}" + (f", torch of CUDA {torchs}" if other else "")
+    if why := found.unavailable or ("" if found.cases else "it supports none of the cases here"):
+        yield f"{who} unavailable: {by}: {why}"
+    for why, cases in grouped(
+        (each for each in found.cases if each.unavailable), lambda each: each.unavailable
+    ).items():
+        yield f"{who} unavailable for {counted(len(cases), 'case')}, such as {cases[0].case}: {by}: {why}"
     for each in found.cases:
         if each.is_clean:
             yield f"{who}: nothing reported of {each.case}, {each.seconds:.1f} s"
@@ -96,26 +96,13 @@ def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[s
     yield f"{who}: nothing reported of {counted(clean, 'case')}, {refused} unsupported, {seconds:.1f} s; no verdict"
 
 
-def _silent(found: Watched) -> Iterator[tuple[str, str]]:
-    """Why nothing is known, and of which cases."""
-    if found.unavailable:
-        yield found.unavailable, ""
-    elif not found.cases:
-        yield "it supports none of the cases here", ""
-    silent = grouped((each for each in found.cases if each.unavailable), lambda each: each.unavailable)
-    for why, cases in silent.items():
-        yield why, f" for {counted(len(cases), 'case')}, such as {cases[0].case}"
-
-
-def _by(watch: Watch, found: Watched) -> str:
-    """The tool, and the CUDA of torch where that is another one."""
-    torchs = found.begin.environment.get("cuda", "") if found.begin else ""
-    other = watch.tool.cuda and torchs and watch.tool.cuda.partition(".")[0] != torchs.partition(".")[0]
-    return f"{watch.tool}" + (f", torch of CUDA {torchs}" if other else "")
-
-
 def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> SanitizedKernel:
-    """As its record's line holds it."""
+    """As its record's line holds it, with places as another machine finds them."""
+
+    def placed(place: str) -> str:
+        path, colon, line = place.rpartition(":")
+        return place_of(Path(path), backend.file) + colon + line if path else place
+
     assert found.begin is not None  # what was watched has begun
     return SanitizedKernel(
         suite=SUITE_VERSION,
@@ -131,25 +118,64 @@ def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> Sanitize
         tool_cuda=watch.tool.cuda,
         checked={each.case: each.seconds for each in found.cases if not each.unavailable},
         unchecked={each.case: each.unavailable for each in found.cases if each.unavailable},
-        errors=_reported(found, backend),
+        errors=tuple(
+            SanitizerFinding(
+                kernel=error.kernel,
+                cause=error.cause,
+                count=error.count,
+                place=placed(error.place),
+                launch=placed(error.launch),
+                case=case,
+            )
+            for error, case in joined((each.case, each.errors) for each in found.cases)
+        ),
     )
 
 
-def _reported(found: Watched, backend: BackendReference) -> tuple[SanitizerFinding, ...]:
-    """With places as another machine finds them."""
-    return tuple(
-        SanitizerFinding(
-            kernel=error.kernel,
-            cause=error.cause,
-            count=error.count,
-            place=_placed(error.place, backend),
-            launch=_placed(error.launch, backend),
-            case=case,
-        )
-        for error, case in joined((each.case, each.errors) for each in found.cases)
-    )
+@dataclass(frozen=True)
+class ChosenCases:
+    cases: tuple[Case, ...]  # candidates, those to be called first in front
+    most: int = 0  # how many of each capability and role the backend has to support; 0 for all
+    what: str = ""  # in words, where something is left out
 
 
-def _placed(place: str, backend: BackendReference) -> str:
-    path, colon, line = place.rpartition(":")
-    return place_of(Path(path), backend.file) + colon + line if path else place
+def choose(request: RunRequest, named: bool, records: Path | None, backend: str) -> ChosenCases:
+    """The cases for a backend: those that are named, or small ones, of capabilities if these are named.
+
+    Of a file of records, which may not be there, the newest of the backend that names kernels tells them.
+    """
+    if request.cases:
+        cases = sorted(request.cases, key=work_of)
+        left = f"the {MOST} smallest of {len(cases)} cases" if len(cases) > MOST else ""
+        return ChosenCases(tuple(cases[:MOST]), what=left)
+    kept = [] if named or records is None or not records.exists() else kept_records(records)
+    traced = [
+        each.certificate for each in kept if each.certificate.backend == backend and each.certificate.traced.kernels
+    ]
+    record = max(traced, key=lambda each: each.date, default=None)
+    if record is not None and (found := _variants(record, request.cases_of)):
+        said = counted(len(found), "set"), min(MOST, len(found))
+        what = f"a case for {said[1]} of {said[0]} of kernels that a profiler saw for suite {record.suite}"
+        return ChosenCases(tuple(found[:MOST]), what=what)
+    names = request.capabilities if named else (_SMALL,)
+    small = (case for name in names for case in sorted(request.cases_of(name), key=work_of))
+    return ChosenCases(tuple(small), _OF_A_ROLE)
+
+
+def _variants(record: Certificate, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:
+    """The smallest case of each set of kernels; those in front add kernels that none before them runs.
+
+    It is one that passed and is fit for a tool: few operations, and no operand far behind another one in memory.
+    """
+    smallest: dict[frozenset[str], Case] = {}
+    for name, names in record.traced.kernels.items():
+        passed = [case for case in cases_of(name) if record.cases.get(case.id) is Status.PASS]
+        passed = [case for case in passed if is_light(case) and case.far == "none"]
+        if passed and not find_capability(name).probes_refusals:
+            kernels, case = frozenset(Traced({name: names}).distinct), min(passed, key=work_of)
+            smallest[kernels] = min(case, smallest.get(kernels, case), key=work_of)
+    adding, further, seen = list[Case](), list[Case](), set[str]()
+    for kernels, case in sorted(smallest.items(), key=lambda entry: work_of(entry[1])):
+        (further if kernels <= seen else adding).append(case)
+        seen |= kernels
+    return adding + further

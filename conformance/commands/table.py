@@ -5,8 +5,8 @@ from typing import Any
 
 from mla_conformance.cases.extent import Extent
 from mla_conformance.commands.options import (
-    Command,
     Option,
+    command,
     count,
     drift,
     flag,
@@ -21,7 +21,7 @@ from mla_conformance.commands.options import (
 from mla_conformance.engine.request import DEVICES
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.commands import FORMATS
-from mla_conformance.report.compare import DRIFT
+from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.vocabulary.capabilities import Tier
 
@@ -30,7 +30,6 @@ _TIERS = "|".join(Tier)
 _SHELLS = ("bash", "zsh", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
-_LISTED = "0 listed; 2 usage"
 
 _WHICH_CASE = "a case's id, or its file"
 _CASE = option("case", "CASE_ID|FILE.json", _WHICH_CASE)
@@ -66,339 +65,289 @@ GROUPS = {"expectations": "known failures with reasons", "report": "show, compar
 """Words that begin several commands."""
 
 COMMANDS = (
-    Command(
+    command(
         "certify",
         "judge backends",
         "mla_conformance.commands.certify:certify",
-        (
-            *_SELECTION,
-            option(
-                "--explore",
-                "N|TIME",
-                "also judge N drawn cases of each role, or for 10m; minimise failing ones",
-                type=Extent.of,
-            ),
-            _SALT,
-            option("--shard", "I/N", "judge this part of the cases; report merge joins the parts"),
-            path("--durations", "REPORT", "balance shards by this earlier run", only_with="--shard"),
-            (
-                path(
-                    "--out", "DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"
-                ),
-                path("--resume", "DIR", "continue this folder's interrupted run"),
-            ),
-            flag("--fresh", "with --out: set an unfinished run aside", only_with="--out"),
-            _TIMEOUT,
-            option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
-            option(
-                "--give-up-after", "N", "drop a backend after N equal failures; by default 5", type=count, default=5
-            ),
-            (
-                option("--model", "NAME", "judge what a deployment of this model calls; see models"),
-                path("--config", "PATH", "the same for the model of this config.json"),
-            ),
-            option("--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
-            option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
-            option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
-            flag("--bitwise", "also report when a row's bits stay the same"),
-            flag("--accuracy", "also report how errors are spread"),
-            option(
-                "--sanitize", "TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS
-            ),
-            flag("--apart", "as every run is: the kernel in a process of its own"),
-            flag("--json", "print the report as JSON"),
-            _EXPECTATIONS,
-            (
-                path("--certificate", "FILE", "certify a complete run of one backend"),
-                path("--submission", "FILE", "write its record into FILE.jsonl, to hand in"),
-                path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
-            ),
-            path("--sign", "KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
+        *_SELECTION,
+        option(
+            "--explore",
+            "N|TIME",
+            "also judge N drawn cases of each role, or for 10m; minimise failing ones",
+            type=Extent.of,
         ),
+        _SALT,
+        option("--shard", "I/N", "judge this part of the cases; report merge joins the parts"),
+        path("--durations", "REPORT", "balance shards by this earlier run", only_with="--shard"),
         (
+            path("--out", "DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"),
+            path("--resume", "DIR", "continue this folder's interrupted run"),
+        ),
+        flag("--fresh", "with --out: set an unfinished run aside", only_with="--out"),
+        _TIMEOUT,
+        option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
+        option("--give-up-after", "N", "drop a backend after N equal failures; by default 5", type=count, default=5),
+        (
+            option("--model", "NAME", "judge what a deployment of this model calls; see models"),
+            path("--config", "PATH", "the same for the model of this config.json"),
+        ),
+        option("--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
+        option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
+        option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
+        flag("--bitwise", "also report when a row's bits stay the same"),
+        flag("--accuracy", "also report how errors are spread"),
+        option("--sanitize", "TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
+        flag("--apart", "as every run is: the kernel in a process of its own"),
+        flag("--json", "print the report as JSON"),
+        _EXPECTATIONS,
+        (
+            path("--certificate", "FILE", "certify a complete run of one backend"),
+            path("--submission", "FILE", "write its record into FILE.jsonl, to hand in"),
+            path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
+        ),
+        path("--sign", "KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
+        examples=(
             "--backend TORCH_SDPA",
             "--backend my_backend.py:MyBackend --capability lse --tier smoke",
             "--resume build/mla-conformance/latest",
         ),
-        _JUDGED,
+        statuses=_JUDGED,
     ),
-    Command(
+    command(
         "watch",
         "judge a backend whenever its file changes, what failed last first",
         "mla_conformance.commands.watch:watch",
-        (option("backend", "file.py:Class", "the class to judge"), _CAPABILITIES, _DEVICE, _TIMEOUT),
-        ("my_backend.py:MyBackend --capability lse",),
-        "130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
+        option("backend", "file.py:Class", "the class to judge"),
+        _CAPABILITIES,
+        _DEVICE,
+        _TIMEOUT,
+        examples=("my_backend.py:MyBackend --capability lse",),
+        statuses="130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
-    Command(
+    command(
         "replay",
         "run one case again",
         "mla_conformance.commands.replay:replay",
+        _CASE_IF_ANY,
+        path("--report", "FILE", "run the simplest failure of a cause in this report"),
+        _failure("--report"),
+        several("--after", "CASE_ID", "run this case before it, in the same process"),
+        _SALT,
+        _BACKEND,
+        _DEVICE,
+        _TIMEOUT,
         (
-            _CASE_IF_ANY,
-            path("--report", "FILE", "run the simplest failure of a cause in this report"),
-            _failure("--report"),
-            several("--after", "CASE_ID", "run this case before it, in the same process"),
-            _SALT,
-            _BACKEND,
-            _DEVICE,
-            _TIMEOUT,
-            (
-                option("--repeats", "N", "instead, call it N times and compare the bits, to find a race", type=count),
-                path("--dump", "DIR", "also write operands, result, golden result and error"),
-            ),
+            option("--repeats", "N", "instead, call it N times and compare the bits, to find a race", type=count),
+            path("--dump", "DIR", "also write operands, result, golden result and error"),
         ),
-        ("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
-        _JUDGED,
+        examples=("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
+        statuses=_JUDGED,
     ),
-    Command(
+    command(
         "minimize",
         "find the simplest case that fails in the same way",
         "mla_conformance.commands.replay:minimize_case",
-        (
-            _CASE,
-            _SALT,
-            _NEEDED_BACKEND,
-            _DEVICE,
-            option("--timeout", "TIME", "a case that takes longer hangs; by default 60", type=seconds, default=60.0),
-            option("--tries", "N", "try at most N candidates; by default 500", type=count, default=500),
-            path("--out", "FILE", "write the case here"),
-        ),
-        ("'lse:q=[64,3]' --backend my_backend.py:MyBackend --out small.json",),
-        f"0 a simplest case was found; 2 usage, or the case does not fail; 3 no process can be started; {_ENDED}",
+        _CASE,
+        _SALT,
+        _NEEDED_BACKEND,
+        _DEVICE,
+        option("--timeout", "TIME", "a case that takes longer hangs; by default 60", type=seconds, default=60.0),
+        option("--tries", "N", "try at most N candidates; by default 500", type=count, default=500),
+        path("--out", "FILE", "write the case here"),
+        examples=("'lse:q=[64,3]' --backend my_backend.py:MyBackend --out small.json",),
+        statuses="0 a simplest case was found; 2 usage, or the case does not fail; 3 no process can be started; "
+        + _ENDED,
     ),
-    Command(
+    command(
         "export",
         "write one call as a script that needs torch and the library alone, or a failure as an issue",
         "mla_conformance.commands.export:export",
-        (
-            _CASE_IF_ANY,
-            path("--issue", "REPORT", "instead, write a cause in this report or record as an issue"),
-            _failure("--issue"),
-            _BACKEND,
-            _DEVICE,
-            path("--out", "FILE", "write here; an issue is printed by default"),
-        ),
-        (
+        _CASE_IF_ANY,
+        path("--issue", "REPORT", "instead, write a cause in this report or record as an issue"),
+        _failure("--issue"),
+        _BACKEND,
+        _DEVICE,
+        path("--out", "FILE", "write here; an issue is printed by default"),
+        examples=(
             "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
             "--issue build/mla-conformance/latest --failure 2",
         ),
-        "0 written; 2 usage, or one call alone does not show it",
+        statuses="0 written; 2 usage, or one call alone does not show it",
     ),
-    Command(
+    command(
         "backends",
         "list the backends, and why one cannot run here",
         "mla_conformance.commands.listing:list_backends",
-        (_DEVICE,),
-        ("",),
-        _LISTED,
+        _DEVICE,
     ),
-    Command(
+    command(
         "capabilities",
         "list the capabilities with their definitions",
         "mla_conformance.commands.listing:list_capabilities",
         (
-            (
-                option("--backend", "BACKEND", "instead, list what it declares of each role, and its fitted cases"),
-                flag("--excluded", "instead, list the pairs that no case can hold, with reasons"),
-            ),
-            option("--device", help_text="with --backend: where it runs", only_with="--backend", **_DEVICES),
+            option("--backend", "BACKEND", "instead, list what it declares of each role, and its fitted cases"),
+            flag("--excluded", "instead, list the pairs that no case can hold, with reasons"),
         ),
-        ("", "--backend TORCH_SDPA", "--excluded"),
-        _LISTED,
+        option("--device", help_text="with --backend: where it runs", only_with="--backend", **_DEVICES),
+        examples=("", "--backend TORCH_SDPA", "--excluded"),
     ),
-    Command(
+    command(
         "models",
         "list the models that certify --model knows, or all of one",
         "mla_conformance.commands.listing:list_models",
-        (
-            option("name", "NAME", "show everything about this model", nargs="?"),
-            path("--docs", "FILE", _SECTION),
-        ),
-        ("", "deepseek-r1"),
-        "0 listed; 2 usage",
+        option("name", "NAME", "show everything about this model", nargs="?"),
+        path("--docs", "FILE", _SECTION),
+        examples=("", "deepseek-r1"),
+        statuses="0 listed; 2 usage",
     ),
-    Command(
+    command(
         "defects",
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
-        (
-            option("--tier", _TIERS, "by default full", choices=list(Tier), default="full"),
-            _JSON,
-            path("--page", "FILE", _SECTION),
-        ),
-        ("--tier smoke",),
-        "0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
+        option("--tier", _TIERS, "by default full", choices=list(Tier), default="full"),
+        _JSON,
+        path("--page", "FILE", _SECTION),
+        examples=("--tier smoke",),
+        statuses="0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
-    Command(
+    command(
         "cheats",
         "kernels that cheat, and what catches them",
         "mla_conformance.commands.defects:try_cheats",
-        (_JSON, path("--table", "FILE", _SECTION)),
-        ("",),
-        "0 all fare as expected; 1 one does not; 2 usage",
+        _JSON,
+        path("--table", "FILE", _SECTION),
+        statuses="0 all fare as expected; 1 one does not; 2 usage",
     ),
-    Command(
+    command(
         "gate",
         "decide by reports whether a change may be merged",
         "mla_conformance.commands.gating:gate",
-        (
-            path("reports", "REPORT", "reports of one run", nargs="+"),
-            several("--baseline", "REPORT", "report of an earlier run", type=Path),
-            _EXPECTATIONS,
-            option(
-                "--require",
-                "BACKEND",
-                "close unless these backends were judged",
-                nargs="+",
-                action="extend",
-                default=[],
-            ),
-            option(
-                "--require-tier",
-                f"{_TIERS}|none",
-                "every case of this tier needs a verdict; by default full",
-                choices=[*Tier, "none"],
-                default="full",
-            ),
-            option(
-                "--must-pass",
-                "FILE|NAME[@VERSION]",
-                "what has to pass: the suite's list (shipped), or profiles, which then bind",
-                nargs="*",
-            ),
-            option("--max-drift", "SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
-            option(
-                "--require-bitwise",
-                "QUESTION",
-                "require these answers of certify --bitwise: repeats, alone, pages …",
-                choices=list(Question),
-                nargs="+",
-                default=[],
-            ),
-            several("--allow-suite", "VERSION", "also accept verdicts of this other suite"),
+        path("reports", "REPORT", "reports of one run", nargs="+"),
+        several("--baseline", "REPORT", "report of an earlier run", type=Path),
+        _EXPECTATIONS,
+        option(
+            "--require", "BACKEND", "close unless these backends were judged", nargs="+", action="extend", default=[]
         ),
-        (
+        option(
+            "--require-tier",
+            f"{_TIERS}|none",
+            "every case of this tier needs a verdict; by default full",
+            choices=[*Tier, "none"],
+            default="full",
+        ),
+        option(
+            "--must-pass",
+            "FILE|NAME[@VERSION]",
+            "what has to pass: the suite's list (shipped), or profiles, which then bind",
+            nargs="*",
+        ),
+        option("--max-drift", "SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
+        option(
+            "--require-bitwise",
+            "QUESTION",
+            "require these answers of certify --bitwise: repeats, alone, pages …",
+            choices=list(Question),
+            nargs="+",
+            default=[],
+        ),
+        several("--allow-suite", "VERSION", "also accept verdicts of this other suite"),
+        examples=(
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
             "after/report.json --baseline before/report.json --require-tier smoke",
         ),
-        "0 open; 1 closed; 2 usage",
+        statuses="0 open; 1 closed; 2 usage",
     ),
-    Command(
+    command(
         "expectations update",
         "rewrite a folder of expectations from what a report found",
         "mla_conformance.commands.gating:update_expectations",
-        (_REPORT, path("--dir", "DIR", "rewrite this folder", required=True)),
-        ("build/mla-conformance/latest/report.json --dir expectations",),
-        "0 rewritten; 2 usage",
+        _REPORT,
+        path("--dir", "DIR", "rewrite this folder", required=True),
+        examples=("build/mla-conformance/latest/report.json --dir expectations",),
+        statuses="0 rewritten; 2 usage",
     ),
-    Command(
+    command(
         "expectations explain",
         "write reasons that were found after a run into its record, which must be signed again",
         "mla_conformance.commands.verify:write_reasons",
-        (path("records", "RECORD", "records that verify", nargs="+"), _EXPECTATIONS),
-        ("fixtures/records/2026.5.jsonl --expectations expectations",),
-        "0 written; 2 usage",
+        path("records", "RECORD", "records that verify", nargs="+"),
+        _EXPECTATIONS,
+        examples=("fixtures/records/2026.5.jsonl --expectations expectations",),
+        statuses="0 written; 2 usage",
     ),
-    Command(
+    command(
         "verify",
         "check certificates and records, and what of them is here",
         "mla_conformance.commands.verify:verify",
-        (
-            path("certificates", "FILE", "certificates or files of records", nargs="+"),
-            option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
-            option("--backend", "BACKEND", "run this backend again; by default the certificate's"),
-            option("--device", help_text="by default a GPU, if present", only_with="--rerun", **_DEVICES),
-            option("--salt", "TEXT", "draw their inputs from this text", only_with="--rerun", type=salt),
-            flag("--signature", "require a signature of one of the --signers", only_with="--signers"),
-            path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
-        ),
-        ("fixtures/records/2026.5.jsonl", "certificate.json --rerun 20 --device cuda"),
-        "0 all hold; 1 one does not; 2 usage",
+        path("certificates", "FILE", "certificates or files of records", nargs="+"),
+        option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
+        option("--backend", "BACKEND", "run this backend again; by default the certificate's"),
+        option("--device", help_text="by default a GPU, if present", only_with="--rerun", **_DEVICES),
+        option("--salt", "TEXT", "draw their inputs from this text", only_with="--rerun", type=salt),
+        flag("--signature", "require a signature of one of the --signers", only_with="--signers"),
+        path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
+        examples=("fixtures/records/2026.5.jsonl", "certificate.json --rerun 20 --device cuda"),
+        statuses="0 all hold; 1 one does not; 2 usage",
     ),
-    Command(
-        "mustpass",
-        "print the must-pass list of this suite version",
-        "mla_conformance.commands.gating:list_must_pass",
-        (),
-        ("",),
-        _LISTED,
+    command(
+        "mustpass", "print the must-pass list of this suite version", "mla_conformance.commands.gating:list_must_pass"
     ),
-    Command(
+    command(
         "bump",
         "judge two versions of a library, and list what the new one changes",
         "mla_conformance.commands.bump:bump",
-        (
-            option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
-            option("after", "NAME==NEW", "as flashinfer-python==0.7.2.post1"),
-            *_SELECTION,
-            path("--find-links", "DIR", "install from these wheels, without an index"),
-            path("--markdown", "FILE", "also write the outcome for a pull request"),
-            path("--out", "DIR", "a new or empty folder; by default one in build/mla-conformance"),
-        ),
-        ("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
-        "0 no regression; 1 something got worse; 2 usage; 3 not everything could be judged",
+        option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
+        option("after", "NAME==NEW", "as flashinfer-python==0.7.2.post1"),
+        *_SELECTION,
+        path("--find-links", "DIR", "install from these wheels, without an index"),
+        path("--markdown", "FILE", "also write the outcome for a pull request"),
+        path("--out", "DIR", "a new or empty folder; by default one in build/mla-conformance"),
+        examples=("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
+        statuses="0 no regression; 1 something got worse; 2 usage; 3 not everything could be judged",
     ),
-    Command(
+    command(
         "report render",
         "a report for people",
         "mla_conformance.report.commands:render",
-        (
-            _REPORT,
-            option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
-            path("--out", "FILE", "write this file instead of standard output"),
-        ),
-        ("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
-        _LISTED,
+        _REPORT,
+        option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
+        path("--out", "FILE", "write this file instead of standard output"),
+        examples=("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
     ),
-    Command(
+    command(
         "report diff",
         "what changed; exit status 1 for regressions",
         "mla_conformance.report.commands:diff",
-        (
-            path("before", "BEFORE", "report of the earlier run"),
-            path("after", "AFTER", "report of the later run"),
-            option("--drift", "SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
-        ),
-        ("before.json after.json --drift 0.2",),
-        "0 no regression; 1 regressions; 2 usage",
+        path("before", "BEFORE", "report of the earlier run"),
+        path("after", "AFTER", "report of the later run"),
+        option("--drift", "SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
+        examples=("before.json after.json --drift 0.2",),
+        statuses="0 no regression; 1 regressions; 2 usage",
     ),
-    Command(
+    command(
         "report merge",
         "one report from those of all shards",
         "mla_conformance.report.commands:merge",
-        (
-            path("shards", "SHARD", "report of a shard", nargs="+"),
-            path("--out", "FILE", "write the report here", required=True),
-        ),
-        ("1/report.json 2/report.json --out report.json",),
-        "0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
+        path("shards", "SHARD", "report of a shard", nargs="+"),
+        path("--out", "FILE", "write the report here", required=True),
+        examples=("1/report.json 2/report.json --out report.json",),
+        statuses="0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
-    Command(
-        "report schema",
-        "print the JSON Schema of report.json",
-        "mla_conformance.report.commands:print_schema",
-        (),
-        ("",),
-        _LISTED,
-    ),
-    Command(
+    command("report schema", "print the JSON Schema of report.json", "mla_conformance.report.commands:print_schema"),
+    command(
         "scoreboard",
         "records of many kernels as a static site",
         "mla_conformance.scoreboard.site:scoreboard",
-        (
-            path("records", "FILE|DIR", "records, or reports of certify --model", nargs="+"),
-            path("--out", "DIR", "write the site here", required=True),
-        ),
-        ("fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
-        "0 written; 1 written without records that cannot be read; 2 usage",
+        path("records", "FILE|DIR", "records, or reports of certify --model", nargs="+"),
+        path("--out", "DIR", "write the site here", required=True),
+        examples=("fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
+        statuses="0 written; 1 written without records that cannot be read; 2 usage",
     ),
-    Command(
+    command(
         "completion",
         "print a script that completes this command line in a shell",
         "mla_conformance.commands.listing:print_completion",
-        (option("shell", "SHELL", ", ".join(_SHELLS), choices=_SHELLS),),
-        ("bash > ~/.local/share/bash-completion/completions/mla-conformance",),
-        _LISTED,
+        option("shell", "SHELL", ", ".join(_SHELLS), choices=_SHELLS),
+        examples=("bash > ~/.local/share/bash-completion/completions/mla-conformance",),
     ),
 )

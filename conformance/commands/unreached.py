@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.fitting import MOST_TRIPLES, HeldTriples
+from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import Space
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.request import RunRequest
@@ -17,52 +17,35 @@ from mla_conformance.vocabulary.tiers import wrapped
 
 
 def list_unreached(reference: str, device: str | None) -> int:
-    """What the backend declares, role by role.
-
-    Raises:
-        InputError: it names no backend, or one that cannot run here.
-    """
     request = RunRequest.of([reference], device=device)
     found = find_device(request.device)
     if found is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
     search_current_folder()
     for backend in request.backends:
-        for line in _lines(Subject(backend, found)):
-            say(line)
+        subject = Subject(backend, found)
+        if subject.unavailable:
+            raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")
+        for space in SPACES.values():
+            for line in _declared(subject, space) if space.role in subject.roles else ():
+                say(line)
     return 0
 
 
-def _lines(subject: Subject) -> Iterator[str]:
-    if subject.unavailable:
-        raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")
-    for space in SPACES.values():
-        if space.role in subject.roles:
-            yield from _declared(subject, space)
-
-
 def _declared(subject: Subject, space: Space) -> Iterator[str]:
-    """How much of the space is claimed, and the classes that are refused."""
+    """How much of the space is claimed, how many triples the tiers hold, and the classes that are refused."""
     region = region_of(subject, space, triples=True)
-    classes = region.classes
-    claimed = sum(map(len, classes.values()))
+    classes, triples = region.classes, region.triples
+    claimed, pairs = sum(map(len, classes.values())), len(Pairs(space, region.rows))
     refused = [(name, label) for name, label in space.values if label not in classes[name]]
-    pairs = len(Pairs(space, region.rows))
-    yield from wrapped(
-        f"{subject.name} {space.role}: {claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, "
-        f"{len(region.fitted)} cases fitted",
-        0,
-    )
-    if region.triples:
-        yield from wrapped(_triples(region.triples), 2)
+    said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.fitted)} cases fitted"
+    yield from wrapped(f"{subject.name} {space.role}: {said}", 0)
+    if triples:
+        left = triples.claimed - triples.held - triples.vain
+        text = (
+            f"{triples.claimed:,} triples claimed two by two: full {triples.before:,}, nightly {triples.held:,}; no "
+            f"row found for {triples.vain:,}, {left:,} left out behind {MOST_TRIPLES} cases"
+        )
+        yield from wrapped(text, 2)
     if refused:
         yield from wrapped(f"refused on {subject.device.type}: {', '.join(map('='.join, refused))}", 2)
-
-
-def _triples(triples: HeldTriples) -> str:
-    """How many of them the tiers hold."""
-    left = triples.claimed - triples.held - triples.vain
-    return (
-        f"{triples.claimed:,} triples claimed two by two: full {triples.before:,}, nightly {triples.held:,}; no row "
-        f"found for {triples.vain:,}, {left:,} left out behind {MOST_TRIPLES} cases"
-    )

@@ -5,23 +5,21 @@ import datetime
 import secrets
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
+from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
-from mla_conformance.certificate.compare import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.digests import unlike
-from mla_conformance.certificate.lines import KeptRecord
-from mla_conformance.certificate.reasons import with_reasons
-from mla_conformance.certificate.records import change_records, is_records, read_records
+from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
+from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
 from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.sanitized import sanitized_problems
-from mla_conformance.certificate.signature import SignatureError, Signed, signature_of
-from mla_conformance.certificate.verify import not_yet_judged, problems
+from mla_conformance.certificate.signature import SignatureError, signature_of, signer
+from mla_conformance.certificate.verify import not_yet_judged, problems, with_reasons
 from mla_conformance.engine.devices import this_machine
 from mla_conformance.expectations.apply import Expectations, shipped
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.json_report import to_text
@@ -29,7 +27,6 @@ from mla_conformance.report.terminal import say
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Check certificates and files of records; the exit status."""
     with git_asked_before() if options.rerun > 0 else nullcontext():
         return max([status for path in options.certificates for status in _statuses(path, options)])
 
@@ -41,7 +38,10 @@ def write_reasons(options: argparse.Namespace) -> int:
         if is_records(path):
             change_records(path, lambda records: [_explained(each, known) for each in records])
             continue
-        before = KeptRecord(_current(path))
+        try:
+            before = KeptRecord(read_certificate(path))
+        except Outdated as old:
+            raise InputError(f"{path}: {old}") from old
         after = _explained(before, known)
         if after is not before:
             write_output(path, to_text(after.certificate.to_json()))
@@ -58,16 +58,16 @@ def _explained(kept: KeptRecord, known: Expectations) -> KeptRecord:
     return replace(kept, certificate=after, signature="") if changed else kept
 
 
-def _current(path: Path) -> Certificate:
-    try:
-        return read_certificate(path)
-    except Outdated as old:
-        raise InputError(f"{path}: {old}") from old
-
-
 def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
     if not is_records(path):
-        yield _verify_file(path, options)
+        try:
+            kept, beside = KeptRecord(read_certificate(path)), signature_of(path)
+        except Outdated as old:
+            say(f"{path}: {old}", error=True)
+            yield 1
+            return
+        signature = read_text(beside) if beside.is_file() else None
+        yield _verify(str(path), kept, (read_text(path), signature, beside.name), options)
         return
     lines = read_records(path)
     wanted = parse_reference(options.backend).name if options.backend else ""
@@ -79,84 +79,60 @@ def _statuses(path: Path, options: argparse.Namespace) -> Iterator[int]:
         if line.kept is None:
             say(line.why, error=True)
             yield 2
-        else:
-            signed = Signed(line.kept.certificate.seal, line.kept.signature or None, "signature")
-            try:
-                yield _verify(line.source, line.kept, signed, options)
-            except InputError as error:
-                say(f"{line.source}: {error}", error=True)
-                yield 2
+            continue
+        try:
+            signed = line.kept.certificate.seal, line.kept.signature or None, "signature"
+            yield _verify(line.source, line.kept, signed, options)
+        except InputError as error:
+            say(f"{line.source}: {error}", error=True)
+            yield 2
 
 
-def _verify_file(path: Path, options: argparse.Namespace) -> int:
-    try:
-        certificate = read_certificate(path)
-    except Outdated as old:
-        say(f"{path}: {old}", error=True)
-        return 1
-    return _verify(str(path), KeptRecord(certificate), Signed.of(path), options)
+def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], options: argparse.Namespace) -> int:
+    """Say what speaks against a record, and what else is to be told of it; the exit status.
 
-
-def _verify(source: str, kept: KeptRecord, signed: Signed, options: argparse.Namespace) -> int:
-    certificate = kept.certificate
-    salt = secrets.token_hex(8) if options.salt is None else options.salt
-    found = _Found(certificate, again=options.rerun > 0)
-    found.against += problems(certificate, datetime.date.today())
-    found.against += sanitized_problems(certificate, kept.sanitized)
-    found.take(_signature(signed, options))
-    if new := not_yet_judged(certificate):
-        found.reported.append(f"{len(new)} cases of the suite's list are not yet judged, for example {min(new)}")
-    if certificate.is_current:
-        found.take(_beside_this_machine(certificate, options))
-    if options.rerun > 0 and not found.against:
-        backend = parse_reference(options.backend or certificate.reference)
-        found.take(rerun(certificate, options.rerun, backend, options.device, salt))
-    return found.tell(source, _closing(certificate, min(options.rerun, len(judged_cases(certificate))), salt))
-
-
-@dataclass
-class _Found:
-    """What speaks against a certificate, and what is told beside it.
-
-    Attributes:
-        again: cases are run again, so that another build of what was judged is not what it is about.
+    ``signed`` is what its signature is of, the signature, and that one's name.
     """
+    certificate, again = kept.certificate, options.rerun > 0
+    salt = secrets.token_hex(8) if options.salt is None else options.salt
+    against, reported = list[str](), list[str]()
 
-    certificate: Certificate
-    again: bool
-
-    def __post_init__(self) -> None:
-        self.against: list[str] = []
-        self.reported: list[str] = []
-
-    def take(self, remarks: Iterator[Remark]) -> None:
-        """Sort what was remarked by what it means."""
+    def take(remarks: Iterator[Remark]) -> None:
+        """Sort by what is meant; with cases run again another build of what was judged is not what it is about."""
         for weight, sentence in remarks:
-            if weight is Weight.AGAINST or (weight is Weight.OTHER_BUILD and self.again):
-                self.against.append(sentence)
+            if weight is Weight.AGAINST or (weight is Weight.OTHER_BUILD and again):
+                against.append(sentence)
             else:
                 inherits = ", not of what is installed here" if weight is Weight.OTHER_BUILD else ""
-                self.reported.append(sentence + inherits)
+                reported.append(sentence + inherits)
 
-    def tell(self, source: str, closing: str) -> int:
-        """Print everything; the exit status."""
-        for sentence in self.reported:
-            say(f"{source}: {sentence}")
-        for sentence in self.against:
-            say(f"{source}: {sentence}", error=True)
-        if not self.against:
-            say(f"{source}: {closing}")
-        return 1 if self.against else 0
+    against += problems(certificate, datetime.date.today())
+    against += sanitized_problems(certificate, kept.sanitized)
+    take(_signature(*signed, options.signers))
+    if new := not_yet_judged(certificate):
+        reported.append(f"{len(new)} cases of the suite's list are not yet judged, for example {min(new)}")
+    if certificate.is_current:
+        take(_beside_this_machine(certificate, options))
+    if again and not against:
+        backend = parse_reference(options.backend or certificate.reference)
+        take(rerun(certificate, options.rerun, backend, options.device, salt))
+    for sentence in reported:
+        say(f"{source}: {sentence}")
+    for sentence in against:
+        say(f"{source}: {sentence}", error=True)
+    if not against:
+        say(f"{source}: {_closing(certificate, min(options.rerun, len(judged_cases(certificate))), salt)}")
+    return 1 if against else 0
 
 
-def _signature(signed: Signed, options: argparse.Namespace) -> Iterator[Remark]:
-    if options.signers is not None:
+def _signature(content: str, signature: str | None, name: str, signers: Path | None) -> Iterator[Remark]:
+    if signers is not None:
         try:
-            yield Remark(Weight.REPORTED, f"signed by {signed.signer(options.signers)}")
+            yield Remark(Weight.REPORTED, f"signed by {signer(content, signature, name, signers)}")
         except SignatureError as error:
             yield Remark(Weight.AGAINST, str(error))
-    elif signed.signature is not None:
-        yield Remark(Weight.REPORTED, f"{signed.name} was not checked; add --signers FILE")
+    elif signature is not None:
+        yield Remark(Weight.REPORTED, f"{name} was not checked; add --signers FILE")
 
 
 def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) -> Iterator[Remark]:
@@ -167,15 +143,11 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
             raise InputError(str(error)) from error
         yield Remark(Weight.REPORTED, f"the backend was not compared: {error}")
         return
-    _require_name(certificate, backend)
+    if backend.name != certificate.backend:
+        raise InputError(f"expected the certificate's backend, {certificate.backend}, got {backend.name}")
     if options.rerun <= 0:  # the run tells more
         yield from compare_machines(certificate.environment, this_machine())
     yield from compare(certificate.pins, certificate.traced, backend, judged_alike=not any(unlike(certificate)))
-
-
-def _require_name(certificate: Certificate, backend: BackendReference) -> None:
-    if backend.name != certificate.backend:
-        raise InputError(f"expected the certificate's backend, {certificate.backend}, got {backend.name}")
 
 
 def _closing(certificate: Certificate, again: int, salt: str) -> str:

@@ -33,11 +33,6 @@ _POLL_SECONDS = 0.3
 
 
 def watch(options: argparse.Namespace) -> int:
-    """Judge until somebody ends it; the exit status.
-
-    Raises:
-        InputError: what is named is no file, or what else was asked for is not here.
-    """
     try:
         request = RunRequest.of([options.backend], options.capability, "smoke", options.device)
         file = request.backends[0].file
@@ -62,13 +57,6 @@ class _Watch:
         (self._backend,) = self.run.request.backends
 
     def go_on(self) -> NoReturn:
-        """Judge now and after every change, without end.
-
-        Raises:
-            RequestError: the device that was asked for is not there.
-            RunError: no process can be started.
-            Stopped: by a signal.
-        """
         with self.run as run:
             self._seen = self._state()
             with live(lambda: "starting processes"):
@@ -144,26 +132,20 @@ class _Watch:
         """The same, where known wrong kernels do what the example of a cause does."""
         found = {record.case: record for record in records}
         examples = [cause.example for cause in causes(records)[:MOST_EXPLAINED]]
-        self._compare([Judge(self._backend.reference, each.case, explain=True) for each in examples], found)
-        self._compare(comparisons(found.values()), found)
+        explained = [Judge(self._backend.reference, each.case, explain=True) for each in examples]
+        for tasks in (lambda: explained, lambda: comparisons(found.values())):  # these by what the first ones found
+            wanted = [task for task in tasks() if found[task.case].status is Status.FAIL]
+            for again in self._judged(Tasks([[task] for task in wanted])):
+                if again.case in found:
+                    found[again.case] = compared(found[again.case], again) or found[again.case]
         return list(found.values())
 
-    def _compare(self, tasks: Sequence[Judge], found: dict[str, Record]) -> None:
-        wanted = [task for task in tasks if found[task.case].status is Status.FAIL]
-        for again in self._judged(Tasks([[task] for task in wanted])):
-            if again.case in found:
-                failure = found[again.case]
-                found[failure.case] = compared(failure, again) or failure
-
     def _tell(self, records: Sequence[Record], listed: int, took: str) -> None:
-        """One line, and what is wrong."""
         (facts,), counts = self.run.facts, Counts.of(records, listed)
-        outcome = (
-            BackendOutcome.FAIL if counts.failed else BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
-        )
-        self._say(SIGN[outcome], " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
-        summary = RunSummary({}, (BackendSummary(facts, summarise(records, {})),))
-        for line in cause_lines(summary, columns()):
+        outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
+        sign = SIGN[BackendOutcome.FAIL if counts.failed else outcome]
+        self._say(sign, " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
+        for line in cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records, {})),)), columns()):
             say(line)
 
     def _say(self, sign: str, text: str) -> None:

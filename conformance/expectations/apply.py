@@ -38,7 +38,7 @@ _NOT_EXPECTABLE = {
     Status.UNEXPECTED_PASS,
 }
 _SUITE = re.compile(r"[0-9]{4}(\.[0-9]{1,9}){1,4}")
-_MOST_BYTES, _LONGEST_LINE = 2**20, 2048
+_MOST_BYTES, _LONGEST_LINE = 2**20, 2048  # reading TOML takes the square of the length of a key
 
 
 class Category(StrEnum):
@@ -59,35 +59,18 @@ _CHOICES: dict[str, list[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """A failure that is known.
-
-    Attributes:
-        backend: name in reports, or ``*``.
-        case: query of the cases that fail, or several of them.
-        status: how they fail.
-        check: what they fail on, or empty for anything.
-        reason: why, for a person.
-        link: an issue or a page, or empty.
-        category: what would have to change.
-        when: condition on device and versions, or empty.
-        until: ISO date after which, or suite version from which, the entry has expired; or empty.
-        sometimes: whether a pass is foreseen as well, as of a race that is not always lost.
-        file: where the entry stands.
-        number: which entry of the file, from 1.
-    """
-
-    backend: str
-    case: str | tuple[str, ...]
-    status: str = Status.FAIL
-    check: str = ""
-    reason: str = ""
-    link: str = ""
-    category: str = Category.BUG
-    when: str = ""
-    until: str = ""
-    sometimes: bool = False
-    file: str = ""
-    number: int = 0
+    backend: str  # name in reports, or ``*``
+    case: str | tuple[str, ...]  # query of the cases that fail, or several of them
+    status: str = Status.FAIL  # how they fail
+    check: str = ""  # what they fail on, or empty for anything
+    reason: str = ""  # why, for a person
+    link: str = ""  # an issue or a page, or empty
+    category: str = Category.BUG  # what would have to change
+    when: str = ""  # condition on device and versions, or empty
+    until: str = ""  # ISO date after which, or suite version from which, the entry has expired; or empty
+    sometimes: bool = False  # whether a pass is foreseen as well, as of a race that is not always lost
+    file: str = ""  # where the entry stands
+    number: int = 0  # which entry of the file, from 1
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -102,19 +85,16 @@ class Expectation:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The queries as they are written."""
         return (self.case,) if isinstance(self.case, str) else self.case
 
     @cached_property
     def queries(self) -> tuple[CaseQuery, ...]:
-        """The parsed queries."""
         if not self.case:
             raise ValueError("expected a case query, or a list of some, got none")
         return tuple(map(CaseQuery.parse, self.texts))
 
     @cached_property
     def condition(self) -> Condition:
-        """The parsed condition."""
         return Condition.parse(self.when)
 
     @cached_property
@@ -125,14 +105,12 @@ class Expectation:
 
     @property
     def source(self) -> str:
-        """File and entry, for messages."""
         first, *others = self.texts
         more = f" and {len(others)} more" if others else ""
         return f"{Path(self.file).name} entry {self.number} ({first}{more})"
 
     @property
     def sentence(self) -> str:
-        """Where it stands and what it says."""
         link = f" ({self.link})" if self.link else ""
         return f"{self.source}: {self.category}: {self.reason}{link}"
 
@@ -149,11 +127,9 @@ class Expectation:
         return any(query.matches(case) for query in self.queries)
 
     def foresees(self, record: Record) -> bool:
-        """Whether the record failed as this entry says."""
         return record.status == self.status and self.check in ("", record.check)
 
     def is_expired(self, today: datetime.date) -> bool:
-        """Whether its time is over."""
         if isinstance(self._end, Version):
             return Version(SUITE_VERSION) >= self._end
         return self._end is not None and today > self._end
@@ -170,28 +146,18 @@ FIELDS = tuple(field.name for field in fields(Expectation) if field.name not in 
 
 
 def read_expectations(path: Path, reasons_required: bool = True) -> tuple[Expectation, ...]:
-    """The entries of one file, in order.
-
-    Raises:
-        InputError: not TOML, an unknown key or value, or an entry without a reason; names file and entry.
-    """
     text = read_text(path)
-    _require_small(text, path)
+    if len(text) > _MOST_BYTES:
+        raise InputError(f"{path}: expected at most {_MOST_BYTES:,} characters, got {len(text):,}")
+    for number, line in enumerate(text.split("\n"), start=1):
+        if len(line) > _LONGEST_LINE:
+            raise InputError(f"{path}: line {number}: expected at most {_LONGEST_LINE:,} characters, got {len(line):,}")
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from error
     entries = enumerate(convert(table, _File, str(path)).expectation, start=1)
     return tuple(_entry(entry, path, number, reasons_required) for number, entry in entries)
-
-
-def _require_small(text: str, path: Path) -> None:
-    """Reading TOML takes the square of the length of a key."""
-    if len(text) > _MOST_BYTES:
-        raise InputError(f"{path}: expected at most {_MOST_BYTES:,} characters, got {len(text):,}")
-    for number, line in enumerate(text.split("\n"), start=1):
-        if len(line) > _LONGEST_LINE:
-            raise InputError(f"{path}: line {number}: expected at most {_LONGEST_LINE:,} characters, got {len(line):,}")
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -216,38 +182,25 @@ def facts(environment: Mapping[str, str], versions: Mapping[str, str]) -> dict[s
 
 
 def shipped() -> Path:
-    """The folder of the expectations that the suite ships."""
     return Path(str(files("mla_conformance.fixtures"))) / "expectations"
 
 
 @dataclass(frozen=True)
 class Expectations:
-    """Known failures.
-
-    Attributes:
-        entries: in the order in which they are tried.
-        today: the date that expiry is compared with; None is the current one.
-    """
-
-    entries: tuple[Expectation, ...] = ()
-    today: datetime.date | None = None
+    entries: tuple[Expectation, ...] = ()  # in the order in which they are tried
+    today: datetime.date | None = None  # the date that expiry is compared with; None is the current one
 
     @staticmethod
     def load(folders: Iterable[Path]) -> "Expectations":
-        """The entries of every ``*.toml`` of these folders.
-
-        Raises:
-            InputError: a folder does not exist, or a file of it is malformed.
-        """
-        return Expectations(tuple(entry for folder in folders for entry in _entries(folder)))
+        found: list[Expectation] = []
+        for folder in folders:
+            if not folder.is_dir():
+                raise InputError(f"{folder}: expected a folder with expectations, *.toml")
+            found += [entry for path in sorted(folder.glob("*.toml")) for entry in read_expectations(path)]
+        return Expectations(tuple(found))
 
     def apply(self, record: Record, known: Mapping[str, str]) -> Record:
-        """The record as these expectations see it.
-
-        Args:
-            record: a record; what an earlier expectation made of it is undone.
-            known: :func:`facts` of where it was run.
-        """
+        """The record as these expectations see it, of which an earlier one is undone; ``known`` are :func:`facts`."""
         record = record.as_judged
         valid = (entry for entry in self.entries if not entry.is_expired(self._today))
         covering = [entry for entry in valid if entry.covers(record, known)]
@@ -266,7 +219,6 @@ class Expectations:
         return self.today or datetime.date.today()
 
     def problems(self) -> Iterator[tuple[Expectation, str]]:
-        """Entries that are out of date, each with why."""
         for entry in self.entries:
             if entry.is_expired(self._today):
                 yield entry, f"expired: until {entry.until}"
@@ -276,36 +228,16 @@ class Expectations:
                     yield entry, f"stale: no case of the suite matches {query.text}"
 
 
-def _entries(folder: Path) -> Iterator[Expectation]:
-    if not folder.is_dir():
-        raise InputError(f"{folder}: expected a folder with expectations, *.toml")
-    for path in sorted(folder.glob("*.toml")):
-        yield from read_expectations(path)
-
-
 _DEFAULTS = Expectation(backend="*", case="*")
 
 
 @dataclass(frozen=True)
 class Update:
-    """What an update does to a folder.
-
-    Attributes:
-        kept: entries that still hold, or that the report says nothing about.
-        added: new entries, without a reason yet.
-        removed: entries, or some of an entry's cases, that no longer fail as they say.
-    """
-
-    kept: tuple[Expectation, ...]
-    added: tuple[Expectation, ...]
-    removed: tuple[Expectation, ...]
+    kept: tuple[Expectation, ...]  # entries that still hold, or that the report says nothing about
+    added: tuple[Expectation, ...]  # new entries, without a reason yet
+    removed: tuple[Expectation, ...]  # entries, or some of an entry's cases, that no longer fail as they say
 
     def write(self, folder: Path) -> None:
-        """Rewrite the files that change.
-
-        Raises:
-            InputError: a file cannot be written; the ones before it are.
-        """
         texts = grouped((*self.kept, *self.added), lambda entry: entry.file)
         changed = {entry.file for entry in (*self.added, *self.removed)}
         try:
@@ -320,11 +252,6 @@ class Update:
 
 
 def plan_update(report: RunSummary, folder: Path) -> Update:
-    """What a report makes of the expectations in ``folder``.
-
-    Raises:
-        InputError: a file of the folder is malformed.
-    """
     paths = sorted(folder.glob("*.toml")) if folder.is_dir() else []
     existing = [entry for path in paths for entry in read_expectations(path, reasons_required=False)]
     run = [
@@ -335,8 +262,12 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
     failing = [(each, known) for each, known in run if each.failed and each.status is not Status.HARNESS_ERROR]
     new = [record for record, known in failing if not any(e.covers(record, known) and e.foresees(record) for e in kept)]
     ways = grouped(new, lambda record: (record.backend, record.status, record.check)).values()
-    added = tuple(_entry_for(way, folder) for way in ways)
-    return Update(tuple(kept), added, tuple(part for part, holds in parts if not holds))
+    added = []
+    for first, *others in ways:  # one reason for what a backend fails in one way, unless a person splits it
+        cases = _shortest((first.case, *(each.case for each in others)))
+        name, status = str(folder / f"{first.backend.replace('[', '-').rstrip(']')}.toml"), first.status.value
+        added.append(Expectation(backend=first.backend, case=cases, status=status, check=first.check, file=name))
+    return Update(tuple(kept), tuple(added), tuple(part for part, holds in parts if not holds))
 
 
 def _split(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) -> list[tuple[Expectation, bool]]:
@@ -356,13 +287,6 @@ def _holds(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) 
     return not covered or entry.sometimes or any(entry.foresees(record) for record in covered)
 
 
-def _entry_for(records: Sequence[Record], folder: Path) -> Expectation:
-    """An entry for what a backend fails in one way: one reason, unless a person splits it."""
-    first, cases = records[0], _shortest(tuple(record.case for record in records))
-    file = folder / f"{first.backend.replace('[', '-').rstrip(']')}.toml"
-    return Expectation(backend=first.backend, case=cases, status=first.status.value, check=first.check, file=str(file))
-
-
 def to_toml(entry: Expectation) -> str:
     """The entry as TOML, without what is as by default; the reason always stands, for a person to fill."""
     always = ("backend", "case", "status", "reason", "category")
@@ -375,9 +299,5 @@ def _value(value: str | tuple[str, ...] | bool) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return "\n".join(["[", *(f"    {_string(text)}," for text in value), "]"])
-    return _string(value)
-
-
-def _string(text: str) -> str:
-    return json.dumps(str(text), ensure_ascii=False).replace("\x7f", "\\u007f")
+        return "\n".join(["[", *(f"    {_value(text)}," for text in value), "]"])
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -35,64 +35,43 @@ class ConditionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """One comparison; two versions compare as such, anything else for equality only."""
-
-    name: str
-    sign: str
-    value: str
-    negated: bool
-
-    @staticmethod
-    def parse(text: str) -> "Comparison":
-        """The comparison that ``text`` writes.
-
-        Raises:
-            ConditionError: it is none, or orders by something that is not a version.
-        """
-        found = _COMPARISON.fullmatch(text.strip())
-        if not found:
-            raise ConditionError(f"expected NAME OPERATOR VALUE such as torch < 2.12, got {text.strip()!r}")
-        negation, name, sign, value = found.groups()
-        value = value.strip("\"'")
-        if sign not in ("==", "!=") and _version(value) is None:
-            raise ConditionError(f"{sign} expects a version after it, got {value!r}")
-        return Comparison(name, sign, value, bool(negation))
-
-    def holds(self, facts: Mapping[str, str]) -> bool:
-        """Whether it holds for these facts."""
-        return self._compare(facts.get(self.name, "")) != self.negated
-
-    def _compare(self, actual: str) -> bool:
-        if not actual:
-            return False
-        versions = _version(actual), _version(self.value)
-        if None not in versions:
-            return _OPERATORS[self.sign](*versions)
-        return self.sign in ("==", "!=") and _OPERATORS[self.sign](actual, self.value)
-
-
-@dataclass(frozen=True)
 class Condition:
-    """Alternatives, each of which holds if all of its comparisons hold."""
+    """Alternatives, each of which holds if all of its comparisons hold; of no text, one that always does."""
 
-    alternatives: tuple[tuple[Comparison, ...], ...]
+    alternatives: tuple[tuple[tuple[str, str, str, bool], ...], ...]  # name, operator, value, whether it is negated
 
     @staticmethod
     def parse(text: str) -> "Condition":
-        """The condition that ``text`` writes; an empty text always holds.
-
-        Raises:
-            ConditionError: it is outside the grammar.
-        """
-        if not text.strip():
-            return Condition(((),))
-        alternatives = " ".join(text.split()).split(" or ")
-        return Condition(tuple(tuple(map(Comparison.parse, part.split(" and "))) for part in alternatives))
+        alternatives = " ".join(text.split()).split(" or ") if text.strip() else []
+        found = (tuple(map(_comparison, part.split(" and "))) for part in alternatives)
+        return Condition(tuple(found) or ((),))
 
     def holds(self, facts: Mapping[str, str]) -> bool:
-        """Whether it holds for these facts."""
-        return any(all(comparison.holds(facts) for comparison in part) for part in self.alternatives)
+        return any(
+            all(_compare(facts.get(name, ""), sign, value) != negated for name, sign, value, negated in part)
+            for part in self.alternatives
+        )
+
+
+def _comparison(text: str) -> tuple[str, str, str, bool]:
+    found = _COMPARISON.fullmatch(text.strip())
+    if not found:
+        raise ConditionError(f"expected NAME OPERATOR VALUE such as torch < 2.12, got {text.strip()!r}")
+    negation, name, sign, value = found.groups()
+    value = value.strip("\"'")
+    if sign not in ("==", "!=") and _version(value) is None:
+        raise ConditionError(f"{sign} expects a version after it, got {value!r}")
+    return name, sign, value, bool(negation)
+
+
+def _compare(actual: str, sign: str, value: str) -> bool:
+    """Two versions compare as such, anything else for equality only."""
+    if not actual:
+        return False
+    versions = _version(actual), _version(value)
+    if None not in versions:
+        return _OPERATORS[sign](*versions)
+    return sign in ("==", "!=") and _OPERATORS[sign](actual, value)
 
 
 def _version(text: str) -> Version | None:
@@ -115,11 +94,6 @@ class CaseQuery:
 
     @staticmethod
     def parse(text: str) -> "CaseQuery":
-        """The query that ``text`` writes.
-
-        Raises:
-            CaseError: no capability, an unknown field, or a value that does not fit it.
-        """
         capability, _, rest = text.strip().partition(":")
         if not capability:
             raise CaseError(f"malformed case query {text!r}: expected 'capability:field=value;…', or '*'")

@@ -1,19 +1,24 @@
-"""What of a case is to be reproduced: the call that was judged last, and the verdict on it."""
+"""What of a case is to be reproduced: the call that was judged last, and the verdict on it; or all of it as files."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat import compared, heat_maps
+from mla_conformance.driving.driver import parts_of, why_not_plain
 from mla_conformance.export.inputs import by_request, same
 from mla_conformance.export.program import NotWritable
+from mla_conformance.files.inputs import InputError
+from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import Draw
 from mla_conformance.problems.problem import Problem
+from mla_conformance.report.pages import picture_file
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -27,38 +32,21 @@ _CACHES = ("auto", "fp8")
 
 @dataclass(frozen=True)
 class Reproduced:
-    """One call, and what is said of it.
-
-    Attributes:
-        subject: the backend on its device.
-        case: what was asked for.
-        problem: inputs of the call that decided, the only one of its problem.
-        record: a pass, or a failure by a wrong number.
-        excused: requests whose inputs were spoiled, so that their own rows are not judged.
-        is_redrawn: whether the call is one of several, with other operands than the case gives it.
-        looks_like: what the failure looks like; empty where nothing explains it.
-    """
-
-    subject: Subject
-    case: Case
-    problem: Problem
-    record: Record
-    excused: tuple[int, ...] = ()
-    is_redrawn: bool = False
-    looks_like: str = ""
+    subject: Subject  # the backend on its device
+    case: Case  # what was asked for
+    problem: Problem  # inputs of the call that decided, the only one of its problem
+    record: Record  # a pass, or a failure by a wrong number
+    excused: tuple[int, ...] = ()  # requests whose inputs were spoiled, so that their own rows are not judged
+    is_redrawn: bool = False  # whether the call is one of several, with other operands than the case gives it
+    looks_like: str = ""  # what the failure looks like; empty where nothing explains it
 
     @property
     def call(self) -> AttentionCall:
-        """The call."""
         return self.problem.attention[0]
 
 
 def require_one_call(case: Case) -> None:
-    """Refuse what no script of one call can show.
-
-    Raises:
-        NotWritable: another role, parts of several ranks, codes for output, or a cache of tiles.
-    """
+    """Refuse what no script of one call can show: another role, parts of several ranks, codes for output, or tiles."""
     if not isinstance(case, PrefillCase | DecodeCase):
         raise NotWritable(f"a script makes one call of a prefill or a decode kernel; this is a {case.role} case")
     if isinstance(case, DecodeCase) and case.is_merged:
@@ -70,11 +58,7 @@ def require_one_call(case: Case) -> None:
 
 
 def reproduced(subject: Subject, case: Case) -> Reproduced:
-    """Judge a case as ever, and keep the call that decided.
-
-    Raises:
-        NotWritable: nothing was judged, or it did not fail by a number.
-    """
+    """Judge a case as ever, and keep the call that decided, if there is one that failed by a number."""
     trial, record = judged_trial(subject, case, Context())
     if record.status is not Status.PASS and (record.status is not Status.FAIL or record.check not in ARITHMETIC):
         raise NotWritable(f"a script shows wrong numbers; the verdict is {record.status}: {record.message}")
@@ -86,7 +70,12 @@ def reproduced(subject: Subject, case: Case) -> Reproduced:
         return Reproduced(subject, case, alone, record, is_redrawn=True)
     if len(made.calls) != 1:
         raise NotWritable("a script holds one call; this case was decided otherwise")
-    return Reproduced(subject, case, made, record, _spoiled(made.attention[0], trial.last.problem.attention[0]))
+    mine, judged, spoiled = made.attention[0], trial.last.problem.attention[0], list[int]()
+    # The requests whose inputs differ, where a call was judged by what another one has to return.
+    if mine is not judged and mine.query_start_loc == judged.query_start_loc:
+        pairs = enumerate(zip(by_request(mine), by_request(judged), strict=True))
+        spoiled = [request for request, inputs in pairs if not all(map(same, *inputs))]
+    return Reproduced(subject, case, made, record, tuple(spoiled))
 
 
 def called(seen: Observed) -> Problem:
@@ -94,37 +83,76 @@ def called(seen: Observed) -> Problem:
     return replace(seen.problem, calls=tuple(returned.call for returned in seen.observation.returned))
 
 
-def _spoiled(made: AttentionCall, judged: AttentionCall) -> tuple[int, ...]:
-    """The requests whose inputs differ, where a call was judged by what another one has to return."""
-    if made is judged or made.query_start_loc != judged.query_start_loc:
-        return ()
-    pairs = zip(by_request(made), by_request(judged), strict=True)
-    return tuple(request for request, (mine, theirs) in enumerate(pairs) if not all(map(same, mine, theirs)))
-
-
 def _wrong_call(made: Problem, seen: Observed, declaration: Declaration) -> Problem:
     """The first of several calls that is wrong by itself, on operands that its seed draws; the tensors change.
 
     Keys of a chunk come out of a cache and through a projection, which no script of one call holds. So whether the
     call is wrong on others as well, only the script itself can tell.
-
-    Raises:
-        NotWritable: all of them are right, or wrong only once they are merged.
     """
     wrong = {part.part for part in heat_maps(compared(seen, declaration)) if part.wrong}
     for call in made.calls:
         if isinstance(call, PrefillCall) and wrong & {f"output of {call.name}", f"LSE of {call.name}"}:
-            _redraw(call, Draw(made.case, torch.device("cpu")).generator)
+            generator = Draw(made.case, torch.device("cpu")).generator
+            keys, queries = call.key_start_loc[-1], call.query_start_loc[-1]
+            for x, rows in ((call.k, keys), (call.v, keys), (call.q, queries)):  # in the order in which a script draws
+                x[:rows] = torch.randn(rows, *x.shape[1:], generator=generator).to(x)
+            if call.metadata.chunked_context is not None:
+                call.metadata.chunked_context.workspace.fill_(torch.nan)
             return replace(made, calls=(replace(call, prepares=True),))
     raise NotWritable(
         "the case merges what several calls return, none of which is wrong by itself; `replay --dump` writes all of it"
     )
 
 
-def _redraw(call: PrefillCall, generator: torch.Generator) -> None:
-    """Give the operands other values, in the order in which a script draws them, and the workspace none."""
-    keys, queries = call.key_start_loc[-1], call.query_start_loc[-1]
-    for x, rows in ((call.k, keys), (call.v, keys), (call.q, queries)):
-        x[:rows] = torch.randn(rows, *x.shape[1:], generator=generator).to(x)
-    if call.metadata.chunked_context is not None:
-        call.metadata.chunked_context.workspace.fill_(torch.nan)
+_TENSORS, _README = "tensors.pt", "README.md"
+_TOLD = """# {case}
+
+{backend}: {verdict}
+
+    import torch
+    data = torch.load("tensors.pt", weights_only=True)
+
+`data["operands"]` is what the backend was handed, in its memory layout; `data["returned"]` what it returned. By part:
+`data["golden"]` the right result, `data["error"]` how far the returned one is from it, `data["budget"]` how far it may
+be: outputs [rows, heads, columns], LSEs [heads, rows], all in float64. Pictures of where they are over their budget:
+{pictures}.
+"""
+
+
+def require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"--dump {folder}: expected a new or an empty folder")
+
+
+def dump(subject: Subject, case: Case, folder: Path, salt: str = "") -> None:
+    """Judge a case in this process, on inputs of this salt, and write what that was by."""
+    trial, record = judged_trial(subject, case, Context(salt))
+    if trial.last is None:
+        raise InputError(f"--dump: nothing was run, the verdict is {record.status}: {record.message}")
+    parts = compared(trial.last, trial.declaration)
+    pictures = {f"{each.part.replace(' ', '-')}.svg": picture_file(each) for each in heat_maps(parts)}
+    verdict, drawn = (f"{record.status}: {record.message}" if record.message else record.status), ", ".join(pictures)
+    told = _TOLD.format(case=case.id, backend=record.backend, verdict=verdict, pictures=drawn or "none was compared")
+    for name, text in ({_README: told} | pictures).items():
+        write_output(folder / name, text)
+    returned = {
+        f"{name} of {each.call.name}": part
+        for each in trial.last.observation.returned
+        for name, part in zip(("output", "LSE"), parts_of(each.value), strict=False)
+        if not why_not_plain(part)
+    }
+    data = {
+        "case": case.id,
+        "operands": called(trial.last).caller_owned,
+        "returned": returned,
+        "golden": {name: part.golden for name, part in parts.items()},
+        "error": {  # how far a result is off; 0 where both are -inf
+            name: torch.where(part.got == part.golden, 0.0, (part.got - part.golden).abs())
+            for name, part in parts.items()
+        },
+        "budget": {name: part.allowed for name, part in parts.items()},
+    }
+    try:
+        torch.save(data, folder / _TENSORS)
+    except OSError as error:
+        raise InputError(f"{folder / _TENSORS}: cannot be written: {error.strerror}") from error

@@ -2,7 +2,7 @@
 
 import base64
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
@@ -53,11 +53,7 @@ def _fields(value: Any) -> dict[str, torch.Tensor]:
 
 
 def input_lines(case: Case, call: AttentionCall, tensors: Mapping[str, torch.Tensor], used: Iterable[str]) -> list[str]:
-    """Statements that make the named tensors that are used, and what the reference is computed from.
-
-    Raises:
-        TooLong: they are too many bytes to be written down.
-    """
+    """Statements that make the named tensors that are used, and what the reference is computed from."""
     if max(tensor.numel() for tensor in tensors.values()) > MOST_ELEMENTS:
         raise TooLong("its inputs are too large for a script")
     lines = _decode_operands(case, call) if isinstance(call, DecodeCall) else _prefill_operands(case, call)
@@ -116,7 +112,9 @@ def _carried_out(lines: Iterable[str], **names: Any) -> dict[str, Any]:
 def _amended(name: str, drawn: torch.Tensor, wanted: torch.Tensor) -> list[str]:
     """Statements that make of a drawn tensor the one that is wanted: rows of padding, spoiled rows, or all of it."""
     wanted, rows = wanted.cpu(), len(drawn)
-    runs = _changed_rows(drawn, wanted[:rows])
+    differs = (~_equal_elements(drawn, wanted[:rows])).flatten(1).any(dim=1).int()
+    steps = torch.nn.functional.pad(differs, (1, 1)).diff()  # 1 where a run of rows that differ begins, -1 at its end
+    runs = list(zip(*((steps == sign).nonzero()[:, 0].tolist() for sign in (1, -1)), strict=True))
     parts = [wanted[rows:], *(wanted[start:stop] for start, stop in runs)]
     if len(runs) > _MOST_CHANGES or not all(map(_is_uniform, parts)):
         return _packed(name, wanted)
@@ -160,33 +158,25 @@ def _plain(name: str, tensor: torch.Tensor) -> list[str]:
 
 def _placed(operands: Mapping[str, torch.Tensor]) -> list[str]:
     """Operands on their device, in their memory layouts."""
-    texts = {name: _placed_one(name, tensor) for name, tensor in operands.items()}
+    texts = {}
+    for name, tensor in operands.items():
+        there = "" if tensor.device.type == "cpu" else ".to(DEVICE)"
+        texts[name] = f"{name}{'.contiguous()' if name in ('ql_nope', 'q_pe') else ''}{there}"
+        if not tensor.is_contiguous():
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            texts[name] = f"laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})"
     return assigned({name: text for name, text in texts.items() if text != name})
 
 
-def _placed_one(name: str, tensor: torch.Tensor) -> str:
-    if not tensor.is_contiguous():
-        size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        return f"laid_out({name}, {size}, {tensor.stride()}, {tensor.storage_offset()})"
-    there = "" if tensor.device.type == "cpu" else ".to(DEVICE)"
-    return f"{name}{'.contiguous()' if name in ('ql_nope', 'q_pe') else ''}{there}"
-
-
 def require_equal(lines: Iterable[str], tensors: Mapping[str, torch.Tensor], used: Iterable[str], **names: Any) -> None:
-    """Carry statements out, and compare what they make with the inputs that the call was judged with.
-
-    Raises:
-        NotWritable: they make something else.
-    """
+    """Carry statements out, and see that they make the inputs that the call was judged with."""
     made = _carried_out(lines, **names)
     for name in used:
-        if not same(made[name], tensors[name]) or _strides(made[name]) != _strides(tensors[name]):
+        # Of strides those count of dimensions of more than one element.
+        layouts = (zip(x.stride(), x.shape, strict=True) for x in (made[name], tensors[name]))
+        here, there = ([stride for stride, size in layout if size > 1] for layout in layouts)
+        if not same(made[name], tensors[name]) or here != there:
             raise NotWritable(f"{name} cannot be made again from what the script would hold")
-
-
-def _strides(x: torch.Tensor) -> list[int]:
-    """Those that count: a dimension of one element has any."""
-    return [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
 
 
 def by_request(call: AttentionCall) -> list[tuple[torch.Tensor, ...]]:
@@ -218,11 +208,3 @@ def _equal_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Where two tensors hold the same number, of one shape."""
     a, b = a.cpu().double(), b.cpu().double()
     return (a == b) | (a.isnan() & b.isnan())
-
-
-def _changed_rows(drawn: torch.Tensor, wanted: torch.Tensor) -> Sequence[tuple[int, int]]:
-    """First row and end of each run of rows that differ."""
-    differs = (~_equal_elements(drawn, wanted)).flatten(1).any(dim=1).int()
-    steps = torch.nn.functional.pad(differs, (1, 1)).diff()
-    starts, ends = ((steps == sign).nonzero()[:, 0].tolist() for sign in (1, -1))
-    return list(zip(starts, ends, strict=True))

@@ -26,41 +26,26 @@ _MACHINE = ("device", "compute_capability", "driver", "torch", "cuda", "python")
 
 @dataclass(frozen=True)
 class Issue:
-    """One bug as it was seen.
-
-    Attributes:
-        kernel: name in reports.
-        sentence: what is wrong.
-        versions: of the distributions behind the kernel.
-        environment: device, torch and what else the run tells of the machine.
-        suite: version of the suite that found it.
-        example: the failure of the simplest case.
-        further: ids of the other cases that fail of it.
-    """
-
-    kernel: str
-    sentence: str
-    versions: Mapping[str, str]
-    environment: Mapping[str, str]
-    suite: str
-    example: Record
-    further: tuple[str, ...] = ()
+    kernel: str  # name in reports
+    sentence: str  # what is wrong
+    versions: Mapping[str, str]  # of the distributions behind the kernel
+    environment: Mapping[str, str]  # device, torch and what else the run tells of the machine
+    suite: str  # version of the suite that found it
+    example: Record  # the failure of the simplest case
+    further: tuple[str, ...] = ()  # ids of the other cases that fail of it
 
     @property
     def title(self) -> str:
-        """One line."""
         return f"{self.kernel}: {self.sentence}"
 
 
 def issues_of(run: RunSummary) -> list[Issue]:
     """One for each cause, in the order in which the run prints them, then what its expectations excuse."""
     wrong = [_of_cause(cause, backend, run) for backend in run.backends for cause in backend.causes]
-    return [*wrong, *(issue for backend in run.backends for issue in _excused(backend, run))]
-
-
-def _excused(backend: BackendSummary, run: RunSummary) -> Iterator[Issue]:
-    excused = [record.as_judged for record in backend.records if record.status is Status.EXPECTED_FAILURE]
-    yield from (_of_cause(cause, backend, run) for cause in causes(excused))
+    for backend in run.backends:
+        excused = [record.as_judged for record in backend.records if record.status is Status.EXPECTED_FAILURE]
+        wrong += [_of_cause(cause, backend, run) for cause in causes(excused)]
+    return wrong
 
 
 def _of_cause(cause: Cause, backend: BackendSummary, run: RunSummary) -> Issue:
@@ -72,24 +57,16 @@ def _of_cause(cause: Cause, backend: BackendSummary, run: RunSummary) -> Issue:
 
 def markdown_of(issue: Issue) -> str:
     """Title, versions, reproducer, expected and seen, to be pasted."""
-    return "\n".join([f"# {shown_line(issue.title)}", "", *_versions(issue), *_reproducer(issue), *_numbers(issue)])
-
-
-def _versions(issue: Issue) -> Iterator[str]:
-    machine = {name: issue.environment[name] for name in _MACHINE if issue.environment.get(name)}
+    example, machine = issue.example, {name: told for name in _MACHINE if (told := issue.environment.get(name))}
     found = {**issue.versions, **machine, "mla-conformance": f"{__version__}, suite {issue.suite}"}
-    yield from ("## Versions", "")
-    yield from (f"- {inline(name)} {inline(version)}" for name, version in found.items())
-    yield ""
-
-
-def _reproducer(issue: Issue) -> Iterator[str]:
-    example = issue.example
-    place = f"{shlex.quote(example.case)} --backend {shlex.quote(example.reference)}"
-    yield from ("## Reproducer", "", "```sh", shown_line(example.replay), "```", "")
+    lines = [f"# {shown_line(issue.title)}", "", "## Versions", ""]
+    lines += [f"- {inline(name)} {inline(version)}" for name, version in found.items()]
+    lines += ["", "## Reproducer", "", "```sh", shown_line(example.replay), "```", ""]
     if not example.after:
-        yield from ("As a script that needs torch and the library alone, where one call shows it:", "")
-        yield from ("```sh", shown_line(f"mla-conformance export {place} --out reproducer.py"), "```", "")
+        place = f"{shlex.quote(example.case)} --backend {shlex.quote(example.reference)}"
+        lines += ["As a script that needs torch and the library alone, where one call shows it:", ""]
+        lines += ["```sh", shown_line(f"mla-conformance export {place} --out reproducer.py"), "```", ""]
+    return "\n".join([*lines, *_numbers(issue)])
 
 
 def _numbers(issue: Issue) -> Iterator[str]:

@@ -36,32 +36,14 @@ class TooLong(NotWritable):
 
 @dataclass(frozen=True)
 class Program:
-    """Source lines of a call.
-
-    Attributes:
-        lines: statements, none wider than WIDTH; a device is called DEVICE.
-        modules: what they call, with the names that they give it.
-        results: expressions for what the call returned.
-        used: names of the inputs that they mention.
-    """
-
-    lines: tuple[str, ...]
-    modules: Mapping[str, str]
-    results: tuple[str, ...]
-    used: frozenset[str]
+    lines: tuple[str, ...]  # statements, none wider than WIDTH; a device is called DEVICE
+    modules: Mapping[str, str]  # what they call, with the names that they give it
+    results: tuple[str, ...]  # expressions for what the call returned
+    used: frozenset[str]  # names of the inputs that they mention
 
 
 def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: Sequence[torch.Tensor]) -> Program:
-    """The program of what was recorded.
-
-    Args:
-        steps: all that was recorded.
-        inputs: tensors by the names that the script gives them.
-        results: what the adapter returned.
-
-    Raises:
-        NotWritable: it depends on something that was neither given nor made while it was recorded.
-    """
+    """The program of what was recorded, which may depend on nothing else than inputs, named, and itself."""
     writer = _Writer(needed(steps, results), {id(tensor): name for name, tensor in inputs.items()}, results)
     for index, step in enumerate(writer.steps):
         writer.write(index, step)
@@ -70,14 +52,6 @@ def written(steps: Sequence[Step], inputs: Mapping[str, torch.Tensor], results: 
 
 
 class _Writer:
-    """Writes steps one after the other.
-
-    Args:
-        steps: the steps that are kept.
-        names: expressions for tensors and objects by their ids.
-        results: what the adapter returned.
-    """
-
     def __init__(self, steps: Sequence[Step], names: dict[int, str], results: Sequence[torch.Tensor]) -> None:
         self.steps, self._names, self._named_so_far = steps, names, 0
         self.lines: list[str] = []
@@ -184,11 +158,6 @@ class _Writer:
         return "..." if key is Ellipsis else self.text(key)
 
     def text(self, value: Any) -> str:
-        """The expression of a value.
-
-        Raises:
-            NotWritable: there is none.
-        """
         if isinstance(value, torch.Tensor):
             return self._known(self._key(value), value)
         if isinstance(value, Handle):
@@ -205,11 +174,6 @@ class _Writer:
 
 
 def literal(value: Any) -> str:
-    """A plain value as source text.
-
-    Raises:
-        NotWritable: it is of another kind.
-    """
     if isinstance(value, torch.device):
         return '"cpu"' if value.type == "cpu" else "DEVICE"
     if isinstance(value, torch.dtype | torch.memory_format | torch.layout):
@@ -236,16 +200,16 @@ def folded(text: str) -> list[str]:
 
 def assigned(values: Mapping[str, str]) -> list[str]:
     """Names that get the values of expressions, as many in a line as there is room for."""
+
+    def assignment(row: Mapping[str, str]) -> str:
+        return f"{', '.join(row)} = {', '.join(row.values())}"
+
     rows: list[dict[str, str]] = []
     for name, value in values.items():
-        if not rows or len(_assignment(rows[-1] | {name: value})) > WIDTH:
+        if not rows or len(assignment(rows[-1] | {name: value})) > WIDTH:
             rows.append({})
         rows[-1][name] = value
-    return [line for row in rows for line in folded(_assignment(row))]
-
-
-def _assignment(values: Mapping[str, str]) -> str:
-    return f"{', '.join(values)} = {', '.join(values.values())}"
+    return [line for row in rows for line in folded(assignment(row))]
 
 
 def _arguments_of(text: str) -> list[str]:

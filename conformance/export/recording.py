@@ -24,25 +24,14 @@ _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, t
 
 @dataclass(frozen=True)
 class Step:
-    """One call.
-
-    Attributes:
-        name: of torch's function as ``torch.cat`` or ``torch.Tensor.view``; of a library's the names that lead to it.
-        arguments: positional ones; a library's objects among them are handles.
-        keywords: the others.
-        result: what came back; a library's objects are handles.
-        source: the module, as text, or the library's object that the names begin at; None for torch.
-    """
-
-    name: str
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    result: Any
-    source: Any = None
+    name: str  # of torch's function as ``torch.cat`` or ``torch.Tensor.view``; of a library's the names that lead to it
+    arguments: tuple[Any, ...]  # positional ones; a library's objects among them are handles
+    keywords: dict[str, Any]  # the others
+    result: Any  # what came back; a library's objects are handles
+    source: Any = None  # the module, as text, or the library's object that the names begin at; None for torch
 
     @property
     def writes(self) -> bool:
-        """Whether a function of torch writes to an operand."""
         if self.source is not None:
             return False
         name = self.name.removeprefix(METHOD)
@@ -82,7 +71,6 @@ class Handle:
         return self._within(self._value[key], f"[{key!r}]")  # the grid of a Triton kernel
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call it, and keep that."""
         return self._recorder.call(self, arguments, keywords)
 
     def __eq__(self, other: object) -> bool:
@@ -96,7 +84,6 @@ class Handle:
 
     @property
     def place(self) -> tuple[Any, str]:
-        """Where its names begin, and the names."""
         return self._source, self._name
 
 
@@ -133,7 +120,6 @@ class Recorder(TorchFunctionMode):
         return handing_out
 
     def call(self, handle: Handle, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Call what a handle stands for, and keep that."""
         source, name = handle.place
         with self._library():
             result = self._handed(bare(handle)(*bare(arguments), **bare(keywords)))
@@ -150,7 +136,6 @@ class Recorder(TorchFunctionMode):
             super().__enter__()
 
     def _handed(self, value: Any) -> Any:
-        """A result as the adapter gets it."""
         if type(value) in (tuple, list):
             return type(value)(map(self._handed, value))
         plain = isinstance(value, (*_PLAIN, tuple, list, dict, ModuleType))
@@ -167,7 +152,6 @@ def bare(value: Any) -> Any:
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor | Handle]:
-    """The tensors and the handles of an argument or a result."""
     if isinstance(value, torch.Tensor | Handle):
         yield value
     elif isinstance(value, dict):

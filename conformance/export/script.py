@@ -21,7 +21,6 @@ from mla_conformance.export.program import NotWritable, Program, TooLong, assign
 from mla_conformance.export.recording import Handle, Recorder
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.decode.role import decode_kernel
@@ -49,12 +48,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def script_of(found: Reproduced, path: Path) -> str:
-    """The text of the script that stands at ``path``.
-
-    Raises:
-        NotWritable: something of it cannot be written down.
-        TooLong: not in so many lines.
-    """
+    """The text of the script that stands at ``path``, if it can be written down, and in so many lines."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     own = own_class(found.subject, found.subject.class_of(found.case.role))
@@ -73,13 +67,17 @@ def script_of(found: Reproduced, path: Path) -> str:
 
 
 def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any]:
-    """What the template is filled with."""
     call, device = found.call, found.problem.device
+    operands = "q[a:b], k[c:d], v[c:d]"
+    if isinstance(call, DecodeCall):
+        operands = f"queries[a:b], key := latents[c:d, None], key[..., :{call.ql_nope.shape[-1]}]"
     starts = {"QUERIES": call.query_start_loc, "KEYS": call.key_start_loc}
     program, tensors = _written_call(found, own)
     inputs = input_lines(found.problem.case, call, tensors, program.used)
     require_equal(inputs, tensors, program.used, DEVICE=str(device), **starts)
-    loads = [*_environment(found), *(own.load_lines(path) if own else [])]
+    loads = own.load_lines(path) if own else []
+    if issubclass(found.subject.class_of(found.case.role), InterpretedKernel):  # set before a library is imported
+        loads.insert(0, f"os.environ.update({ENVIRONMENT})".replace("'", '"'))
     text = "\n".join([*inputs, *loads, *program.lines])
     needs = own.needs if own else found.subject.declaration_of(found.case.role).distributions
     helpers = [helper.strip() for name, helper in _HELPERS.items() if name in text]
@@ -98,7 +96,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
         "device": device.type,
         "bounds": assigned({name: str(list(values)) for name, values in starts.items()}),
         "budget": _budget(found),
-        "operands": _operands(call),
+        "operands": operands,  # queries, keys and values of the request in rows a:b and c:d
         "codes_scale": repr(float(call.k_scale)) if isinstance(call, DecodeCall) and call.holds_codes else "",
     }
 
@@ -120,7 +118,6 @@ def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dic
 
 
 def _reported(found: Reproduced) -> list[str]:
-    """What the first lines say."""
     versions = ", ".join(f"{name} {version}" for name, version in found.subject.versions().items())
     failed, device = found.record.status is Status.FAIL, describe_device(found.problem.device)
     head = f"{'A wrong' if failed else 'A right'} result of {found.subject.name}{f', {versions}' if versions else ''}."
@@ -138,19 +135,6 @@ def _wrapped(text: str) -> list[str]:
     """A text in lines of a docstring; what is copied, such as the name of an issue, stays whole."""
     plain = text.replace("\\", "/").replace('"', "'")
     return textwrap.wrap(plain, _WIDTH, break_long_words=False, break_on_hyphens=False)
-
-
-def _environment(found: Reproduced) -> list[str]:
-    """What must be set before a library is imported."""
-    interpreted = issubclass(found.subject.class_of(found.case.role), InterpretedKernel)
-    return [f"os.environ.update({ENVIRONMENT})".replace("'", '"')] if interpreted else []
-
-
-def _operands(call: AttentionCall) -> str:
-    """Queries, keys and values of the request in rows a:b and c:d."""
-    if not isinstance(call, DecodeCall):
-        return "q[a:b], k[c:d], v[c:d]"
-    return f"queries[a:b], key := latents[c:d, None], key[..., :{call.ql_nope.shape[-1]}]"
 
 
 def _budget(found: Reproduced) -> dict[str, str]:
@@ -185,15 +169,8 @@ def _sum(factors: Mapping[str, float], limit: float) -> str:
 
 @dataclass(frozen=True)
 class Ran:
-    """What a script did.
-
-    Attributes:
-        status: exit status.
-        printed: all that it printed.
-    """
-
-    status: int
-    printed: str
+    status: int  # exit status
+    printed: str  # all that it printed
 
     @property
     def verdict(self) -> str:
@@ -203,11 +180,7 @@ class Ran:
 
 
 def run_alone(script: Path) -> Ran:
-    """Run a script as whoever receives it: in another process, to which this project is unknown.
-
-    Raises:
-        subprocess.TimeoutExpired: it took longer than SECONDS.
-    """
+    """Run a script as whoever receives it, for so many SECONDS: in a process to which this project is unknown."""
     command = [sys.executable, "-P", "-c", _ALONE, str(script)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS)
     return Ran(done.returncode, done.stdout.decode("utf-8", "replace"))

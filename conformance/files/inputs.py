@@ -22,11 +22,6 @@ class InputError(ValueError):
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
-
-    Raises:
-        InputError: it cannot be read, is no regular file, is too large, or is not UTF-8.
-    """
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -34,11 +29,6 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The bytes of a file.
-
-    Raises:
-        InputError: it cannot be read, is no regular file, or is too large.
-    """
     most = MOST_MEBIBYTES * 2**20
     try:
         with open_regular(path) as file:
@@ -51,11 +41,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file, opened to be read; nobody may ever write into a FIFO, and a device has no end.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
+    """A file, opened to be read; nobody may ever write into a FIFO, and a device has no end."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -75,10 +61,6 @@ def decode(text: str, kind: type[_T], source: str) -> _T:
         text: of a file, from whoever wrote it.
         kind: type of the value, strictly.
         source: the file's name.
-
-    Raises:
-        InputError: it is cut off, malformed, nested too deeply, of another type, or says something twice; names the
-            file and the place in it.
     """
     try:
         value = msgspec.json.decode(text, type=kind)
@@ -107,11 +89,6 @@ def _require_distinct(pairs: list[tuple[str, Any]]) -> None:
 
 
 def convert(data: Any, kind: type[_T], source: str) -> _T:
-    """A value of a wanted type from plain data, strictly.
-
-    Raises:
-        InputError: it is of another type; names ``source`` and the place in it.
-    """
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:

@@ -26,7 +26,6 @@ import msgspec
 from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.files.places import is_file, sites
 
-_SOURCES = (".py", ".so")
 _GIT_PATIENCE = 60
 _NO_PROGRAMS = ("-c", "core.fsmonitor=", "-c", f"core.hooksPath={os.devnull}")
 _HARNESS = "mla_conformance."
@@ -36,21 +35,15 @@ _ADAPTERS = "mla_conformance.backends."
 
 
 class Installed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A distribution as it is on a machine; all is empty of what is installed as none.
+    """A distribution as it is on a machine; all is empty of what is installed as none."""
 
-    Attributes:
-        build: tags of its wheel, for which interpreter and platform it was built.
-        files: SHA-256 of what its wheel's RECORD says of the package's files; where there is no wheel, of the files.
-        altered: files of the package that are not what the RECORD says: of another size or, a module, of other bytes.
-        commit: the commit of the checkout that an editable installation leads to.
-        clean: whether nothing in that checkout differs from its commit; None where there is none.
-    """
-
-    build: str = ""
+    build: str = ""  # tags of its wheel, for which interpreter and platform it was built
+    # SHA-256 of what its wheel's RECORD says of the package's files; where there is no wheel, of the files
     files: str = ""
+    # files of the package that are not what the RECORD says: of another size or, a module, of other bytes
     altered: tuple[str, ...] = ()
-    commit: str = ""
-    clean: bool | None = None
+    commit: str = ""  # the commit of the checkout that an editable installation leads to
+    clean: bool | None = None  # whether nothing in that checkout differs from its commit; None where there is none
 
 
 def installed(name: str) -> Installed | None:
@@ -64,7 +57,6 @@ def installed(name: str) -> Installed | None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -81,8 +73,12 @@ def _checkout(folder: Path) -> Installed:
     commit, clean = commit_of(folder)
     if commit:
         return Installed(commit=commit, clean=clean)
-    found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.suffix in _SOURCES}
-    return Installed(files=files_digest({name: path for name, path in found.items() if not _is_apart(Path(name))}))
+    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in (".py", ".so")}
+    # Not of an environment that stands in the checkout, or of a tool.
+    own = {
+        name: path for name, path in found.items() if not any(p[0] == "." or p == "site-packages" for p in name.parts)
+    }
+    return Installed(files=files_digest({name.as_posix(): path for name, path in own.items()}))
 
 
 class _Told(NamedTuple):
@@ -105,17 +101,15 @@ def git_asked_before() -> Iterator[None]:
     Its process may write where git finds programs to run, which have rights that it gave up itself.
     """
     global _told
-    editable = {folder for found in distributions() if (folder := _editable(found))}
-    _told = {folder: _ask(folder) for folder in {harness_folder(), *editable}}
+    told = {}
+    for folder in {harness_folder(), *filter(None, map(_editable, distributions()))}:
+        tracked = {name: folder / name for name in filter(None, (_git(folder, "ls-files", "-z") or "").split("\0"))}
+        told[folder] = _Told(*commit_of(folder), tracked, files_digest(tracked))
+    _told = told
     try:
         yield
     finally:
         _told = None
-
-
-def _ask(folder: Path) -> _Told:
-    tracked = {name: folder / name for name in filter(None, (_git(folder, "ls-files", "-z") or "").split("\0"))}
-    return _Told(*commit_of(folder), tracked, files_digest(tracked))
 
 
 def harness_folder() -> Path:
@@ -133,7 +127,6 @@ def commit_of(folder: Path) -> tuple[str, bool | None]:
 
 
 def files_digest(files: Mapping[str, Path]) -> str:
-    """SHA-256 of files by their names."""
     reported = [f"{name} {file_digest(path)}" for name, path in sorted(files.items()) if path.is_file()]
     return hashlib.sha256("\n".join(reported).encode()).hexdigest()
 
@@ -165,51 +158,32 @@ def _git(folder: Path, *command: str) -> str | None:
         return None
 
 
-def _is_apart(path: Path) -> bool:
-    """Whether a file is of an environment that stands in a checkout, or of a tool."""
-    return any(part.startswith(".") or part == "site-packages" for part in path.parts)
-
-
 def _wheel(found: Distribution) -> Installed:
     """By the package's own files: installers write scripts, and what they say of themselves, as they like."""
     tags = [line.partition(":")[2].strip() for line in (found.read_text("WHEEL") or "").splitlines() if "Tag:" in line]
     lines = csv.reader((found.read_text("RECORD") or "").splitlines())
-    listed = [line for line in lines if len(line) == 3 and line[1] and _is_of_the_package(line[0])]
+    listed = [line for line in lines if len(line) == 3 and line[1]]
+    listed = [line for line in listed if not line[0].startswith("..") and ".dist-info/" not in line[0]]
     content = "\n".join(sorted(f"{path} {reported}" for path, reported, _ in listed))
-    altered = tuple(_altered(found, listed))
-    return Installed(" ".join(tags), hashlib.sha256(content.encode()).hexdigest(), altered)
-
-
-def _is_of_the_package(path: str) -> bool:
-    return not path.startswith("..") and ".dist-info/" not in path
-
-
-def _altered(found: Distribution, listed: list[list[str]]) -> Iterator[str]:
-    """By the sizes of files that are there, and the bytes of modules; loaded libraries have digests of their own."""
+    altered = []  # by the sizes of files that are there, and the bytes of modules; loaded libraries have own digests
     for name, reported, size in listed:
-        path = Path(str(found.locate_file(name)))
+        path, algorithm = Path(str(found.locate_file(name))), reported.partition("=")[0]
         if not path.is_file():
             continue  # nothing can have run it
-        same_size = not size.isdigit() or path.stat().st_size == int(size)
-        if not same_size or (path.suffix == ".py" and _record_hash(path, reported.partition("=")[0]) != reported):
-            yield name
-
-
-def _record_hash(path: Path, algorithm: str) -> str:
-    """As RECORD has it: the digest in URL-safe base64 without padding."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, algorithm).digest()
-    return f"{algorithm}={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}"
+        other = size.isdigit() and path.stat().st_size != int(size)
+        if not other and path.suffix == ".py":
+            with path.open("rb") as file:
+                digest = base64.urlsafe_b64encode(hashlib.file_digest(file, algorithm).digest())
+            other = f"{algorithm}={digest.rstrip(b'=').decode()}" != reported
+        altered += [name] if other else []
+    return Installed(" ".join(tags), hashlib.sha256(content.encode()).hexdigest(), tuple(altered))
 
 
 def source_digests(modules: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of these modules and of what they import that no wheel holds, by name.
+    """SHA-256 of these modules, named or by a path, and of what they import that no wheel holds, by name.
 
     Of the harness only its adapters are followed: its other files have digests of their own, and those of a wheel the
     digest of the wheel. What the harness says counts, and of any other file every byte.
-
-    Args:
-        modules: names of modules; a file that is no module of a package by its path.
     """
     found = source_files(modules)
     return {source_name(name): source_digest(name, found[name]) for name in sorted(found, key=source_name)}
@@ -235,7 +209,9 @@ def source_files(modules: Iterable[str], follows: Callable[[str], bool] = is_fol
         path = module_file(name)
         if path is not None and path.suffix == ".py" and name not in found:
             found[name] = path
-            left += filter(follows, [*_imported(name, path), *_packages(name)])
+            parts = [] if name.endswith(".py") else name.split(".")
+            packages = [".".join(parts[:count]) for count in range(1, len(parts))]  # which are imported before it
+            left += filter(follows, [*_imported(name, path), *packages])
     return found
 
 
@@ -268,12 +244,6 @@ def module_file(name: str) -> Path | None:
         spec = find_spec(name) if name.startswith(_HARNESS) else PathFinder.find_spec(name, locations)
     path = Path(spec.origin) if spec and spec.origin else None
     return path if path and is_file(path) else None
-
-
-def _packages(name: str) -> list[str]:
-    """The packages that a module is in, which are imported before it."""
-    parts = [] if name.endswith(".py") else name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _imported(name: str, path: Path) -> Iterator[str]:

@@ -8,11 +8,7 @@ from mla_conformance.files.inputs import InputError, read_text
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file, with escapes for what UTF-8 cannot hold; a full disk leaves an earlier one as it was.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a text file, with escapes for what UTF-8 cannot hold; a full disk leaves an earlier one as it was."""
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several processes may write one file
     try:
         with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -26,11 +22,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Refuse a place that can receive no file, before the work whose outcome it is to receive.
-
-    Raises:
-        InputError: it is a folder, or in none that files can be written into.
-    """
+    """Refuse a place that can receive no file, before the work whose outcome it is to receive."""
     try:
         _require_file(path)
         there = next(folder for folder in path.absolute().parents if folder.exists())
@@ -48,11 +40,6 @@ def _require_file(path: Path) -> None:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write a file that a command was asked for, with its folder.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
     try:
         _require_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,34 +50,17 @@ def write_output(path: Path, text: str) -> None:
 
 @dataclass(frozen=True)
 class Section:
-    """The section of a file, between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``.
-
-    Attributes:
-        path: the file.
-        name: of the section.
-        content: what stands between the markers.
-    """
-
-    path: Path
-    name: str
-    content: str
+    path: Path  # the file
+    name: str  # of the section
+    content: str  # what stands between the markers
 
     @staticmethod
     def of(path: Path, name: str) -> "Section":
-        """The section of this name.
-
-        Raises:
-            InputError: unreadable, or the file does not hold each marker once, in their order.
-        """
         _, content, _ = _parts(path, name)
         return Section(path, name, content)
 
     def write(self, content: str) -> None:
-        """Put this in the section's place and leave the rest of the file as it was.
-
-        Raises:
-            InputError: the file cannot be written, or has lost its markers.
-        """
+        """Put this in the section's place and leave the rest of the file as it was."""
         before, _, after = _parts(self.path, self.name)  # another section of it may have been written meanwhile
         write_output(self.path, f"{before}\n{content}\n{after}")
 

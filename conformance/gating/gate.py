@@ -1,22 +1,20 @@
 """The gate: whether a run may be merged, judged by its report, a baseline, the expectations and a must-pass list."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from itertools import groupby
 
 from mla_conformance.backends.foreign import cut
-from mla_conformance.cases.sharding import Shard
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
-from mla_conformance.gating.mustpass import MustPass
-from mla_conformance.gating.required import Required
+from mla_conformance.gating.mustpass import MustPass, Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.traits import Answer, Question
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import Cause, grouped
-from mla_conformance.report.compare import DRIFT, Change, ChangeKind, compare
+from mla_conformance.report.causes import grouped
+from mla_conformance.report.differences import DRIFT, Change, ChangeKind, compare, differing
 from mla_conformance.report.loading import require_one_code
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import counted
@@ -44,21 +42,11 @@ class GateFinding(StrEnum):
 
 @dataclass(frozen=True)
 class GateRow:
-    """One line of the gate's table.
-
-    Attributes:
-        finding: its kind.
-        backend: whom it is about, or ``*``.
-        what: a case, or what else it is about.
-        detail: what is to be said of that.
-        cases: how many it adds to those of its kind.
-    """
-
-    finding: GateFinding
-    backend: str
-    what: str
-    detail: str
-    cases: int = 1
+    finding: GateFinding  # its kind
+    backend: str  # whom it is about, or ``*``
+    what: str  # a case, or what else it is about
+    detail: str  # what is to be said of that
+    cases: int = 1  # how many it adds to those of its kind
 
 
 _CHANGES = {
@@ -78,73 +66,58 @@ _NAME = 100
 
 @dataclass(frozen=True)
 class Gate:
-    """Everything that a gate decides by.
-
-    Attributes:
-        reports: the run; several reports are shards or backends of one run.
-        expectations: known failures.
-        absent: reports that were named, but are not there.
-        required: the backends that have to be judged.
-        tier: the tier of whose cases each backend needs a verdict; None takes whatever was selected.
-        baseline: the reports of an earlier run to compare with.
-        must_pass: what has to be passed.
-        max_drift: growth of an error, as a share of its budget, that blocks; None shows what grew without blocking.
-        suites: versions of the suite, beside the one that is installed, whose verdicts are taken.
-        bitwise: questions that each backend has to answer with yes, in every role that they apply to.
-    """
-
-    reports: Sequence[RunSummary]
-    expectations: Expectations
-    absent: Sequence[str] = ()
-    required: Sequence[Required] = ()
-    tier: Tier | None = None
-    baseline: Sequence[RunSummary] = ()
-    must_pass: MustPass | None = None
+    reports: Sequence[RunSummary]  # the run; several reports are shards or backends of one run
+    expectations: Expectations  # known failures
+    absent: Sequence[str] = ()  # reports that were named, but are not there
+    required: Sequence[Required] = ()  # the backends that have to be judged
+    tier: Tier | None = None  # the tier of whose cases each backend needs a verdict; None takes whatever was selected
+    baseline: Sequence[RunSummary] = ()  # the reports of an earlier run to compare with
+    must_pass: MustPass | None = None  # what has to be passed
+    # growth of an error, as a share of its budget, that blocks; None shows what grew without blocking
     max_drift: float | None = None
-    suites: Sequence[str] = ()
+    suites: Sequence[str] = ()  # versions of the suite, beside the one that is installed, whose verdicts are taken
+    # questions that each backend has to answer with yes, in every role that they apply to
     bitwise: Sequence[Question] = ()
 
     def rows(self) -> list[GateRow]:
-        """Everything found, by kind.
-
-        Raises:
-            InputError: reports that do not belong together.
-        """
-        _require_alike([*self.reports, *self.baseline])
+        for report in [*self.reports, *self.baseline][1:]:  # or verdicts say nothing about each other
+            first = [*self.reports, *self.baseline][0]
+            for name, expected, got in differing(_traits(first), _traits(report)):
+                raise InputError(f"{report.source}: expected {name} {expected} as in {first.source}, got {got}")
         for runs in (self.reports, self.baseline):
             require_one_code(runs)
         self._require_installed()
-        now, changes = self.now, self._changes()
-        found = [*self._missing(), *self._incomplete(), *self._of_records(now, changes)]
+        now, changes = self.now, list[Change]()
+        if self.baseline:
+            limit = DRIFT if self.max_drift is None else self.max_drift
+            changes = compare(_joined(self.baseline, self.expectations), now, limit)
+        newly = {(change.backend, change.key) for change in changes if change.kind is ChangeKind.NEWLY_FAILING}
+        found = [
+            *self._missing(),
+            *self._incomplete(),
+            *(row for each in now.records for row in _of_record(each, newly)),
+        ]
         found += [GateRow(GateFinding.EXPECTATION, e.backend, e.source, why) for e, why in self.expectations.problems()]
         found += [GateRow(_CHANGES[c.kind], c.backend, c.key or "*", c.detail) for c in changes if c.kind in _CHANGES]
         for backend in now.backends if self.must_pass else ():
             assert self.must_pass
-            records = {record.key: record for record in backend.records}
-            found += [
-                GateRow(GateFinding.MUST_PASS, backend.name, *missing) for missing in self.must_pass.missing(records)
-            ]
+            missing = self.must_pass.missing({record.key: record for record in backend.records})
+            found += [GateRow(GateFinding.MUST_PASS, backend.name, *each) for each in missing]
         found += [row for question in self.bitwise for row in self._bits(question)]
         return sorted(found, key=lambda row: list(GateFinding).index(row.finding))
 
     @cached_property
     def now(self) -> RunSummary:
-        """The run that the reports are of, as the expectations see it.
-
-        Raises:
-            InputError: a case stands in two of them.
-        """
+        """The run that the reports are of, as the expectations see it."""
         return _joined(self.reports, self.expectations)
 
     @property
     def terms(self) -> list[str]:
-        """What is decided by, in words."""
         suites = {f"suite {report.environment['suite']}": "" for report in self.reports}
         tier = f"{self.tier} tier required" if self.tier else "any selection accepted"
         return [*suites, tier, *([f"must-pass {self.must_pass.name}"] if self.must_pass else [])]
 
     def blocks(self, row: GateRow) -> bool:
-        """Whether this row closes the gate."""
         return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
 
     def _require_installed(self) -> None:
@@ -172,8 +145,10 @@ class Gate:
             if reason := required.missing([backend for _, backend in self._parts.get(required.name, [])]):
                 yield GateRow(GateFinding.MISSING, required.name, "*", reason)
         for name, parts in self._parts.items():
-            for shard in _missing_shards([report.shard for report, _ in parts if report.shard]):
-                yield GateRow(GateFinding.MISSING, name, f"shard {shard}", "in no report")
+            shards = grouped((report.shard for report, _ in parts if report.shard), lambda shard: shard.count)
+            for count, present in shards.items():
+                for index in sorted({*range(1, count + 1)} - {shard.index for shard in present}):
+                    yield GateRow(GateFinding.MISSING, name, f"shard {index}/{count}", "in no report")
 
     def _incomplete(self) -> Iterator[GateRow]:
         """Backends of whose list something has no verdict, each with how much has one; a run that judged nothing."""
@@ -194,15 +169,8 @@ class Gate:
 
     @cached_property
     def _parts(self) -> dict[str, list[tuple[RunSummary, BackendSummary]]]:
-        """What the reports tell of each backend."""
         pairs = ((report, backend) for report in self.reports for backend in report.backends)
         return grouped(pairs, lambda pair: pair[1].name)
-
-    def _changes(self) -> list[Change]:
-        if not self.baseline:
-            return []
-        limit = DRIFT if self.max_drift is None else self.max_drift
-        return compare(_joined(self.baseline, self.expectations), self.now, limit)
 
     def _bits(self, question: Question) -> Iterator[GateRow]:
         """Backends of which nobody asked, and roles in which a row's bits are not the same."""
@@ -214,24 +182,17 @@ class Gate:
                 if found.answer is Answer.NO:
                     yield GateRow(GateFinding.BITWISE, name, question, f"{found.role}: {found.why}")
 
-    def _of_records(self, now: RunSummary, changes: Sequence[Change]) -> Iterator[GateRow]:
-        """What failed, and what could not be judged, for want of memory for the most part."""
-        newly = {(change.backend, change.key) for change in changes if change.kind is ChangeKind.NEWLY_FAILING}
-        for record in now.records:
-            if record.status is Status.UNEXPECTED_PASS:
-                yield GateRow(GateFinding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
-            elif record.failed:
-                kind = GateFinding.NEWLY_FAILING if (record.backend, record.key) in newly else GateFinding.FAILING
-                yield GateRow(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
-            elif record.status is Status.UNAVAILABLE:
-                kind = GateFinding.TOO_LARGE if record.too_large else GateFinding.UNAVAILABLE
-                yield GateRow(kind, record.backend, record.case, record.message)
 
-
-def _missing_shards(shards: Sequence[Shard]) -> Iterator[str]:
-    for count, parts in grouped(shards, lambda shard: shard.count).items():
-        present = {shard.index for shard in parts}
-        yield from (f"{index}/{count}" for index in range(1, count + 1) if index not in present)
+def _of_record(record: Record, newly: Collection[tuple[str, str]]) -> Iterator[GateRow]:
+    """If it failed, or could not be judged, for want of memory for the most part."""
+    if record.status is Status.UNEXPECTED_PASS:
+        yield GateRow(GateFinding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
+    elif record.failed:
+        kind = GateFinding.NEWLY_FAILING if (record.backend, record.key) in newly else GateFinding.FAILING
+        yield GateRow(kind, record.backend, record.case, " ".join(filter(None, (record.status, record.check))))
+    elif record.status is Status.UNAVAILABLE:
+        kind = GateFinding.TOO_LARGE if record.too_large else GateFinding.UNAVAILABLE
+        yield GateRow(kind, record.backend, record.case, record.message)
 
 
 def _extent(wanted: Sequence[str], left: Sequence[str]) -> str:
@@ -242,15 +203,8 @@ def _extent(wanted: Sequence[str], left: Sequence[str]) -> str:
     return f"{len(wanted) - len(left)} of {len(wanted)} cases, {whole} of {len(capabilities)} capabilities"
 
 
-def _require_alike(reports: Sequence[RunSummary]) -> None:
-    """Verdicts of different suites, tiers or deployed models say nothing about each other."""
-    for report in reports[1:]:
-        for (name, expected), got in zip(_traits(reports[0]).items(), _traits(report).values(), strict=True):
-            if got != expected:
-                raise InputError(f"{report.source}: expected {name} {expected} as in {reports[0].source}, got {got}")
-
-
 def _traits(report: RunSummary) -> dict[str, str | None]:
+    """What reports that are compared have in common."""
     environment = {name: report.environment.get(name) for name in ("suite", "tier")}
     return {"a run of": str(report.deployment or "no one model"), **environment}
 
@@ -278,30 +232,20 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
 
 def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[str]:
     """One line per finding, the first of each kind, what the others are about, and the decision with its terms."""
-    width = max((len(cut(row.backend, _NAME)) for row in rows), default=0)
+    width, found = max((len(cut(row.backend, _NAME)) for row in rows), default=0), list[str]()
     for finding, group in groupby(rows, key=lambda row: row.finding):
         of_kind = list(group)
         for row in of_kind[:_SHOWN]:
             yield f"{finding:<16} {cut(row.backend, _NAME):<{width}} {cut(row.what)} · {cut(row.detail)}"
         if hidden := of_kind[_SHOWN:]:
             yield f"{finding:<16} … and {len(hidden)} more: {cut(', '.join(row.what for row in hidden))}"
+        found.append(f"{sum(row.cases for row in of_kind)} {finding}")
     for backend in gate.now.backends:
         if backend.causes:
-            yield f"{'cause':<16} {cut(backend.name, _NAME):<{width}} {_cause(backend.causes)}"
-    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *_counts(gate, rows)])
-
-
-def _cause(causes: Sequence[Cause]) -> str:
-    """The first cause of a backend, with its number of cases, and how many others there are."""
-    first, *others = causes
-    further = f"; {counted(len(others), 'other cause')}" if others else ""
-    return f"{cut(first.headline)} · {counted(len(first.failures), 'case')}{further}"
-
-
-def _counts(gate: Gate, rows: Sequence[GateRow]) -> Iterator[str]:
-    """Verdicts, and how many of them are expected failures; then cases by finding."""
-    yield counted(sum(len(report.records) for report in gate.reports), "verdict")
-    if waived := gate.now.counts.waived:
-        yield counted(waived, "expected failure")
-    for finding, group in groupby(rows, key=lambda row: row.finding):
-        yield f"{sum(row.cases for row in group)} {finding}"
+            first, *others = backend.causes
+            further = f"; {counted(len(others), 'other cause')}" if others else ""
+            cause = f"{cut(first.headline)} · {counted(len(first.failures), 'case')}{further}"
+            yield f"{'cause':<16} {cut(backend.name, _NAME):<{width}} {cause}"
+    verdicts, waived = sum(len(report.records) for report in gate.reports), gate.now.counts.waived
+    counts = [counted(verdicts, "verdict"), *([counted(waived, "expected failure")] if waived else []), *found]
+    yield f"gate {'CLOSED' if blocked else 'open'} · " + " · ".join([*gate.terms, *counts])

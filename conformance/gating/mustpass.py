@@ -1,4 +1,4 @@
-"""Must-pass lists: what a backend has to get right to count as conformant, by capability profile.
+"""What has to be judged, and what to be passed: backends, and must-pass lists by capability profile.
 
 A profile is what a case asks for beyond bf16, its role's usual head dims (DeepSeek-R1's) and the two required entries,
 declared determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that
@@ -8,15 +8,17 @@ unsupported.
 """
 
 import hashlib
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.judging.record import Record
+from mla_conformance.files.inputs import InputError, decode, read_bytes, read_text
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.summary import BackendSummary
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -44,19 +46,10 @@ def profile_of(case: Case) -> str:
 
 @dataclass(frozen=True)
 class MustPass:
-    """A list.
-
-    Attributes:
-        profiles: case ids of each profile.
-        name: as it was asked for.
-        suite: version of the suite that its cases are of; a file's is not known.
-        demanded: profiles that bind a backend whatever it declares.
-    """
-
-    profiles: Mapping[str, tuple[str, ...]]
-    name: str = field(default="", compare=False)
-    suite: str = field(default="", compare=False)
-    demanded: tuple[str, ...] = ()
+    profiles: Mapping[str, tuple[str, ...]]  # case ids of each profile
+    name: str = field(default="", compare=False)  # as it was asked for
+    suite: str = field(default="", compare=False)  # version of the suite that its cases are of; a file's is not known
+    demanded: tuple[str, ...] = ()  # profiles that bind a backend whatever it declares
 
     @staticmethod
     def of_vocabulary(among: Collection[str] | None = None) -> "MustPass":
@@ -66,11 +59,7 @@ class MustPass:
 
     @staticmethod
     def of_suite(among: Collection[str] | None = None) -> "MustPass":
-        """The list of this suite version, or its cases among these: what the vocabulary gives, if it still is that.
-
-        Raises:
-            InputError: it is another one.
-        """
+        """The list of this suite version, or its cases among these: what the vocabulary gives, if it still is that."""
         found = MustPass.of_vocabulary()
         source = "mla_conformance.fixtures/mustpass.json"
         text = (files("mla_conformance.fixtures") / "mustpass.json").read_text(encoding="utf-8")
@@ -89,9 +78,6 @@ class MustPass:
         Args:
             texts: ``shipped``, a profile's name, or either with ``@VERSION`` of the suite that it has to be of; or one
                 file. Profiles that are named bind whatever a backend declares, and no other profile does then.
-
-        Raises:
-            InputError: no such profile, another version than the one that is installed, or a bad file.
         """
         names = [text.partition("@")[0] for text in texts]
         if len(texts) == 1 and Path(texts[0]).is_file():
@@ -112,7 +98,6 @@ class MustPass:
 
     @staticmethod
     def of(pairs: Iterable[tuple[str, str]]) -> "MustPass":
-        """The list of these (profile, case id)."""
         found: dict[str, list[str]] = {CORE: []}
         for profile, case in pairs:
             found.setdefault(profile, []).append(case)
@@ -120,26 +105,25 @@ class MustPass:
 
     @staticmethod
     def read(path: Path) -> "MustPass":
-        """The list of a file.
-
-        Raises:
-            InputError: it cannot be read, holds a malformed line, or lists nothing.
-        """
-        lines = enumerate(read_text(path).splitlines(), start=1)
-        pairs = [_parse(line, f"{path}:{number}") for number, line in lines if line.strip() and line[0] != "#"]
+        pairs = []
+        for number, line in enumerate(read_text(path).splitlines(), start=1):
+            if line.strip() and line[0] != "#":
+                profile, _, case = line.strip().partition(" ")
+                try:
+                    pairs.append((profile, Case.parse(case).id))
+                except CaseError as error:
+                    raise InputError(f"{path}:{number}: expected 'PROFILE CASE_ID': {error}") from error
         if not pairs:
             raise InputError(f"{path}: expected lines 'PROFILE CASE_ID', got none")
         return MustPass.of(pairs)
 
     def to_text(self) -> str:
-        """The list as its file, one ``PROFILE CASE_ID`` a line."""
         head = f"# Must-pass list of suite {SUITE_VERSION}, written by `mla-conformance mustpass`."
         lines = [f"{profile} {case}" for profile in self.profiles for case in self.profiles[profile]]
         return "\n".join([head, *lines]) + "\n"
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the list."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
@@ -152,32 +136,57 @@ class MustPass:
         """
         for profile in self._binding(records):
             for case in self.profiles[profile]:
-                record = records.get(case)
-                if record is None or not (record.status is Status.PASS or (waivable and _is_told(record))):
-                    yield case, f"{profile}: {record.status if record else 'not in the report'}"
+                status = records[case].status if case in records else None
+                too_large = status is Status.UNAVAILABLE and CAPABILITIES[case.partition(":")[0]].needs_cuda
+                told = waivable and (too_large or status is Status.EXPECTED_FAILURE)
+                if status is not Status.PASS and not told:
+                    yield case, f"{profile}: {status or 'not in the report'}"
 
     def _binding(self, records: Mapping[str, Record]) -> Iterator[str]:
         """Profiles of which a backend does not declare everything unsupported; ``core`` if it has no role at all."""
-        binding = [p for p in self.profiles if p in self.demanded or not self._unsupported(p, records)]
+        refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
+        binding = [p for p, cases in self.profiles.items() if p in self.demanded or not refused.issuperset(cases)]
         if not set(_CORES) & set(binding) and not self.demanded:
             yield CORE
         yield from binding
 
-    def _unsupported(self, profile: str, records: Mapping[str, Record]) -> bool:
-        """Whether a backend declares all cases of a profile unsupported."""
-        found = [records.get(case) for case in self.profiles[profile]]
-        return all(record is not None and record.status is Status.UNSUPPORTED for record in found)
+
+_UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+_SHORTEST_DIGEST = 12
 
 
-def _is_told(record: Record) -> bool:
-    """Whether a certificate may hold the record although it is no pass."""
-    too_large = record.status is Status.UNAVAILABLE and CAPABILITIES[record.case.partition(":")[0]].needs_cuda
-    return too_large or record.status is Status.EXPECTED_FAILURE
+@dataclass(frozen=True)
+class Required:
+    """A backend that has to be judged: a registered one, a class of a package, or a file by its path and its bytes."""
 
+    name: str  # what reports call it
+    reference: str  # as it was asked for
+    digest: str = ""  # SHA-256 of the file; empty without one
 
-def _parse(line: str, where: str) -> tuple[str, str]:
-    profile, _, case = line.strip().partition(" ")
-    try:
-        return profile, Case.parse(case).id
-    except CaseError as error:
-        raise InputError(f"{where}: expected 'PROFILE CASE_ID': {error}") from error
+    @staticmethod
+    def asked(text: str) -> "Required":
+        location, _, name = text.rpartition(":")
+        digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""
+        return Required(name, text, digest)
+
+    def missing(self, reported: Sequence[BackendSummary]) -> str:
+        """Why it does not count as judged by what reports hold under its name; empty if it does."""
+        meant = [backend for backend in reported if self._is_named_by(backend.facts)]
+        if not meant:
+            others = dict.fromkeys(backend.facts.reference for backend in reported)
+            return "in no report" + (f", where its name stands for {', '.join(others)}" if others else "")
+        if all(record.status in _UNJUDGED for backend in meant for record in backend.records):
+            reasons = dict.fromkeys(reason for backend in meant for reason in backend.reasons)
+            return f"unavailable: {'; '.join(reasons)}" if reasons else "nothing of it was judged"
+        digests = [backend.facts.fingerprint.removeprefix("file ") for backend in meant] if self.digest else []
+        alike = all(len(each) >= _SHORTEST_DIGEST and self.digest.startswith(each) for each in digests)
+        return "" if alike else "the judged file differs from the one here"
+
+    def _is_named_by(self, facts: BackendFacts) -> bool:
+        """A path may begin otherwise on the machine that judged."""
+        if not self.digest:
+            return facts.reference == self.reference
+        location, _, name = facts.reference.rpartition(":")
+        asked = Path(os.path.normpath(self.reference.rpartition(":")[0]))
+        ends_alike = not asked.is_absolute() and Path(location).parts[-len(asked.parts) :] == asked.parts
+        return name == self.name and (ends_alike or location == os.path.realpath(asked))

@@ -1,18 +1,21 @@
-"""Failures by their cause, or by what is seen of them: what one bug did to fifty cases is told once. No torch."""
+"""Failures by their cause, or by what is seen of them: what one bug did to fifty cases is told once. No torch.
+
+Told beside it is in which kind of cases a backend fails, by facts that its failures share and that most passes lack;
+and what to do about a failure that nothing explains.
+"""
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import UNASKED, UNLIKE, Record
+from mla_conformance.judging.record import EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, Check, Status
-from mla_conformance.report.circumstances import circumstances
 from mla_conformance.report.terminal import MESSAGE, near
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
@@ -24,20 +27,12 @@ CauseKind = Literal["likely", "further", "seen"]
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong with a backend, and the cases that fail of it.
-
-    Attributes:
-        sentence: what is wrong; the text of an exception where one was raised.
-        failures: at least one.
-        only: the kind of cases that fail of it, where that tells them from most that pass.
-        kind: "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside
-            such a one, and may come of it; "seen" otherwise, and for what was raised.
-    """
-
-    sentence: str
-    failures: tuple[Record, ...]
+    sentence: str  # what is wrong; the text of an exception where one was raised
+    failures: tuple[Record, ...]  # at least one
+    # "likely" where the sentence names a mistake that does the same; "further" for what is only seen beside such a one,
+    # and may come of it; "seen" otherwise, and for what was raised
     kind: CauseKind = "seen"
-    only: str = ""
+    only: str = ""  # the kind of cases that fail of it, where that tells them from most that pass
 
     @cached_property
     def example(self) -> Record:
@@ -47,17 +42,14 @@ class Cause:
 
     @property
     def is_undeclared(self) -> bool:
-        """Whether its cases are of what the backend declares unsupported."""
         return all(map(_is_undeclared, self.failures))
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """The capabilities that fail of it."""
         return tuple(dict.fromkeys(record.capability for record in self.failures))
 
     @property
     def clauses(self) -> tuple[str, ...]:
-        """The clauses of SPEC.md that it breaks."""
         return tuple(dict.fromkeys(record.clause for record in self.failures if record.clause))
 
     @property
@@ -81,7 +73,6 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """What is wrong, with its extent."""
         return self.sentence + self.extent
 
 
@@ -100,24 +91,15 @@ def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
     """
     alike = grouped((record for record in records if record.failed), _key).values()
     said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
-    likely = _likely(said)
-    found = [
-        Cause(sentence + _compared(group), tuple(group), _kind(sentence, group, likely), circumstances(group, records))
-        for sentence, group in said.items()
-    ]
-    return tuple(sorted(found, key=lambda cause: (cause.is_undeclared, cause.kind != "likely", -len(cause.failures))))
-
-
-def _likely(said: Mapping[str, Sequence[Record]]) -> set[str]:
-    """The sentences that name a mistake, but for those that leave open whether it is one of the others."""
     named = {sentence for sentence, group in said.items() if any(map(_named, group))}
-    return {one for one in named if not any(other in one for other in named - {one})}
-
-
-def _kind(sentence: str, group: Sequence[Record], likely: Collection[str]) -> CauseKind:
-    if sentence in likely:
-        return "likely"
-    return "further" if likely and not (_is_exception(group[0]) or _is_undeclared(group[0])) else "seen"
+    # Of sentences that name a mistake, not those that leave open whether it is one of the others.
+    likely = {one for one in named if not any(other in one for other in named - {one})}
+    found = []
+    for sentence, group in said.items():
+        apart = not likely or _is_exception(group[0]) or _is_undeclared(group[0])
+        kind: CauseKind = "likely" if sentence in likely else "seen" if apart else "further"
+        found.append(Cause(sentence + _compared(group), tuple(group), kind, circumstances(group, records)))
+    return tuple(sorted(found, key=lambda cause: (cause.is_undeclared, cause.kind != "likely", -len(cause.failures))))
 
 
 def _key(record: Record) -> tuple[str, str]:
@@ -170,12 +152,12 @@ _FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def raised_at(record: Record) -> str:
-    """Where a kernel raised, as ``file:line, in function``: the last place in its own file, else the last of all."""
+    """Where a kernel raised: the last place in its own file, else the last of all; empty if it did not."""
     if record.check != Check.CALL:
         return ""
     frames, own = _FRAME.findall(record.detail), record.reference.rpartition(":")[0]
     found = [frame for frame in frames if Path(frame[0]).name == Path(own).name and own.endswith(".py")] or frames
-    return "{}:{}, in {}".format(near(Path(found[-1][0])), *found[-1][1:]) if found else ""
+    return "raised at {}:{}, in {}".format(near(Path(found[-1][0])), *found[-1][1:]) if found else ""
 
 
 def simplicity(record: Record) -> tuple[int, int, str]:
@@ -231,3 +213,88 @@ def symptom(record: Record) -> str:
     if ZERO in record.message:
         return ZERO
     return WRONG.get(record.check, record.check) if record.check else record.message
+
+
+_FEWEST = 3
+"""Failures that can have something in common which is no accident of a few cases."""
+_MEASURES = ("capability", "seed", "q", "kv", "kscale", "oscale", "workspace", "spare", "model")
+"""Fields whose single values are no kind of case."""
+_MOST_PASSING = 4
+"""One of so many passing cases may have what all failures have, and it is still told."""
+
+
+def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
+    """What the failures of one cause have in common, and how many such cases pass; empty if it tells them not apart.
+
+    The records tell what became of all cases of the same backend.
+    """
+    if len(failures) < _FEWEST:
+        return ""
+    failing = [Case.parse(record.case) for record in failures]
+    least = {name: min(sizes) for name, *sizes in zip(_SIZES, *map(_sizes, failing), strict=True)}
+    shared = frozenset.intersection(*(_facts(case, least) for case in failing))
+    roles = {case.role for case in failing}
+    passed = (record for record in records if record.status is Status.PASS and record.capability != EXPLORED)
+    cases = map(Case.parse, (record.case for record in passed))
+    passing = [_facts(case, least) for case in cases if case.role in roles]
+    lacking = [facts & shared for facts in passing]
+    told, remaining = _telling(sorted(shared), lacking)
+    if remaining == len(lacking) or remaining > len(failing) or _MOST_PASSING * remaining > len(lacking):
+        return ""
+    return f"only with {' and '.join(sorted(told))}: {len(failing)} such cases fail so, {remaining} pass"
+
+
+def _telling(shared: Sequence[str], passing: Sequence[frozenset[str]]) -> tuple[frozenset[str], int]:
+    """The fact, or the two, that fewest passing cases have, and how many; two where that is no more than half."""
+
+    def fewest(count: int) -> tuple[frozenset[str], int]:
+        counted = (
+            (facts, sum(facts <= each for each in passing)) for facts in map(frozenset, combinations(shared, count))
+        )
+        return min(counted, key=lambda each: each[1], default=(frozenset(), len(passing)))
+
+    one, two = fewest(1), fewest(2)
+    return two if 2 * two[1] + 2 <= one[1] else one
+
+
+_SIZES = ("keys", "heads")
+
+
+def _sizes(case: Case) -> tuple[int, int]:
+    """The longest request, and the heads."""
+    return max(map(sum, zip(case.q, case.kv or (0,) * len(case.q), strict=True))), case.heads
+
+
+def _facts(case: Case, least: Mapping[str, int]) -> frozenset[str]:
+    """What kind of case it is: its fields that have few values, what its lengths are like, and what it has at least."""
+    values = {name: getattr(case, name) for name in case.defaults() if name not in _MEASURES}
+    named = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in values.items())
+    sizes = zip(_SIZES, _sizes(case), strict=True)
+    large = (f"{least[name]} {name} or more" for name, size in sizes if size >= least[name])
+    shapes = {
+        "several requests": len(case.q) > 1,
+        "several query tokens": max(case.q) > 1,
+        "different query lengths": len(set(case.q)) > 1,
+        "an empty context": 0 in case.kv,
+        "odd numbers of heads": case.heads % 2 == 1,
+        "heads between powers of two": bool(case.heads & (case.heads - 1)),
+    }
+    return frozenset((*named, *large, *(shape for shape, holds in shapes.items() if holds)))
+
+
+_ALONE = "run this case alone, by its replay line: there it has the time to be compared with all of them"
+MOST_REQUESTS = 256
+"""Cases of more requests are never compared."""
+_RIGHT_LSE = (
+    "the LSE is right, so scores, mask and scale are: look at V, at rescaling of the accumulator, or at the weights "
+    "with which splits are merged"
+)
+
+
+def advice(record: Record) -> str:
+    """Where to look, or what to run; empty where something explains a failure or nothing more is known of it."""
+    if record.looks_like == UNCOMPARED:
+        return _ALONE if len(Case.parse(record.case).q) <= MOST_REQUESTS else ""
+    # The judge says so of an LSE that was asked for, whose every row is within its budget.
+    right = record.check == Check.OUTPUT and "; the LSE is right" in record.message
+    return _RIGHT_LSE if right and record.looks_like == UNLIKE else ""

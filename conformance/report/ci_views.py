@@ -6,8 +6,9 @@ from xml.etree import ElementTree
 from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report.answers import answers
 from mla_conformance.report.causes import Cause, raised_at
-from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, worst_of_passes
+from mla_conformance.report.outcome import cases_of, closing_line, from_here, worst_of_passes
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 
@@ -23,26 +24,19 @@ _MOST_CAUSES = 7
 
 def markdown(run: RunSummary) -> str:
     """A table of the backends, what is wrong with each with a replay line, and what is not in order."""
-    lines = ["## MLA conformance", "", inline(closing_line(run)), "", *_answers(run), *_backends(run), ""]
+    lines = ["## MLA conformance", "", inline(closing_line(run)), ""]
+    if run.deployment:
+        told = (f"- {each.group}: {inline(each.backend.name)} {inline(each.reported)}" for each in answers(run))
+        lines += [f"For {inline(str(run.deployment))}:", "", *told, ""]
+    lines += [
+        "| backend | outcome | passed / judged | failed | unsupported | not run | worst error of budget | notes |",
+        "|---|---|---|---|---|---|---|---|",
+        *(f"| {' | '.join(_row(backend))} |" for backend in run.backends),
+        "",
+    ]
     lines += [line for backend in run.backends for line in _causes(backend)]
     facts = " · ".join(f"{name} {value}" for name, value in run.environment.items() if value)
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
-
-
-def _answers(run: RunSummary) -> Iterator[str]:
-    """What each backend is for a deployed model, where the run was asked about one."""
-    if run.deployment:
-        yield from (f"For {inline(str(run.deployment))}:", "")
-        for answer in answers(run):
-            yield f"- {answer.group}: {inline(answer.backend.name)} {inline(answer.reported)}"
-        yield ""
-
-
-def _backends(run: RunSummary) -> Iterator[str]:
-    yield "| backend | outcome | passed / judged | failed | unsupported | not run | worst error of budget | notes |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for backend in run.backends:
-        yield f"| {' | '.join(_row(backend))} |"
 
 
 def _row(backend: BackendSummary) -> list[str]:
@@ -76,10 +70,7 @@ def _example(cause: Cause) -> Iterator[str]:
     if cause.only:
         yield cause.only
     yield f"{example.case}: {example.message}"
-    if place := raised_at(example):
-        yield f"raised at {place}"
-    if example.confirmed:
-        yield example.confirmed
+    yield from filter(None, (raised_at(example), example.confirmed))
 
 
 def inline(text: str) -> str:
@@ -92,27 +83,23 @@ def inline(text: str) -> str:
 
 def annotations(run: RunSummary) -> str:
     """One ``::error`` line for each cause, and one ``::warning`` for each backend that could not be judged."""
-    lines = [_annotation(backend, cause) for backend in run.backends for cause in backend.causes]
-    lines += [
-        f"::warning title={_property(f'{backend.name} unavailable')}::{_data('; '.join(backend.reasons))}"
-        for backend in run.backends
-        if backend.reasons
-    ]
-    return "".join(f"{line}\n" for line in lines)
 
+    def line(kind: str, title: str, text: str) -> str:
+        return f"::{kind} title={_data(title).replace(':', '%3A').replace(',', '%2C')}::{_data(text)}\n"
 
-def _annotation(backend: BackendSummary, cause: Cause) -> str:
-    text = "\n".join((*map(cut, (cause.headline, *_example(cause))), f"replay: {from_here(cause.example).replay}"))
-    title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
-    return f"::error title={_property(title)}::{_data(text)}"
+    lines = []
+    for backend in run.backends:
+        for cause in backend.causes:
+            replay = f"replay: {from_here(cause.example).replay}"
+            title = f"{backend.name}: {cases_of(cause)} of {', '.join(cause.capabilities)}{cause.reserve}"
+            lines.append(line("error", title, "\n".join((*map(cut, (cause.headline, *_example(cause))), replay))))
+    unavailable = (backend for backend in run.backends if backend.reasons)
+    lines += [line("warning", f"{each.name} unavailable", "; ".join(each.reasons)) for each in unavailable]
+    return "".join(lines)
 
 
 def _data(text: str) -> str:
     return shown_lines(text).replace("%", "%25").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
 _BROKEN = (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
@@ -121,22 +108,19 @@ _BROKEN = (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
 def junit(run: RunSummary) -> str:
     """The XML; a failure carries its replay line, and what was not judged is skipped with its reason."""
     root = ElementTree.Element("testsuites", name="mla-conformance")
+    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
     for backend in run.backends:
-        root.append(_suite(backend))
+        tests = list(map(_test, backend.records))
+        if backend.reasons:
+            tests = [ElementTree.Element("testcase", classname=shown(backend.name), name="available", time="0")]
+            ElementTree.SubElement(tests[0], "skipped", message=shown("; ".join(backend.reasons)))
+        numbers = {name: str(sum(test.find(tag) is not None for test in tests)) for name, tag in tags.items()}
+        seconds = f"{sum(record.seconds for record in backend.records):.3f}"
+        named = {"name": shown(backend.name), "tests": str(len(tests))}
+        ElementTree.SubElement(root, "testsuite", named | numbers | {"time": seconds}).extend(tests)
     ElementTree.indent(root)
     # ASCII, whose declaration is true wherever the text goes: what else there is becomes character references.
     return ElementTree.tostring(root, encoding="us-ascii", xml_declaration=True).decode("ascii") + "\n"
-
-
-def _suite(backend: BackendSummary) -> ElementTree.Element:
-    tests = [_unavailable(backend)] if backend.reasons else [_test(record) for record in backend.records]
-    tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
-    numbers = {name: str(sum(test.find(tag) is not None for test in tests)) for name, tag in tags.items()}
-    seconds = f"{sum(record.seconds for record in backend.records):.3f}"
-    named = {"name": shown(backend.name), "tests": str(len(tests))}
-    suite = ElementTree.Element("testsuite", named | numbers | {"time": seconds})
-    suite.extend(tests)
-    return suite
 
 
 def _test(record: Record) -> ElementTree.Element:
@@ -146,16 +130,9 @@ def _test(record: Record) -> ElementTree.Element:
     if record.failed:
         kind = "error" if record.status in _BROKEN else "failure"
         reported = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
-        said = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
-        reported.text = shown_lines("\n".join(filter(None, said)))
+        lines = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
+        reported.text = shown_lines("\n".join(filter(None, lines)))
     elif record.status is not Status.PASS:
-        ElementTree.SubElement(
-            test, "skipped", message=shown(": ".join(filter(None, (record.status, record.expectation, record.message))))
-        )
-    return test
-
-
-def _unavailable(backend: BackendSummary) -> ElementTree.Element:
-    test = ElementTree.Element("testcase", classname=shown(backend.name), name="available", time="0")
-    ElementTree.SubElement(test, "skipped", message=shown("; ".join(backend.reasons)))
+        said = ": ".join(filter(None, (record.status, record.expectation, record.message)))
+        ElementTree.SubElement(test, "skipped", message=shown(said))
     return test

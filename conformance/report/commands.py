@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.ci_views import annotations, junit, markdown
-from mla_conformance.report.compare import compare, suites_differ
-from mla_conformance.report.form import schema
+from mla_conformance.report.differences import compare, suites_differ
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_json, to_text
+from mla_conformance.report.json_report import report_json, schema, to_text
 from mla_conformance.report.loading import load_report, merge_shards
 from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
@@ -18,21 +17,18 @@ from mla_conformance.report.terminal import columns, counted, put, say, shown_li
 _INCOMPLETE = 3
 
 
-def _text(run: RunSummary) -> str:
-    return "".join(f"{shown_line(line)}\n" for line in [*outcome_lines(run, columns()), closing_line(run)])
-
-
 FORMATS: dict[str, Callable[[RunSummary], str]] = {
     "html": html,
     "markdown": markdown,
     "annotations": annotations,
     "junit": junit,
-    "text": _text,
+    "text": lambda run: "".join(
+        f"{shown_line(line)}\n" for line in [*outcome_lines(run, columns()), closing_line(run)]
+    ),
 }
 
 
 def render(options: argparse.Namespace) -> int:
-    """Print or write a report for people; the exit status."""
     text = FORMATS[options.format](load_report(options.report))
     if options.out:
         write_output(options.out, text)
@@ -42,7 +38,6 @@ def render(options: argparse.Namespace) -> int:
 
 
 def diff(options: argparse.Namespace) -> int:
-    """Print what changed; the exit status."""
     before, after = load_report(options.before), load_report(options.after)
     if said := suites_differ(before, after):
         say(said)
@@ -55,7 +50,6 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Write one report from those of all shards; the exit status."""
     merged = merge_shards([load_report(path) for path in options.shards])
     write_output(options.out, to_text(report_json(merged)))
     say(closing_line(merged))
@@ -63,6 +57,5 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def print_schema(options: argparse.Namespace) -> int:
-    """Print the JSON Schema of report.json; the exit status."""
     put(json.dumps(schema(), indent=1))
     return 0

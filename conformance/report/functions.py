@@ -5,9 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.judging.record import Record
-from mla_conformance.report.advice import advice
-from mla_conformance.report.causes import Cause, causes, raised_at
-from mla_conformance.report.circumstances import circumstances
+from mla_conformance.report.causes import Cause, advice, causes, circumstances, raised_at
 from mla_conformance.report.terminal import columns, counted, wrapped
 
 _MOST_CAUSES = 3
@@ -51,9 +49,8 @@ def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> 
 def _cause(cases: str, cause: Cause, only: str, test: str) -> Iterator[str]:
     """A cause, with what was seen of its simplest case where that says more."""
     said, _, _ = cause.example.message.removesuffix(f" (SPEC {cause.example.clause})").partition(", first at")
-    place = raised_at(cause.example)
     seen = "" if cause.example.is_explained or said.endswith(cause.sentence) else f"simplest: {cut(said)}"
     yield from wrapped(f"{cases}{cut(cause.sentence)}", columns(), "  ", _INDENT)
-    for detail in (only, seen, f"raised at {place}" if place else "", advice(cause.example)):
+    for detail in (only, seen, raised_at(cause.example), advice(cause.example)):
         yield from wrapped(detail, columns(), _INDENT, _INDENT)
     yield f"{_INDENT}replay: pytest {shlex.quote(test)}"

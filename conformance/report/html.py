@@ -8,20 +8,20 @@ from functools import cached_property
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.causes import Cause, grouped
-from mla_conformance.report.heat_picture import picture, words
-from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, judged_of_claimed
-from mla_conformance.report.pages import Cell, cell, definition, render
+from mla_conformance.report.answers import answers
+from mla_conformance.report.causes import grouped
+from mla_conformance.report.outcome import cases_of, closing_line, from_here, judged_of_claimed
+from mla_conformance.report.pages import VIEW, Cell, cell, definition, picture, render, words
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown
-from mla_conformance.report.traits import TraitsView
 
 _CLOSEST = 8
 
 
 def html(run: RunSummary) -> str:
-    """The page."""
     run_backends = [backend for backend in run.backends if not backend.reasons]
+    expected = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
+    waived = grouped(expected, lambda record: (record.backend, record.expectation))
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
     return render(
         "mla_conformance.report",
@@ -31,8 +31,8 @@ def html(run: RunSummary) -> str:
         closing=closing_line(run),
         judged_backends=run_backends,
         traits_of=[(backend.name, backend.traits) for backend in run_backends],
-        traits_view=TraitsView(),
-        waived=_waived(run),
+        traits_view=VIEW,
+        waived=[(reason, records) for (_, reason), records in waived.items()],
         judged_of_claimed=judged_of_claimed,
         verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
         seconds=f"{sum(run.seconds.values()):.0f} s",
@@ -56,7 +56,13 @@ def _verdict(backend: BackendSummary) -> str:
     """What is said of a backend in one sentence, with the likely cause of its failures, or what is seen of most."""
     counts = backend.counts
     if backend.causes:
-        return f"{counted(counts.failed, 'case')} wrong{_because(backend.causes)}"
+        first, *others = backend.causes
+        part = f", {len(first.failures)} of them" if others else ""
+        if first.kind == "likely":
+            part = f"{part or ','} most likely because"
+        likely = sum(cause.kind == "likely" for cause in others)
+        more = f"; {counted(likely, 'other likely cause')}" if likely else ""
+        return f"{counted(counts.failed, 'case')} wrong{part}: {first.sentence}{more}"
     if backend.reasons or backend.not_run:
         return "; ".join(backend.reasons) or backend.not_run
     if backend.outcome is not BackendOutcome.PASS:
@@ -64,15 +70,6 @@ def _verdict(backend: BackendSummary) -> str:
     rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
     rest += counts.noted(unsupported="unsupported", unavailable="unavailable")
     return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
-
-
-def _because(causes: Sequence[Cause]) -> str:
-    first, *others = causes
-    part = f", {len(first.failures)} of them" if others else ""
-    if first.kind == "likely":
-        part = f"{part or ','} most likely because"
-    likely = sum(cause.kind == "likely" for cause in others)
-    return f"{part}: {first.sentence}" + (f"; {counted(likely, 'other likely cause')}" if likely else "")
 
 
 def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:
@@ -83,13 +80,6 @@ def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:
         for reason, records in grouped(refused, lambda record: record.message).items()
     ]
     return sorted(rows, key=lambda row: -row[1])
-
-
-def _waived(run: RunSummary) -> list[tuple[str, list[Record]]]:
-    """Expected failures by the backend and the expectation that they rest on."""
-    waived = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
-    found = grouped(waived, lambda record: (record.backend, record.expectation))
-    return [(reason, records) for (_, reason), records in found.items()]
 
 
 def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:
@@ -106,35 +96,24 @@ BINS = 20
 
 @dataclass(frozen=True)
 class Distribution:
-    """Shares of the budget of one rule over the passes of one backend.
-
-    Attributes:
-        rule: a key of :data:`RULES`.
-        shares: one per passed case that the rule applied to; 1 is the limit.
-    """
-
-    rule: str
-    shares: tuple[float, ...]
+    rule: str  # a key of :data:`RULES`
+    shares: tuple[float, ...]  # one per passed case that the rule applied to; 1 is the limit
 
     @cached_property
     def bins(self) -> list[int]:
-        """Cases per twentieth of the budget."""
         counts = Counter(min(int(share * BINS), BINS - 1) for share in self.shares)
         return [counts[number] for number in range(BINS)]
 
     @property
     def title(self) -> str:
-        """What the rule bounds."""
         return RULES.get(self.rule, self.rule)
 
     @property
     def words(self) -> str:
-        """The distribution for a person who does not see it."""
         return f"{len(self.shares)} cases, median {statistics.median(self.shares):.2f}, largest {max(self.shares):.2f}"
 
 
 def distributions(backend: BackendSummary) -> list[Distribution]:
-    """One per rule that applied to a pass."""
     used = [record.shares for record in backend.records if record.status is Status.PASS]
     shares = {rule: tuple(share[rule] for share in used if share.get(rule)) for rule in RULES}
     return [Distribution(rule, found) for rule, found in shares.items() if found]
@@ -150,7 +129,6 @@ class Closest:
 
 
 def closest(backends: Sequence[BackendSummary], count: int) -> list[Closest]:
-    """The passes with the largest share of their budget, the largest first."""
     passes = (r for backend in backends for r in backend.records if r.status is Status.PASS and any(r.shares.values()))
     found = [Closest(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]
     return sorted(found, key=lambda case: -case.share)[:count]

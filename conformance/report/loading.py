@@ -18,14 +18,16 @@ from mla_conformance.files.inputs import InputError, decode, read_text
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Traced
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.form import (
+from mla_conformance.report.differences import differences, differing
+from mla_conformance.report.json_report import (
     ENVIRONMENT,
     SCHEMA_NAME,
     SCHEMA_VERSION,
     BackendForm,
     ReportForm,
+    report_form,
+    said_of,
 )
-from mla_conformance.report.json_report import report_form, said_of
 from mla_conformance.report.pairs import JudgedPairs, judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
 from mla_conformance.report.terminal import shown
@@ -38,7 +40,6 @@ def report_file(path: Path) -> Path:
 
 
 def is_report(path: Path) -> bool:
-    """Whether it is a run's folder or its report, not records."""
     path = report_file(path)
     try:
         return path.is_file() and decode(read_text(path), _Head, str(path)).schema.startswith(f"{SCHEMA_NAME}/")
@@ -47,33 +48,29 @@ def is_report(path: Path) -> bool:
 
 
 def load_report(path: Path) -> RunSummary:
-    """The run that a report file, or the one in a run's folder, tells of.
-
-    Raises:
-        InputError: unreadable, truncated, of another schema, malformed, or with counts that do not add up.
-    """
+    """The run that a report file, or the one in a run's folder, tells of."""
     path = report_file(path)
     text = read_text(path)
-    _require_schema(path, decode(text, _Head, str(path)).schema)
+    schema = decode(text, _Head, str(path)).schema
+    name, _, version = schema.partition("/")
+    if name != SCHEMA_NAME or not (version.isascii() and version.isdecimal() and len(version) < 9):
+        raise InputError(f"{path}: expected a report with schema {SCHEMA_NAME}/{SCHEMA_VERSION}, got {_brief(schema)}")
+    if int(version) != SCHEMA_VERSION:
+        age = "newer" if int(version) > SCHEMA_VERSION else "older"
+        raise InputError(f"{path}: schema {schema} is {age} than {SCHEMA_NAME}/{SCHEMA_VERSION}, which is read here")
     report = decode(text, ReportForm, str(path))
     try:
         run = _run(report, str(path))
     except ValueError as error:
         raise InputError(f"{path}: malformed report: {error}") from error
-    if report.suite == SUITE_VERSION:
-        _require_pairs(run, str(path))
-    for place, found, expected in differences(msgspec.to_builtins(report), msgspec.to_builtins(report_form(run))):
-        raise InputError(f"{path}: {place} is {_brief(found)}, but {_brief(expected)} follows from the records")
-    return run
-
-
-def _require_pairs(run: RunSummary, path: str) -> None:
-    """Hold what a report of this suite says of pairs against its records; other suites have other spaces."""
-    for backend in run.backends:
+    for backend in run.backends if report.suite == SUITE_VERSION else ():  # other suites have other spaces
         if backend.pairs and dict(backend.pairs) != judged_pairs(backend.records, backend.facts.fitted):
             raise InputError(
                 f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records"
             )
+    for place, found, expected in differences(msgspec.to_builtins(report), msgspec.to_builtins(report_form(run))):
+        raise InputError(f"{path}: {place} is {_brief(found)}, but {_brief(expected)} follows from the records")
+    return run
 
 
 _NAME = re.compile(r"[\w.+-]{1,200}(\[[\w.+-]{1,200}\])?")
@@ -83,15 +80,6 @@ _EXPECTED = (Status.EXPECTED_FAILURE, Status.UNEXPECTED_PASS)
 
 class _Head(msgspec.Struct):
     schema: str = ""
-
-
-def _require_schema(path: Path, schema: str) -> None:
-    name, _, version = schema.partition("/")
-    if name != SCHEMA_NAME or not (version.isascii() and version.isdecimal() and len(version) < 9):
-        raise InputError(f"{path}: expected a report with schema {SCHEMA_NAME}/{SCHEMA_VERSION}, got {_brief(schema)}")
-    if int(version) != SCHEMA_VERSION:
-        age = "newer" if int(version) > SCHEMA_VERSION else "older"
-        raise InputError(f"{path}: schema {schema} is {age} than {SCHEMA_NAME}/{SCHEMA_VERSION}, which is read here")
 
 
 def _run(report: ReportForm, source: str) -> RunSummary:
@@ -128,14 +116,10 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
     listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part.capabilities else {})
     capabilities = () if part.reasons else summarise(records, listed)
     pairs = {role: JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
-    return BackendSummary(_facts(name, part), capabilities, part.stopped, part.traced, part.heat, pairs, part.traits)
-
-
-def _facts(name: str, part: BackendForm) -> BackendFacts:
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
     known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
-    reported = {each: getattr(part, each) for each in known}
-    return BackendFacts(**reported | {"name": name, "deviations": deviations})
+    facts = BackendFacts(**{each: getattr(part, each) for each in known} | {"name": name, "deviations": deviations})
+    return BackendSummary(facts, capabilities, part.stopped, part.traced, part.heat, pairs, part.traits)
 
 
 def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
@@ -165,42 +149,24 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
         )
 
 
-def differences(found: Any, expected: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:
-    """Every (place, found value, expected value) where two JSON values differ; None stands for a missing one."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for key in dict.fromkeys([*found, *expected]):
-            yield from differences(found.get(key), expected.get(key), f"{place}.{key}")
-    elif isinstance(found, list | tuple) and isinstance(expected, list | tuple) and len(found) == len(expected):
-        for index, pair in enumerate(zip(found, expected, strict=True)):
-            yield from differences(*pair, f"{place}[{index}]")
-    elif found != expected:
-        yield place, found, expected
-
-
 def _brief(value: Any) -> str:
     return shown(json.dumps(value, ensure_ascii=False), 80)
 
 
-_Named = tuple[str, Shard]
-
-
 def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
-    """The report of the whole list from those of all its shards.
-
-    Raises:
-        InputError: not shards of one list, mixed versions, devices or backends, an overlap, or a missing shard.
-    """
-    shards = [(run.source, _shard(run)) for run in runs]
+    for run in runs:
+        if run.shard is None:
+            raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
+        if any(record.capability == EXPLORED for record in run.records):
+            raise InputError(f"{run.source}: holds drawn cases, which no shard has")
     first, *others = runs
     for run in others:
-        for what, expected, found in _traits(first, run):
-            if expected != found:
-                raise InputError(f"{run.source}: expected the {what} of {first.source}, {expected}, got {found}")
+        for what, expected, found in _unlike(first, run):
+            raise InputError(f"{run.source}: expected the {what} of {first.source}, {expected}, got {found}")
         if run.cases != first.cases:
             raise InputError(f"{run.source}: expected the list of cases of {first.source}, got another")
     require_one_code(runs)
-    _require_each_once(shards)
-    _require_partition(shards, first.cases)
+    _require_partition([(run.source, run.shard) for run in runs if run.shard], first.cases)
     parts = zip(*(run.backends for run in runs), strict=True)
     joined = tuple(_joined(part, first.cases) for part in parts)
     code = {place: digest for run in runs for place, digest in run.code.items()}
@@ -208,11 +174,7 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
 
 
 def require_one_code(runs: Sequence[RunSummary]) -> None:
-    """Refuse runs in which one name stands for several codes: their verdicts do not add up.
-
-    Raises:
-        InputError: another reference, file or version, or a module that one of them had loaded with other bytes.
-    """
+    """Refuse runs in which one name stands for several codes: their verdicts do not add up."""
     known: dict[tuple[str, str], tuple[str, RunSummary]] = {}
     for run in runs:
         for backend in run.backends:
@@ -226,25 +188,18 @@ def require_one_code(runs: Sequence[RunSummary]) -> None:
                     )
 
 
-def _shard(run: RunSummary) -> Shard:
-    if run.shard is None:
-        raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
-    if any(record.capability == EXPLORED for record in run.records):
-        raise InputError(f"{run.source}: holds drawn cases, which no shard has")
-    return run.shard
-
-
-def _traits(first: RunSummary, run: RunSummary) -> Iterator[tuple[str, object, object]]:
-    """What the shards of one list have in common, the most telling first: name, expected, found."""
-    for key in dict.fromkeys([*first.environment, *run.environment]):
-        yield key, first.environment.get(key), run.environment.get(key)
-    yield "choice of backends", [b.name for b in first.backends], [b.name for b in run.backends]
+def _unlike(first: RunSummary, run: RunSummary) -> Iterator[tuple[str, object, object]]:
+    """What the shards of one list have in common and these have not, the most telling first: name, expected, found."""
+    yield from differing(first.environment, run.environment)
+    names = ([backend.name for backend in each.backends] for each in (first, run))
+    yield from differing(*({"choice of backends": each} for each in names))
     for mine, theirs in zip(first.backends, run.backends, strict=True):
-        for field in fields(BackendFacts):
-            yield f"{field.name} of {mine.name}", getattr(mine.facts, field.name), getattr(theirs.facts, field.name)
+        for name, *values in differing(vars(mine.facts), vars(theirs.facts)):
+            yield f"{name} of {mine.name}", *values
 
 
-def _require_each_once(shards: Sequence[_Named]) -> None:
+def _require_partition(shards: Sequence[tuple[str, Shard]], cases: Sequence[str]) -> None:
+    """Every shard of one division once, and every case of the list in exactly one of them."""
     counts = {shard.count for _, shard in shards}
     if len(counts) > 1:
         raise InputError(f"expected shards of one division, got {', '.join(str(shard) for _, shard in shards)}")
@@ -257,10 +212,6 @@ def _require_each_once(shards: Sequence[_Named]) -> None:
     missing = [f"{index}/{count}" for index in range(1, count + 1) if index not in holder]
     if missing:
         raise InputError(f"{', '.join(holder.values())}: missing shard {', '.join(missing)}")
-
-
-def _require_partition(shards: Sequence[_Named], cases: Sequence[str]) -> None:
-    """Every case of the list in exactly one shard."""
     owner: dict[str, str] = {}
     for name, shard in shards:
         for case in shard.cases:

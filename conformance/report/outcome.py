@@ -4,20 +4,17 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.advice import advice
-from mla_conformance.report.causes import Cause, grouped, raised_at
-from mla_conformance.report.pairs import JudgedPairs, total
-from mla_conformance.report.scope import scope_of
+from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
+from mla_conformance.report.causes import Cause, advice, raised_at
+from mla_conformance.report.pages import traits_lines
+from mla_conformance.report.pairs import JudgedPairs, scope_of, total
 from mla_conformance.report.summary import (
     FORESEEN,
     SIGN,
@@ -31,124 +28,12 @@ from mla_conformance.report.summary import (
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
-from mla_conformance.report.traits import traits_lines
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7
 _MOST_AFTER = 3
 """Cases before another one that a line to copy names."""
 _MOST_REASONS = 5
-
-
-class Group(StrEnum):
-    """What a backend is for a deployed model, in the order in which it is told."""
-
-    RIGHT = "right"
-    EMULATED = "right, but emulated, which is no evidence"
-    WRONG = "wrong"
-    WAIVED = "wrong, as an expectation says"
-    INCOMPLETE = "incomplete"
-    REFUSED = "unsupported"
-    UNTESTED = "untested"
-
-
-_PARTS = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
-_GROUPS = {
-    BackendOutcome.FAIL: Group.WRONG,
-    BackendOutcome.NOT_RUN: Group.INCOMPLETE,
-    BackendOutcome.UNAVAILABLE: Group.INCOMPLETE,
-    BackendOutcome.UNSUPPORTED: Group.REFUSED,
-}
-
-
-def part_of(case: str) -> str:
-    """The part of an engine that a case is of: prefill, decode, layer, indexer, sparse decode or sparse prefill."""
-    parsed = Case.parse(case)
-    return _PARTS.get(Call(parsed.call), str(parsed.role))
-
-
-@dataclass(frozen=True)
-class ModelAnswer:
-    """What a run over a deployed model's cases says of one backend."""
-
-    backend: BackendSummary
-
-    @property
-    def group(self) -> Group:
-        """The group that it belongs to; right only if something was judged and all of that held."""
-        if self.backend.reasons:
-            return Group.UNTESTED
-        if not self.backend.capabilities:
-            return Group.INCOMPLETE
-        if self.backend.outcome is BackendOutcome.PASS and self.backend.counts.waived:
-            return Group.WAIVED
-        right = Group.EMULATED if self.backend.facts.emulated else Group.RIGHT
-        return _GROUPS.get(self.backend.outcome, right)
-
-    @cached_property
-    def parts(self) -> dict[str, Counts]:
-        """What became of its cases, part by part."""
-        return {part: Counts.of(records) for part, records in self._records.items()}
-
-    @cached_property
-    def _records(self) -> dict[str, list[Record]]:
-        return grouped(self.backend.records, lambda record: part_of(record.case))
-
-    @property
-    def covered(self) -> tuple[str, ...]:
-        """The parts of which something was judged and held."""
-        return tuple(part for part, counts in self.parts.items() if counts.passed)
-
-    @property
-    def reported(self) -> str:
-        """Its parts with their counts, and why cases of them were not judged."""
-        if self.backend.reasons:
-            return "; ".join(self.backend.reasons)
-        judged = [self._judged(part) for part, counts in self.parts.items() if _verdicts(counts)]
-        waived = dict.fromkeys(record.expectation for record in self.backend.records if record.expectation)
-        return " · ".join([*judged, *self._refused(), *waived, *filter(None, [self.backend.not_run])])
-
-    def _judged(self, part: str) -> str:
-        counts = self.parts[part]
-        text, rest = f"{part} {counts.passed}/{_verdicts(counts)}", counts.unsupported + counts.unavailable
-        return f"{text} ({rest} not: {self._reason(part)})" if rest else text
-
-    def _refused(self) -> Iterator[str]:
-        """Parts of which nothing was judged although it has a class for them, or all parts if it has none."""
-        refused = {part: self._reason(part) for part, counts in self.parts.items() if not _verdicts(counts)}
-        own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
-        yield from (f"no {part}: {reason}" for part, reason in own.items())
-        if len(refused) == len(self.parts) and not own:
-            yield from (f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values()))
-
-    def _reason(self, part: str) -> str:
-        """Why cases of a part have no verdict, in the words of most of them."""
-        without = (Status.UNSUPPORTED, Status.UNAVAILABLE)
-        said = Counter(record.message for record in self._records[part] if record.status in without)
-        return said.most_common(1)[0][0]
-
-
-def _verdicts(counts: Counts) -> int:
-    """Cases that were judged, whatever came out."""
-    return counts.passed + counts.failed + counts.waived
-
-
-_OTHER_ROLES = tuple(f"{role} only" for role in Role)
-"""How what is said of a case ends whose role a backend does not have."""
-
-
-def answers(run: RunSummary) -> list[ModelAnswer]:
-    """What a run says of each backend, by group."""
-    found = [ModelAnswer(backend) for backend in run.backends]
-    return sorted(found, key=lambda answer: list(Group).index(answer.group))
-
-
-def uncovered(run: RunSummary, found: Sequence[ModelAnswer]) -> tuple[str, ...]:
-    """The parts that the deployed model calls and that no real kernel is right for here."""
-    right = {part for answer in found if answer.group is Group.RIGHT for part in answer.covered}
-    return tuple(part for part in dict.fromkeys(map(part_of, run.cases)) if part not in right)
-
-
 _BACKENDS = {
     Group.RIGHT: "right",
     Group.EMULATED: "right, but emulated",
@@ -164,12 +49,10 @@ def closing_line(run: RunSummary) -> str:
     """Every backend and every case is counted once."""
     found = Counter(ModelAnswer(backend).group for backend in run.backends)
     groups = [group for group in Group if found[group]]
-    backends = [f"{found[group]} {_BACKENDS[group]}" for group in groups]
-    if groups:
-        backends[0] = f"{counted(found[groups[0]], 'backend')} {_BACKENDS[groups[0]]}"
-    worst = worst_error(run.records)
+    backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
+    backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
     cases = of_cases(run.counts)
-    return " · ".join([*backends, f"cases: {cases[0]}", *cases[1:], *([worst] if worst else [])])
+    return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], worst_error(run.records)]))
 
 
 def of_cases(counts: Counts) -> list[str]:
@@ -198,7 +81,12 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
     numbered, before = len(run.causes) > 1, 0
     for backend in run.backends:
         reported, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
-        head = f"wrong: {backend.name}, {_extent(backend.causes)}"
+        # How many causes are likely, and of how many cases none is.
+        likely = [cause for cause in backend.causes if cause.kind == "likely"]
+        cases, explained = (sum(len(cause.failures) for cause in each) for each in (backend.causes, likely))
+        further = cases - explained if likely else 0
+        extent = counted(further, "more case") if further else counted(cases, "case")
+        head = f"wrong: {backend.name}, " + (f"{counted(len(likely), 'likely cause')}, " if likely else "") + extent
         if numbered and reported:
             yield head
         for number, cause in enumerate(reported, start=before + 1):
@@ -206,43 +94,21 @@ def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
                 head = f"    {number}. {cases_of(cause)}{cause.reserve}"
             yield from _cause(f"{head}: {cut(cause.sentence)}{cut(cause.extent)}", cause, run, width)
         if hidden:
-            yield f"    … and {counted(_failures(hidden), 'more case')} in the report"
+            yield f"    … and {counted(sum(len(each.failures) for each in hidden), 'more case')} in the report"
         before += len(backend.causes)
 
 
 def cases_of(cause: Cause) -> str:
-    """How many cases fail of a cause."""
     return counted(len(cause.failures), "more case" if cause.kind == "further" else "case")
-
-
-def _extent(causes: Sequence[Cause]) -> str:
-    """How much is wrong with a backend: how many causes of it are likely, and of how many cases none is."""
-    likely = [cause for cause in causes if cause.kind == "likely"]
-    if not likely:
-        return counted(_failures(causes), "case")
-    further = _failures(causes) - _failures(likely)
-    cases = counted(further, "more case") if further else counted(_failures(likely), "case")
-    return f"{counted(len(likely), 'likely cause')}, {cases}"
-
-
-def _failures(causes: Iterable[Cause]) -> int:
-    return sum(len(cause.failures) for cause in causes)
 
 
 def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str]:
     example = from_here(cause.example)
     said = example.message.removesuffix(f" (SPEC {example.clause})")
     simplest = "" if len(cause.failures) == 1 else "simplest case: "
-    place = raised_at(cause.example)
-    details = [
-        cause.only,
-        "" if said.endswith(cause.sentence) else f"{simplest}{said}",
-        f"raised at {place}" if place else "",
-        example.confirmed,
-        advice(example),
-    ]
+    seen = "" if said.endswith(cause.sentence) else f"{simplest}{said}"
     yield from wrapped(head, width, further=_INDENT)
-    for detail in details:
+    for detail in (cause.only, seen, raised_at(cause.example), example.confirmed, advice(example)):
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)
     yield f"{_INDENT}replay: {replay_in(run, cause)}"
 
@@ -264,10 +130,7 @@ def from_here(record: Record) -> Record:
 def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[str]:
     """What is wrong, then all backends; or the groups that backends fall into for a model.
 
-    Args:
-        run: what was found.
-        width: columns of the lines.
-        brief: tell of those that cannot run here, of which nobody asked for any, in one line.
+    Brief, those that cannot run here, of which nobody asked for any, are told in one line.
     """
     absent = [backend for backend in run.backends if backend.reasons] if brief else []
     reported = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
@@ -278,29 +141,31 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[
         for backend in reported.backends:
             yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1)
     if absent:
-        yield absent_line(absent, width)
+        head = (
+            f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
+        )
+        yield fitting(head, [backend.name for backend in absent], width)
 
 
 def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
     found = answers(run)
-    of_group = {group: [answer for answer in found if answer.group is group] for group in Group}
-    if not of_group[Group.RIGHT]:
+
+    def told(group: Group, head: str) -> Iterator[str]:
+        of_group = [answer for answer in found if answer.group is group]
+        yield from [head] if of_group else []
+        for answer in of_group:
+            yield from wrapped(f"{answer.backend.name}  {answer.reported}", width, "  ", _INDENT)
+
+    if all(answer.group is not Group.RIGHT for answer in found):
         yield f"right for {run.deployment}: none of the backends that can run here"
     for group in (Group.RIGHT, Group.EMULATED):
-        yield from _group_lines(f"{group} for {run.deployment}:", of_group[group], width)
+        yield from told(group, f"{group} for {run.deployment}:")
     if missing := uncovered(run, found):
         yield f"nothing right for: {', '.join(missing)}"
     yield from cause_lines(run, width)
-    yield from _group_lines(f"{Group.WRONG}, part by part:", of_group[Group.WRONG], width)
+    yield from told(Group.WRONG, f"{Group.WRONG}, part by part:")
     for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
-        yield from _group_lines(f"{group}:", of_group[group], width)
-
-
-def _group_lines(head: str, found: list[ModelAnswer], width: int) -> Iterator[str]:
-    if found:
-        yield head
-    for answer in found:
-        yield from wrapped(f"{answer.backend.name}  {answer.reported}", width, "  ", _INDENT)
+        yield from told(group, f"{group}:")
 
 
 _TOUCHED = 0.01
@@ -315,10 +180,7 @@ _SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIG
 def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = False) -> Iterator[str]:
     """A backend's counts, its capabilities by outcome, and what else is to be said; or why it is unavailable.
 
-    Args:
-        backend: what was found.
-        width: columns of the lines.
-        with_reasons: say why cases are unsupported or unavailable.
+    With reasons it is said why cases are unsupported or unavailable.
     """
     sign = f"{backend.name} {_sign(backend)}"
     if backend.reasons:
@@ -355,7 +217,7 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
     if backend.outcome is not BackendOutcome.PASS:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
     if counts.waived:
-        return f"wrong, as expected, on {counts.waived:,} of {_verdicts(counts):,} cases; {capabilities}"
+        return f"wrong, as expected, on {counts.waived:,} of {counts.verdicts:,} cases; {capabilities}"
     scope = scope_of(record.case for record in backend.records if record.status is Status.PASS)
     right = f"right on {counts.passed:,} of {counts.listed:,} cases"
     return f"{right}: {scope}; {capabilities}" if scope else f"{right}; {capabilities}"
@@ -363,8 +225,8 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:
     """Why cases have no verdict, the reason for most of them first."""
-    without = (Status.UNSUPPORTED, Status.UNAVAILABLE)
-    found = Counter((record.status, record.message) for record in records if record.status in without)
+    without = [record for record in records if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE)]
+    found = Counter((record.status, record.message) for record in without)
     for (status, reason), count in found.most_common(_MOST_REASONS):
         yield f"{counted(count, 'case')} {status}: {cut(reason) or 'no reason given'}"
     if len(found) > _MOST_REASONS:
@@ -381,12 +243,6 @@ def capability_text(capability: CapabilitySummary) -> str:
         text += f" of {counts.listed}"
     notes = counts.noted(unavailable="unavailable", waived="expected to fail")
     return text + "".join(f" ({note})" for note in notes)
-
-
-def absent_line(backends: Sequence[BackendSummary], width: int) -> str:
-    """Which backends cannot run here, by name, and where it is told why."""
-    head = f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(backends)} cannot run here, 'mla-conformance backends' says why: "
-    return fitting(head, [backend.name for backend in backends], width)
 
 
 def _remarks(backend: BackendSummary) -> Iterator[str]:
@@ -411,23 +267,17 @@ def judged_of_claimed(pairs: Mapping[str, JudgedPairs]) -> str:
 
 def declared(facts: BackendFacts) -> str:
     """The rounding classes that a backend declares, all verified by the cases, and how many deviations."""
-    classes = ", ".join(_classes(facts.rounding))
-    return f"declares {classes}; {counted(len(facts.deviations), 'deviation')}, listed in the report"
-
-
-def _classes(rounding: dict[str, str]) -> Iterator[str]:
-    """Each class once, with the roles that have it where they do not all have the same."""
     found: dict[str, dict[str, list[str]]] = {}
-    for key, value in rounding.items():
+    for key, value in facts.rounding.items():
         role, _, name = key.partition(": ")
         role, name = (role, name) if role in list(Role) else (str(Role.PREFILL), key)
         found.setdefault(name.replace("_", " "), {}).setdefault(value, []).append(role)
     roles = {role for values in found.values() for having in values.values() for role in having}
+    classes = []  # each once, with the roles that have it where they do not all have the same
     for name, values in found.items():
-        reported = (
-            value if set(having) == roles else f"{value} ({', '.join(having)})" for value, having in values.items()
-        )
-        yield f"{name} {', '.join(reported)}"
+        said = [value if set(having) == roles else f"{value} ({', '.join(having)})" for value, having in values.items()]
+        classes.append(f"{name} {', '.join(said)}")
+    return f"declares {', '.join(classes)}; {counted(len(facts.deviations), 'deviation')}, listed in the report"
 
 
 def ran(traced: Traced) -> Iterator[str]:

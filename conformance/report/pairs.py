@@ -1,10 +1,11 @@
-"""Of what a backend declares: the pairs of classes that were claimed, and those that were judged. No torch."""
+"""How much "right" is said of: pairs of classes, claimed and judged; roles, and the page of their caches. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.space import Row, Space
@@ -18,17 +19,11 @@ _SPACE_OF = {space.role: space for space in SPACES.values()}
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """Pairs of classes of a role's space.
+    """Pairs of classes of a role's space."""
 
-    Attributes:
-        claimed: of the cases that the backend declares.
-        judged: of those that have a verdict.
-        not_judged: the others, each as ``dimension=class · dimension=class``.
-    """
-
-    claimed: int
-    judged: int
-    not_judged: tuple[str, ...]
+    claimed: int  # of the cases that the backend declares
+    judged: int  # of those that have a verdict
+    not_judged: tuple[str, ...]  # the others, each as ``dimension=class · dimension=class``
 
     def __str__(self) -> str:
         return f"pairs of classes claimed {self.claimed:,}, judged {self.judged:,}"
@@ -72,3 +67,28 @@ def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
     missing = tuple(f"{role} {pair}" for role, each in pairs.items() for pair in each.not_judged)
     claimed, judged = (sum(getattr(each, name) for each in pairs.values()) for name in ("claimed", "judged"))
     return JudgedPairs(claimed, judged, missing)
+
+
+OTHER_ROLE = "other"
+"""Of an id that an older suite wrote in another way, or that names no case, nothing is known."""
+
+
+def scope_of(cases: Iterable[str]) -> str:
+    found = dict.fromkeys(map(_role_and_page, cases))
+    roles = dict.fromkeys(role for role, _ in found if role != OTHER_ROLE)
+    pages = {page for _, page in found if page}
+    return ", ".join([*roles, *(f"page {page}" for page in pages if len(pages) == 1)])
+
+
+def role_of(case: str) -> str:
+    return _role_and_page(case)[0]
+
+
+@lru_cache(8192)
+def _role_and_page(case: str) -> tuple[str, int]:
+    """With the tokens of a page of its cache, 0 without one."""
+    try:
+        parsed = Case.parse(case)
+    except ValueError:
+        return OTHER_ROLE, 0
+    return str(parsed.role), parsed.page if isinstance(parsed, CachedCase) else 0

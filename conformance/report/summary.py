@@ -55,13 +55,17 @@ class Counts(Struct, frozen=True):
 
     @property
     def run(self) -> int:
-        """Cases with a verdict."""
         return self.listed - self.not_run
 
     @property
     def judged(self) -> int:
         """The denominator: cases that were to be judged, without those that are declared unsupported."""
         return self.listed - self.unsupported
+
+    @property
+    def verdicts(self) -> int:
+        """Cases that were judged, whatever came out."""
+        return self.passed + self.failed + self.waived
 
     def noted(self, **words: str) -> list[str]:
         """Those of these counts that are not 0, in this order, each with its words."""
@@ -103,21 +107,12 @@ FORESEEN = "!"
 
 @dataclass(frozen=True)
 class CapabilitySummary:
-    """One capability of one backend.
-
-    Attributes:
-        name: the capability.
-        listed: cases that the run's list holds for it; drawn ones are not among them.
-        records: what was run.
-    """
-
-    name: str
-    listed: int
-    records: tuple[Record, ...]
+    name: str  # the capability
+    listed: int  # cases that the run's list holds for it; drawn ones are not among them
+    records: tuple[Record, ...]  # what was run
 
     @cached_property
     def counts(self) -> Counts:
-        """What became of the cases."""
         return Counts.of(self.records, self.listed)
 
     @property
@@ -150,29 +145,18 @@ class CapabilitySummary:
 
 @dataclass(frozen=True)
 class BackendSummary:
-    """One backend.
-
-    Attributes:
-        facts: what it is here.
-        capabilities: one entry per selected capability; none if it is unavailable.
-        stopped: why the rest of its cases was not run, or empty.
-        traced: what was seen to run.
-        heat: where the errors of a failure are, by case, of those that were explained.
-        pairs: by role, the pairs of classes that were claimed and judged, where the covering arrays were asked.
-        traits: what was found beside verdicts, where that was asked for.
-    """
-
-    facts: BackendFacts
-    capabilities: tuple[CapabilitySummary, ...] = ()
-    stopped: str = ""
-    traced: Traced = NOTHING_TRACED
+    facts: BackendFacts  # what it is here
+    capabilities: tuple[CapabilitySummary, ...] = ()  # one entry per selected capability; none if it is unavailable
+    stopped: str = ""  # why the rest of its cases was not run, or empty
+    traced: Traced = NOTHING_TRACED  # what was seen to run
+    # where the errors of a failure are, by case, of those that were explained
     heat: Mapping[str, HeatMap] = field(default_factory=dict)
+    # by role, the pairs of classes that were claimed and judged, where the covering arrays were asked
     pairs: Mapping[str, JudgedPairs] = field(default_factory=dict)
-    traits: Traits = NO_TRAITS
+    traits: Traits = NO_TRAITS  # what was found beside verdicts, where that was asked for
 
     @property
     def name(self) -> str:
-        """Name in reports."""
         return self.facts.name
 
     @property
@@ -182,7 +166,6 @@ class BackendSummary:
 
     @property
     def counts(self) -> Counts:
-        """What became of the cases of all capabilities."""
         return sum((capability.counts for capability in self.capabilities), Counts())
 
     @property
@@ -193,7 +176,6 @@ class BackendSummary:
 
     @property
     def records(self) -> list[Record]:
-        """Every record of the backend."""
         return [record for capability in self.capabilities for record in capability.records]
 
     @cached_property
@@ -203,7 +185,6 @@ class BackendSummary:
 
     @property
     def evidence(self) -> list[dict[str, str]]:
-        """Every distinct evidence of a kernel that its records carry."""
         return list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
 
     @property
@@ -222,31 +203,18 @@ class BackendSummary:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A whole run.
-
-    Attributes:
-        environment: device, versions and suite, as the header shows them.
-        backends: one entry per backend of the run.
-        cases: ids of the whole case list, of all shards.
-        shard: which part of the list this run was to judge; None for all of it.
-        deployment: the model that the cases are of, if they are.
-        source: the report that it was read from, for messages.
-        date: ISO date on which it ended, or empty if the report does not tell.
-        code: SHA-256, by place, of the modules that its backends loaded and no wheel holds.
-    """
-
-    environment: dict[str, str]
-    backends: tuple[BackendSummary, ...]
-    cases: tuple[str, ...] = ()
-    shard: Shard | None = None
-    deployment: Deployment | None = None
-    source: str = ""
-    date: str = ""
+    environment: dict[str, str]  # device, versions and suite, as the header shows them
+    backends: tuple[BackendSummary, ...]  # one entry per backend of the run
+    cases: tuple[str, ...] = ()  # ids of the whole case list, of all shards
+    shard: Shard | None = None  # which part of the list this run was to judge; None for all of it
+    deployment: Deployment | None = None  # the model that the cases are of, if they are
+    source: str = ""  # the report that it was read from, for messages
+    date: str = ""  # ISO date on which it ended, or empty if the report does not tell
+    # SHA-256, by place, of the modules that its backends loaded and no wheel holds
     code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:
-        """Every record of the run."""
         return [record for backend in self.backends for record in backend.records]
 
     @cached_property
@@ -256,12 +224,10 @@ class RunSummary:
 
     @property
     def counts(self) -> Counts:
-        """What became of the cases of all backends."""
         return sum((backend.counts for backend in self.backends), Counts())
 
     @property
     def judged_cases(self) -> tuple[str, ...]:
-        """Ids of the cases that this run was to judge."""
         return self.shard.cases if self.shard else self.cases
 
     def keys_of(self, backend: BackendSummary) -> tuple[str, ...]:
@@ -271,7 +237,6 @@ class RunSummary:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Duration of each case, all backends together."""
         total: dict[str, float] = {}
         for record in self.records:
             total[record.case] = total.get(record.case, 0.0) + record.seconds
@@ -296,7 +261,6 @@ def worst(shares: Iterable[float]) -> float:
 
 
 def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
-    """Cases of each capability, in order of appearance."""
     return dict(Counter(case.partition(":")[0] for case in cases))
 
 
@@ -309,5 +273,4 @@ def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[Capabi
 
 
 def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Records of each backend, in order of appearance."""
     return grouped(records, lambda record: record.backend)

@@ -71,7 +71,6 @@ def put(text: str, error: bool = False) -> None:
 
 
 def is_read() -> bool:
-    """Whether standard output took everything so far."""
     return not _lost
 
 
@@ -92,7 +91,7 @@ def near(path: Path) -> Path:
 def wrapped(text: str, width: int, first: str = "", further: str = "") -> list[str]:
     """A text in lines of ``width`` columns that begin with these indents; no word and no ``(pip …)`` is cut."""
     lines = wrap(
-        _INSTALL.sub(_whole, text),
+        _INSTALL.sub(lambda found: found[0].replace(" ", _UNBROKEN), text),
         width,
         initial_indent=first,
         subsequent_indent=further,
@@ -100,10 +99,6 @@ def wrapped(text: str, width: int, first: str = "", further: str = "") -> list[s
         break_on_hyphens=False,
     )
     return [line.replace(_UNBROKEN, " ") for line in lines]
-
-
-def _whole(found: re.Match[str]) -> str:
-    return found[0].replace(" ", _UNBROKEN)
 
 
 def side_by_side(texts: Iterable[str], mark: str, width: int, first: str = "", further: str = "") -> list[str]:
@@ -129,7 +124,6 @@ def fitting(head: str, names: Sequence[str], width: int) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number with its noun."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 

@@ -18,41 +18,22 @@ from mla_conformance.scoreboard.entry import ROLES, Entry, RefusedRecord
 
 
 class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):
-    """A kernel that an engine may pick.
-
-    Attributes:
-        name: as the engine calls it.
-        kernel: the backend that drives this kernel here; empty for none.
-        packages: versions of the distributions that the engine's own build of it comes from.
-        when: what it is picked for, in words.
-    """
-
-    name: str
-    kernel: str = ""
-    packages: dict[str, str] = {}
-    when: str = ""
+    name: str  # as the engine calls it
+    kernel: str = ""  # the backend that drives this kernel here; empty for none
+    packages: dict[str, str] = {}  # versions of the distributions that the engine's own build of it comes from
+    when: str = ""  # what it is picked for, in words
 
 
 class Profile(Struct, frozen=True, forbid_unknown_fields=True):
-    """The kernels that an engine tries for one role on one kind of GPU, in its order.
+    """The kernels that an engine tries for one role on one kind of GPU, in its order."""
 
-    Attributes:
-        engine: name and version.
-        gpu: as people call it.
-        compute_capability: of the GPU, as records tell it.
-        role: what of a layer it is for.
-        torch: what the engine asks for; a kernel that is compiled where it runs may differ under another.
-        source: where that order stands.
-        candidates: in that order.
-    """
-
-    engine: str
-    gpu: str
-    compute_capability: str
-    role: str
-    torch: str
-    source: str
-    candidates: tuple[RankedKernel, ...]
+    engine: str  # name and version
+    gpu: str  # as people call it
+    compute_capability: str  # of the GPU, as records tell it
+    role: str  # what of a layer it is for
+    torch: str  # what the engine asks for; a kernel that is compiled where it runs may differ under another
+    source: str  # where that order stands
+    candidates: tuple[RankedKernel, ...]  # in that order
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,41 +41,28 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def profiles() -> tuple[Profile, ...]:
-    """Every profile that is known."""
     path = files("mla_conformance.fixtures") / "engines.toml"
     return convert(tomllib.loads(path.read_text(encoding="utf-8")), _File, str(path)).profile
 
 
 @dataclass(frozen=True)
 class Board:
-    """All records, put together.
-
-    Attributes:
-        entries: in any order.
-        refused: what is not shown as a record.
-        profiles: what engines pick.
-        deployed: runs of ``certify --model``.
-    """
-
-    entries: tuple[Entry, ...]
-    refused: tuple[RefusedRecord, ...]
-    profiles: tuple[Profile, ...]
-    deployed: tuple[RunSummary, ...] = ()
+    entries: tuple[Entry, ...]  # in any order
+    refused: tuple[RefusedRecord, ...]  # what is not shown as a record
+    profiles: tuple[Profile, ...]  # what engines pick
+    deployed: tuple[RunSummary, ...] = ()  # runs of ``certify --model``
 
     @cached_property
     def history(self) -> dict[tuple[str, ...], list[Entry]]:
-        """The records of each kernel on each GPU, the newest first."""
         return _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device))
 
     @cached_property
     def newest(self) -> list[Entry]:
-        """The newest record of each kernel in each version on each GPU."""
         groups = _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device, entry.versions))
         return [group[0] for group in groups.values()]
 
     @cached_property
     def by_kernel(self) -> dict[str, Entry]:
-        """The newest record of each kernel, whatever its version and GPU."""
         return {name[0]: group[0] for name, group in _groups(self.entries, lambda e: (e.record.backend,)).items()}
 
     @property
@@ -103,9 +71,9 @@ class Board:
         found = []
         for role in ROLES:
             entries = [entry for entry in self.newest if role in entry.roles]
-            names = list(dict.fromkeys(name for entry in entries for name in _judged(entry, role)))
-            found.append((role, names, entries))
-        return [row for row in found if row[2]]
+            judged = (name for entry in entries for name, each in entry.roles[role].items() if each.counts.judged)
+            found += [(role, list(dict.fromkeys(judged)), entries)] if entries else []
+        return found
 
     def answer(self, profile: Profile, candidate: RankedKernel) -> Entry | None:
         """The record that says most of a kernel that an engine may pick: of its own build if there is one, then new."""
@@ -121,10 +89,6 @@ class Board:
 def is_own_build(entry: Entry, candidate: RankedKernel) -> bool:
     """Whether the record is of the packages that the engine itself brings or asks for."""
     return candidate.packages.items() <= entry.record.distributions.items()
-
-
-def _judged(entry: Entry, role: str) -> list[str]:
-    return [name for name, capability in entry.roles[role].items() if capability.counts.judged]
 
 
 def _groups(entries: Iterable[Entry], key: Callable[[Entry], tuple[str, ...]]) -> dict[tuple[str, ...], list[Entry]]:

@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +17,14 @@ from mla_conformance.certificate.certificate import (
     records_of,
     shown_of,
 )
-from mla_conformance.certificate.lines import KeptRecord
-from mla_conformance.certificate.records import is_records, read_records, suite_order
+from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
 from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_problems
 from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.pairs import JudgedPairs, judged_pairs, total
-from mla_conformance.report.scope import OTHER_ROLE, role_of, scope_of
+from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, role_of, scope_of, total
 from mla_conformance.report.summary import CapabilitySummary, Counts, count_by_capability, summarise
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
@@ -43,47 +41,28 @@ class RefusedRecord:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What a kernel is known to do wrong, and the cases that show it.
-
-    Attributes:
-        reason: the sentence of the expectation that waives them, behind the place where it stands.
-        findings: at least one.
-    """
-
-    reason: str
-    findings: tuple[Finding, ...]
+class KnownFailure:
+    reason: str  # the sentence of the expectation that waives them, behind the place where it stands
+    findings: tuple[Finding, ...]  # at least one
 
     @property
     def example(self) -> Finding:
-        """The finding with the shortest case."""
         return min(self.findings, key=lambda finding: (len(finding.case), finding.case))
 
     @property
     def links(self) -> list[str]:
-        """The pages that the reason names."""
         return [link.rstrip(".,;:") for link in _LINK.findall(self.reason)]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A record.
-
-    Attributes:
-        record: what of it is shown.
-        old: why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that.
-        sanitized: what tools of compute-sanitizer reported of the kernel.
-        not_yet: number of cases that were added to its suite's list since.
-    """
-
-    record: Shown
-    old: str
-    sanitized: tuple[SanitizedKernel, ...] = ()
-    not_yet: int = 0
+    record: Shown  # what of it is shown
+    old: str  # why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that
+    sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
+    not_yet: int = 0  # number of cases that were added to its suite's list since
 
     @property
     def versions(self) -> str:
-        """The distributions behind the kernel, in words."""
         return ", ".join(f"{name} {version}" for name, version in self.record.distributions.items()) or "not stated"
 
     @property
@@ -94,17 +73,14 @@ class Entry:
 
     @cached_property
     def counts(self) -> Counts:
-        """What became of the cases, counted from them."""
         return Counts.of(self._records)
 
     @property
     def is_wrong(self) -> bool:
-        """Whether a case fails, expected or not."""
         return bool(self.counts.failed + self.counts.waived)
 
     @property
     def verdict(self) -> str:
-        """What it says of the kernel, in words."""
         counts = self.counts
         judged = counts.passed + counts.failed + counts.waived
         if self.is_wrong:
@@ -126,7 +102,6 @@ class Entry:
 
     @property
     def pairs_in_words(self) -> str:
-        """How many pairs of classes were judged, in words."""
         if self.pairs is None:
             return "pairs of classes not counted: its suite had others"
         return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
@@ -139,26 +114,26 @@ class Entry:
         return [*missing[:_PAIRS], *([f"and {further:,} more"] if further > 0 else [])]
 
     @cached_property
-    def failures(self) -> tuple[Failure, ...]:
-        """What it does wrong, the reason for most cases first."""
-        groups = grouped(self.record.findings, _reason)
-        found = [Failure(reason, tuple(findings)) for reason, findings in groups.items()]
+    def failures(self) -> tuple[KnownFailure, ...]:
+        # By the reason without the place of the entry that says it.
+        groups = grouped(self.record.findings, lambda each: each.expectation.partition(": ")[2] or each.expectation)
+        found = [KnownFailure(reason, tuple(findings)) for reason, findings in groups.items()]
         return tuple(sorted(found, key=lambda failure: -len(failure.findings)))
 
     @cached_property
     def roles(self) -> dict[str, dict[str, CapabilitySummary]]:
         """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
-        groups = grouped(self._records, lambda record: role_of(record.case))
-        return {role: _capabilities(group) for role, group in groups.items() if _is_served(group)}
+        found = {}
+        for role, records in grouped(self._records, lambda record: role_of(record.case)).items():
+            counts = Counts.of(records)
+            if counts.listed > counts.unsupported:
+                summaries = summarise(records, count_by_capability(record.case for record in records))
+                found[role] = {capability.name: capability for capability in summaries}
+        return found
 
     @cached_property
     def _records(self) -> list[Record]:
         return records_of(self.record.backend, self.record.reference, self.record.cases)
-
-
-def _reason(finding: Finding) -> str:
-    """Without the place of the entry that says it."""
-    return finding.expectation.partition(": ")[2] or finding.expectation
 
 
 ROLES = (*map(str, Role), OTHER_ROLE)
@@ -167,30 +142,15 @@ _NUMBERS = 6
 """Of a version, by which records are in order."""
 
 
-def _is_served(records: Iterable[Record]) -> bool:
-    counts = Counts.of(records)
-    return counts.listed > counts.unsupported
-
-
-def _capabilities(records: list[Record]) -> dict[str, CapabilitySummary]:
-    listed = count_by_capability(record.case for record in records)
-    return {capability.name: capability for capability in summarise(records, listed)}
-
-
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
-    """The records of files, and what cannot be taken for one.
-
-    Raises:
-        InputError: a file of many records is none.
-    """
-    found = [each for path in paths for each in (_of_lines(path) if is_records(path) else [_of_file(path)])]
+    """The records of files, and what cannot be taken for one."""
+    found = list[Entry | RefusedRecord]()
+    for path in paths:
+        for line in read_records(path) if is_records(path) else ():
+            found.append(_entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why))
+        found += [] if is_records(path) else [_of_file(path)]
     entries = [each for each in found if isinstance(each, Entry)]
     return entries, [each for each in found if isinstance(each, RefusedRecord)]
-
-
-def _of_lines(path: Path) -> Iterator[Entry | RefusedRecord]:
-    for line in read_records(path):
-        yield _entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why)
 
 
 def _of_file(path: Path) -> Entry | RefusedRecord:

@@ -1,7 +1,6 @@
 """What the page's script answers from: models as they are deployed, and what became of every case in every record."""
 
 import json
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,7 @@ from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model, model_names
-from mla_conformance.report.outcome import Group, ModelAnswer, answers
+from mla_conformance.report.answers import Group, answers
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.scoreboard.board import Board, Profile
 from mla_conformance.scoreboard.entry import Entry
@@ -46,7 +45,6 @@ def served(board: Board) -> Markup:
 
 
 def cases_on(board: Board) -> list[str]:
-    """Ids of all cases of all records, each once."""
     return list(dict.fromkeys(case for entry in board.entries for case in entry.record.cases))
 
 
@@ -66,27 +64,25 @@ def kind_of(case: str) -> Kind:
 
 def models() -> list[dict[str, Any]]:
     """Each model with its heads, head dims, roles, numbers of ranks and caches; without layers, which engines own."""
-    return [_model(name) for name in model_names()]
-
-
-def _model(name: str) -> dict[str, Any]:
-    profile = find_model(name)
-    cases = cases_of(profile, Deployment.of(profile, 1, "auto"))
-    roles = {str(case.role) for case in cases} - {Role.LAYER}
-    return {
-        "name": name,
-        "heads": profile.heads,
-        "dims": dims_of(profile),
-        "roles": [str(role) for role in Role if role in roles],
-        "tp": _ranks(profile.tensor_parallel_sizes),
-        "caches": profile.cache_layouts,
-        "indexer": profile.selection.indexer.heads if profile.selection else 0,
-    }
-
-
-def _ranks(sizes: Iterable[int]) -> list[int]:
-    """Those that fit on GPUs of whole nodes."""
-    return [size for size in sizes if size & (size - 1) == 0]
+    found = []
+    for name in model_names():
+        profile = find_model(name)
+        cases = cases_of(profile, Deployment.of(profile, 1, "auto"))
+        roles = {str(case.role) for case in cases} - {Role.LAYER}
+        found.append(
+            {
+                "name": name,
+                "heads": profile.heads,
+                "dims": dims_of(profile),
+                "roles": [str(role) for role in Role if role in roles],
+                "tp": [
+                    size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0
+                ],  # on GPUs of whole nodes
+                "caches": profile.cache_layouts,
+                "indexer": profile.selection.indexer.heads if profile.selection else 0,
+            }
+        )
+    return found
 
 
 def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
@@ -101,26 +97,16 @@ def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
         "old": bool(entry.old),
         "order": entry.order,
         "renew": renewal(record.reference, record.device),
-        "statuses": "".join(_letter(record.cases.get(case)) for case in cases),
+        # Of a case that a record does not list, a blank.
+        "statuses": "".join(_LETTERS.get(record.cases[case], "-") if case in record.cases else " " for case in cases),
     }
-
-
-def _letter(status: Status | None) -> str:
-    """Of a case that a record does not list, a blank."""
-    return " " if status is None else _LETTERS.get(status, "-")
 
 
 def _engine(profile: Profile) -> dict[str, Any]:
-    candidates = [
-        {"name": each.name, "kernel": each.kernel, "when": each.when, "packages": each.packages}
-        for each in profile.candidates
-    ]
-    return {
-        "name": profile.engine,
-        "capability": profile.compute_capability,
-        "role": profile.role,
-        "candidates": candidates,
-    }
+    told = ("name", "kernel", "when", "packages")
+    candidates = [{name: getattr(each, name) for name in told} for each in profile.candidates]
+    asked = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
+    return {**asked, "candidates": candidates}
 
 
 def _run(run: RunSummary) -> dict[str, Any]:
@@ -140,21 +126,16 @@ def _run(run: RunSummary) -> dict[str, Any]:
 
 def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
     """What a run of a model says of each backend: in words, as a style, and passed of listed cases by part."""
-    return {answer.backend.name: _answer(answer) for answer in answers(run)}
-
-
-def _answer(answer: ModelAnswer) -> dict[str, Any]:
-    parts = {part: [counts.passed, counts.listed] for part, counts in answer.parts.items()}
-    style = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}.get(answer.group, "unavailable")
-    return {"says": str(answer.group), "style": style, "parts": parts}
+    styles = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}
+    found = {}
+    for answer in answers(run):
+        parts = {part: [counts.passed, counts.listed] for part, counts in answer.parts.items()}
+        says = {"says": str(answer.group), "style": styles.get(answer.group, "unavailable"), "parts": parts}
+        found[answer.backend.name] = says
+    return found
 
 
 def require_deployment(run: RunSummary) -> RunSummary:
-    """A run of a model.
-
-    Raises:
-        InputError: it is of no model, so that it says nothing which a record would not say better.
-    """
     if run.deployment is None:
         raise InputError(
             f"{run.source}: expected a run of certify --model, got one of a whole list: hand in its record"

@@ -6,7 +6,7 @@ The page needs no network and no other file; viewers of static analyses read SAR
 import argparse
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -20,12 +20,11 @@ from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import is_report, load_report
-from mla_conformance.report.pages import Cell, cell, definition, render
+from mla_conformance.report.pages import VIEW, Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
-from mla_conformance.report.traits import TraitsView
 from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
-from mla_conformance.scoreboard.entry import Entry, Failure, read_entries
+from mla_conformance.scoreboard.entry import Entry, KnownFailure, read_entries
 from mla_conformance.scoreboard.serving import answered, cases_on, require_deployment, served
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -53,32 +52,22 @@ def scoreboard(options: argparse.Namespace) -> int:
 
 
 def write_site(board: Board, out: Path) -> None:
-    """Write ``index.html``, ``scoreboard.sarif`` and ``badges/KERNEL.svg``.
-
-    Raises:
-        InputError: a file cannot be written, or two kernels would share one.
-    """
-    badges = _badges(board)
+    badges: dict[str, str] = {}
+    for kernel, entry in board.by_kernel.items():
+        plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip(
+            "-"
+        )  # without signs that a file's name must not have
+        name = f"{plain or 'kernel'}.svg"
+        if name in badges:
+            raise InputError(f"{kernel}: expected another name, a second kernel has the badge {name}")
+        badges[name] = badge(entry)
     for name, text in badges.items():
         write_output(out / "badges" / name, text)
     write_output(out / "scoreboard.sarif", to_text(sarif(board.newest)))
     write_output(out / "index.html", page(board))
 
 
-def _badges(board: Board) -> dict[str, str]:
-    """By the name of the file, which is the kernel's without signs that a file's must not have."""
-    found: dict[str, str] = {}
-    for kernel, entry in board.by_kernel.items():
-        plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip("-")
-        name = f"{plain or 'kernel'}.svg"
-        if name in found:
-            raise InputError(f"{kernel}: expected another name, a second kernel has the badge {name}")
-        found[name] = badge(entry)
-    return found
-
-
 def page(board: Board) -> str:
-    """The page."""
     anchors = {id(entry): f"kernel-{number}" for number, entry in enumerate(board.newest, start=1)}
     numbers = {case: number for number, case in enumerate(cases_on(board))}
     return render(
@@ -86,8 +75,12 @@ def page(board: Board) -> str:
         "board.html.j2",
         board=board,
         suite=SUITE_VERSION,
-        traits_of=[(_titled(entry), entry.record.traits) for entry in board.newest if not entry.old],
-        traits_view=TraitsView(),
+        traits_of=[
+            (f"{entry.record.backend}, {entry.versions}, {entry.record.device}", entry.record.traits)
+            for entry in board.newest
+            if not entry.old
+        ],
+        traits_view=VIEW,
         sanitized=[(entry, found) for entry in board.newest if not entry.old for found in entry.sanitized],
         style=_style,
         cell=_cell,
@@ -98,23 +91,13 @@ def page(board: Board) -> str:
         replay_line=replay_line,
         counted=counted,
         served=served(board),
-        places=lambda failure: _places(failure, numbers),
+        places=lambda failure: " ".join(str(numbers[each.case]) for each in failure.findings if each.case in numbers),
         answered=answered,
         deployed_kernels=sorted({backend.name for run in board.deployed for backend in run.backends}),
     )
 
 
-def _titled(entry: Entry) -> str:
-    return f"{entry.record.backend}, {entry.versions}, {entry.record.device}"
-
-
-def _places(failure: Failure, numbers: Mapping[str, int]) -> str:
-    """The numbers of its cases in the page's data."""
-    return " ".join(str(numbers[finding.case]) for finding in failure.findings if finding.case in numbers)
-
-
 def _style(entry: Entry) -> tuple[str, str]:
-    """The class and the sign of a verdict."""
     if not entry.counts.judged:
         return "unsupported", "–"
     return ("fail", "✘") if entry.is_wrong else ("pass", "✔")
@@ -148,28 +131,23 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
 
 
 def badge(entry: Entry) -> str:
-    """An SVG that says the verdict in words, whatever its colour."""
     record = entry.record
     left, right = shown(record.backend, _LONGEST), shown(f"{entry.verdict} · {record.device} · {entry.state}", _LONGEST)
     widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
     colour = _BADGE_BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
-    title = escape(f"{left}: {right}")
+    title, texts, start = escape(f"{left}: {right}"), "", 0.0
+    for text, width in zip((left, right), widths, strict=True):  # squeezed or stretched to its part whatever the font
+        texts += (
+            f'<text x="{start + _MARGIN / 2:.1f}" y="14" textLength="{width - _MARGIN:.1f}" '
+            f'lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
+        )
+        start += width
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{sum(widths):.0f}" height="{_HEIGHT}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{start:.0f}" height="{_HEIGHT}" '
         f'role="img" aria-label="{title}"><title>{title}</title>'
-        f'<rect width="{sum(widths):.0f}" height="{_HEIGHT}" rx="3" fill="#24292f"/>'
+        f'<rect width="{start:.0f}" height="{_HEIGHT}" rx="3" fill="#24292f"/>'
         f'<rect x="{widths[0]:.0f}" width="{widths[1]:.0f}" height="{_HEIGHT}" rx="3" fill="{colour}"/>'
-        f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11">'
-        f"{_badge_text(left, 0, widths[0])}{_badge_text(right, widths[0], widths[1])}</g></svg>\n"
-    )
-
-
-def _badge_text(text: str, start: float, width: float) -> str:
-    """A text in the middle of its part, squeezed or stretched to it whatever the font."""
-    room = width - _MARGIN
-    return (
-        f'<text x="{start + _MARGIN / 2:.1f}" y="14" textLength="{room:.1f}" '
-        f'lengthAdjust="spacingAndGlyphs">{escape(text)}</text>'
+        f'<g fill="#fff" font-family="DejaVu Sans,Verdana,sans-serif" font-size="11">{texts}</g></svg>\n'
     )
 
 
@@ -181,34 +159,22 @@ def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
         for failure in entry.failures
         for finding in failure.findings
     ]
-    driver = {"name": "mla-conformance", "version": __version__, "rules": [*map(_rule, Check), _other()]}
+    rules = {str(check): f"{WRONG.get(check, check.replace('_', ' '))} (SPEC {CLAUSES[check]})" for check in Check}
+    rules[_OTHER_RULE] = "the call did not end in a result"
+    told = [{"id": name, "shortDescription": {"text": text}} for name, text in rules.items()]
+    driver = {"name": "mla-conformance", "version": __version__, "rules": told}
     return {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
 
 
-def _rule(check: Check) -> dict[str, Any]:
-    said = f"{WRONG.get(check, check.replace('_', ' '))} (SPEC {CLAUSES[check]})"
-    return {"id": str(check), "shortDescription": {"text": said}}
-
-
-def _other() -> dict[str, Any]:
-    return {"id": _OTHER_RULE, "shortDescription": {"text": "the call did not end in a result"}}
-
-
-def _result(entry: Entry, failure: Failure, finding: Finding) -> dict[str, Any]:
-    record = entry.record
-    replay = _replay(entry, finding.case)
+def _result(entry: Entry, failure: KnownFailure, finding: Finding) -> dict[str, Any]:
+    record, replay = entry.record, _replay(entry, finding.case)
     location = {"name": finding.case, "fullyQualifiedName": f"{record.backend}/{finding.case}", "kind": "member"}
     where = f"{record.backend}, {entry.versions}, {record.device}, {entry.state}"
+    same = "\n".join((record.backend, entry.versions, record.device, finding.case)).encode("utf-8", errors="replace")
     return {
         "ruleId": finding.check if finding.check in set(Check) else _OTHER_RULE,
         "level": "note" if entry.old else "error",
         "message": {"text": f"{where}: {failure.reason}. {finding.message}. Replay: {replay}"},
         "locations": [{"logicalLocations": [location]}],
-        "partialFingerprints": {
-            "kernelAndCase/v1": _digest(record.backend, entry.versions, record.device, finding.case)
-        },
+        "partialFingerprints": {"kernelAndCase/v1": hashlib.sha256(same).hexdigest()},
     }
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode("utf-8", errors="replace")).hexdigest()

@@ -31,7 +31,7 @@ STATUSES = (0, 1, 2, 3)
 
 def options_of(command: Command) -> Iterator[Option]:
     """Its options and arguments that take a value."""
-    for option in chain(*command.alternatives):
+    for option in chain(*command.options):
         if option.settings.get("action") != "store_true":
             yield option
 

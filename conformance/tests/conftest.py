@@ -15,11 +15,9 @@ import torch
 from mla_conformance.cli import main
 from mla_conformance.engine import place
 from mla_conformance.engine.limits import machine_cores
-from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
+from mla_conformance.judging.record import Record
 from mla_conformance.tests.nursery import Nursery
-from mla_conformance.version import SUITE_VERSION
+from mla_conformance.tests.reports import write_run
 
 # Kernels' threads that wait for cores which other tests' threads hold make everything many times slower. The variable
 # is for the processes that tests start. The process that starts the workers leaves it alone: they would inherit it.
@@ -73,18 +71,7 @@ def write_report(tmp_path: Path) -> Callable[..., Path]:
     """Writes the report of a run whose records are given, as ``certify`` would; returns its path."""
 
     def write(name: str, records: Sequence[Record], cases: Sequence[str] = (), **environment: str) -> Path:
-        listed = tuple(cases or dict.fromkeys(record.case for record in records))
-        counts = count_by_capability(listed)
-        backends = tuple(
-            BackendSummary(
-                BackendFacts(backend, group[0].reference, versions={"torch": "2.13.0"}), summarise(group, counts)
-            )
-            for backend, group in by_backend(records).items()
-        )
-        path = tmp_path / name
-        reported = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
-        write_json(path, report_json(RunSummary(reported, backends, listed)))
-        return path
+        return write_run(tmp_path / name, records, cases, **environment)
 
     return write
 

@@ -31,7 +31,6 @@ FACTS = {"torch": "2.13.0+cpu", "compute_capability": "9.0", "device": "NVIDIA H
     [
         (CASES[0].id, [CASES[0]]),
         ("lse", list(CASES)),
-        ("l*", list(CASES)),
         ("*:dtype=fp16", [case for case in CASES if case.dtype == "fp16"]),
         ("lse:call=context_chunk", [case for case in CASES if case.call == "context_chunk"]),
         ("new_tokens", []),
@@ -52,7 +51,6 @@ def test_a_malformed_query(query: str) -> None:
     [
         ("", True),
         ("torch >= 2.9", True),
-        ("torch == 2.13.0", True),
         ("torch < 2.9 or compute_capability == 9.0", True),
         ("torch < 2.9 or compute_capability == 9.0 and device == cpu", False),
         ("not torch < 2.9 and device == 'NVIDIA H200'", True),
@@ -138,15 +136,10 @@ ENTRY = '[[expectation]]\nbackend = "MINE"\ncase = "lse"\n'
     ("text", "said"),
     [
         ("[[expectation]\n", "mine.toml: not TOML"),
-        ("[other]\n", "mine.toml: object contains unknown field `other`"),
         (ENTRY, "mine.toml: entry 1: expected a reason in words, got ''"),
-        (ENTRY + 'reason = "  "\n', "mine.toml: entry 1: expected a reason in words, got '  '"),
         (ENTRY + 'reason = "r"\nwhy = "w"\n', "mine.toml: entry 1: unknown key why; known keys: backend, case"),
-        (ENTRY + 'reason = "r"\n' + ENTRY, "mine.toml: entry 2: expected a reason"),
-        (ENTRY + "reason = 1\n", "mine.toml: entry 1: reason: expected `str`, got `int`"),
         (ENTRY + 'reason = "r"\nstatus = "pass"\n', "status: expected one of fail, crash"),
         (ENTRY + 'reason = "r"\ncheck = "nope"\n', "check: expected one of call, shape"),
-        (ENTRY + 'reason = "r"\ncategory = "c"\n', "category: expected one of bug, design, hardware, environment"),
         (ENTRY + 'reason = "r"\nwhen = "os.system()"\n', "when: expected NAME OPERATOR VALUE"),
         (ENTRY + 'reason = "r"\nuntil = "soon"\n', "until: "),
         ('[[expectation]]\ncase = "lse:x=1"\nreason = "r"\n', "entry 1: object missing required field `backend`"),

@@ -16,7 +16,7 @@ from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.grammar import LARGEST, MOST_REQUESTS
-from mla_conformance.commands.repeats import PROBABILITY
+from mla_conformance.commands.replay import PROBABILITY
 from mla_conformance.defects.report import PROMISED
 from mla_conformance.diagnosis.explain import ALIKE, UNALIKE
 from mla_conformance.diagnosis.heat_map import MOST
@@ -34,7 +34,7 @@ from mla_conformance.models.stored import find_model
 from mla_conformance.problems.cpu_room import ZONE
 from mla_conformance.problems.fences import ALIGNMENT
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.report.compare import DRIFT
+from mla_conformance.report.differences import DRIFT
 from mla_conformance.report.terminal import MESSAGE, columns
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES

@@ -12,8 +12,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.tests.reports import write_run
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
@@ -34,16 +33,8 @@ def report(tmp_path: Path) -> Callable[..., Path]:
     def write(
         name: str, *records: Record, shard: Shard | None = None, gone: str = "", suite: str = SUITE_VERSION
     ) -> Path:
-        cases = shard.cases if shard else tuple(dict.fromkeys(record.case for record in records))
-        named = {record.backend: [r for r in records if r.backend == record.backend] for record in records}
-        backends = [
-            BackendSummary(BackendFacts(n, n), summarise(r, count_by_capability(cases))) for n, r in named.items()
-        ]
-        backends += [BackendSummary(BackendFacts(gone, gone, ("no such GPU",)))] if gone else []
-        reported = {"suite": suite, "tier": "full", "device": "cpu", "torch": "2"}
-        whole = tuple(TWO) if shard else cases
-        write_json(tmp_path / name, report_json(RunSummary(reported, tuple(backends), whole, shard)))
-        return tmp_path / name
+        absent = [BackendFacts(gone, gone, ("no such GPU",))] if gone else []
+        return write_run(tmp_path / name, records, TWO if shard else (), absent, shard, suite=suite)
 
     return write
 

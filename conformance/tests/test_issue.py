@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from mla_conformance.certificate.lines import KeptRecord
-from mla_conformance.certificate.records import change_records, is_records, kept_records
+from mla_conformance.certificate.records import KeptRecord, change_records, is_records, kept_records
 from mla_conformance.cli import main
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status

@@ -16,10 +16,18 @@ import torch
 
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.compare import Remark, Weight, compare, compare_loaded, compare_machines
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import record
-from mla_conformance.certificate.pins import Pins, libraries
+from mla_conformance.certificate.pins import (
+    Pins,
+    Remark,
+    Weight,
+    compare,
+    compare_loaded,
+    compare_machines,
+    libraries,
+    owned_by_wheels,
+)
 from mla_conformance.cli import main
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
@@ -28,7 +36,6 @@ from mla_conformance.engine.worker import Worker
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed, file_digest, git_asked_before, installed, source_digests
 from mla_conformance.files.places import find_place, place_of
-from mla_conformance.files.wheels import owned_by_wheels
 from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise

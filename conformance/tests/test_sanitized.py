@@ -7,17 +7,14 @@ import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import Certificate
-from mla_conformance.certificate.digests import record_digests, seal
-from mla_conformance.certificate.lines import KeptRecord, pack
-from mla_conformance.certificate.records import kept_records, write_record, write_sanitized
+from mla_conformance.certificate.records import KeptRecord, kept_records, pack, write_record, write_sanitized
 from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
-from mla_conformance.commands.sanitized_cases import MOST, choose
+from mla_conformance.commands.sanitize import MOST, choose
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import Traced
-from mla_conformance.judging.verdict import Status
-from mla_conformance.tests.test_handed_in import COUNTS, PINS
+from mla_conformance.tests.test_handed_in import PINS, certificate
 from mla_conformance.traits.called import CallsBegin
 from mla_conformance.traits.sanitizer import Sanitized, Tool, Watch, Watched
 from mla_conformance.traits.sanitizer_output import SanitizerError
@@ -36,14 +33,7 @@ ERROR = SanitizerError("oob<T>", "Invalid read", 2, "/src/mla.cu:40", "/src/mine
 
 
 def record(**changes: Any) -> Certificate:
-    made = Certificate(
-        suite=SUITE_VERSION, version="1", tier="full", date="2026-01-01", backend="TORCH_SDPA", reference="TORCH_SDPA",
-        device="cpu", environment={"device": "cpu", "suite": SUITE_VERSION}, pins=PINS, rounding={}, deviations=(),
-        evidence=(), traced=Traced(KERNELS), digests=record_digests(()), counts=COUNTS, worst={}, seconds=1.0,
-        findings=(), unjudged=(), lacking={}, cases=dict.fromkeys(CASES, Status.PASS),
-    )  # fmt: skip
-    made = msgspec.structs.replace(made, **changes)
-    return msgspec.structs.replace(made, seal=seal(made))
+    return certificate(**{"traced": Traced(KERNELS), **changes})
 
 
 def reported(**changes: Any) -> SanitizedKernel:

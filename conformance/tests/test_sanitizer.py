@@ -2,7 +2,9 @@
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cli import main
 from mla_conformance.commands.sanitize import lines
+from mla_conformance.traits import called, sanitizer
 from mla_conformance.traits.called import CallsBegin
 from mla_conformance.traits.sanitizer import Sanitized, Tool, ToolUnavailable, Watch, Watched
 from mla_conformance.traits.sanitizer_output import SanitizerError, UnreadableOutput, errors_of
@@ -85,38 +88,49 @@ def test_what_is_no_output_is_never_taken_for_a_clean_one(text: str) -> None:
         errors_of(text)
 
 
-PROGRAM = f"""#!{sys.executable}
+VERSION = """#!{python}
 import subprocess, sys
 args = sys.argv[1:]
 if args == ["--version"]:
     print("NVIDIA (R) Compute Sanitizer\\nVersion 2025.3.1.0 (build 1) (public-release)")
     sys.exit()
-written = WRITTEN
-if OF and OF not in args: written = {output()!r}
-if written is not None: open(args[args.index("--save") + 1], "w").write(written)
-if RUNS: subprocess.run(args[args.index({sys.executable!r}):], check=True)
-print("========= Error: not attached" if STATUS else "")
-sys.exit(STATUS)
+open(args[args.index("--save") + 1], "w").write({output!r})
+subprocess.run(args[args.index({python!r}):], check=True)
 """
 
 
-def tool(folder: Path, written: str | None, runs: bool = True, status: int = 0, of: str = "") -> str:
-    """A program that stands for the tool: it writes this output where it is called for a case, and runs what it is to.
-
-    In another process of the same program it writes an output without errors.
-    """
+def tool(folder: Path) -> str:
+    """A program that stands for the tool: it runs what it is to, of which it writes an output without errors."""
     path = folder / "compute-sanitizer"
-    given = {"WRITTEN": written, "RUNS": runs, "STATUS": status, "OF": of}
-    text = PROGRAM
-    for name, value in given.items():
-        text = text.replace(name, repr(value))
-    path.write_text(text)
+    path.write_text(VERSION.format(python=sys.executable, output=output()))
     path.chmod(0o755)
     return str(path)
 
 
-def watch(path: str, reference: str = "EAGER") -> Watch:
-    return Watch(Tool(path, "2025.3.1.0"), "memcheck", reference, "cpu", 120)
+def watch(reference: str = "EAGER") -> Watch:
+    return Watch(Tool("compute-sanitizer", "2025.3.1.0"), "memcheck", reference, "cpu", 120)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """What the tool writes where it is called for a case, and whether it runs what it is to, which this process does.
+
+    Of other cases its output is without errors.
+    """
+
+    def given(written: str | None, runs: bool = True, status: int = 0, of: str = "") -> None:
+        def run(command: list[str], seconds: float) -> "subprocess.CompletedProcess[str]":
+            text = output() if of and of not in command else written
+            if text is not None:
+                Path(command[command.index("--save") + 1]).write_text(text)
+            if runs:
+                called.main(command[command.index(called.__name__) + 1 :])
+            said = "========= Error: not attached" if status else ""
+            return subprocess.CompletedProcess(command, status, said, "")
+
+        monkeypatch.setattr(sanitizer, "_run", run)
+
+    return given
 
 
 @pytest.mark.parametrize(
@@ -128,35 +142,39 @@ def watch(path: str, reference: str = "EAGER") -> Watch:
         (("<x/>", True, 0), "expected XML"),
     ],
 )
-def test_a_tool_that_cannot_watch_is_unavailable(tmp_path: Path, arguments: Any, why: str) -> None:
-    found = watch(tool(tmp_path, *arguments)).calls([CASE])
+def test_a_tool_that_cannot_watch_is_unavailable(writes: Callable[..., None], arguments: Any, why: str) -> None:
+    writes(*arguments)
+    found = watch().calls([CASE])
     told = found.unavailable or found.cases[0].unavailable
     assert why in told and not any(each.errors for each in found.cases)
 
 
-def test_cases_that_are_watched_and_clean_share_a_process(tmp_path: Path) -> None:
-    found = watch(tool(tmp_path, output())).calls([CASE, DECODE, OTHER], most=1)
+def test_cases_that_are_watched_and_clean_share_a_process(writes: Callable[..., None]) -> None:
+    writes(output())
+    found = watch().calls([CASE, DECODE, OTHER], most=1)
     assert [each.case for each in found.cases] == [CASE, DECODE] and all(each.is_clean for each in found.cases)
     assert found.begin and found.begin.environment["device"] == "cpu" and not found.begin.unsupported
 
 
-def test_of_several_cases_an_error_is_told_of_the_one_that_shows_it(tmp_path: Path) -> None:
-    found = watch(tool(tmp_path, wrote("memcheck"), of=DECODE)).calls([CASE, DECODE])
-    first, second = found.cases
+def test_of_several_cases_an_error_is_told_of_the_one_that_shows_it(writes: Callable[..., None]) -> None:
+    writes(wrote("memcheck"), of=DECODE)
+    first, second = watch().calls([CASE, DECODE]).cases
     assert first.is_clean and [each.count for each in second.errors] == [2]
 
 
-def test_errors_count_although_the_process_ended_badly(tmp_path: Path) -> None:
-    found = watch(tool(tmp_path, wrote("memcheck"), True, 1)).calls([CASE])
-    assert [each.count for each in found.cases[0].errors] == [2] and not found.cases[0].unavailable
+def test_errors_count_although_the_process_ended_badly(writes: Callable[..., None]) -> None:
+    writes(wrote("memcheck"), True, 1)
+    (found,) = watch().calls([CASE]).cases
+    assert [each.count for each in found.errors] == [2] and not found.unavailable
 
 
-def test_a_call_that_raises_is_not_clean(tmp_path: Path) -> None:
+def test_a_call_that_raises_is_not_clean(tmp_path: Path, writes: Callable[..., None]) -> None:
     (tmp_path / "mine.py").write_text(
         "from mla_conformance.backends.eager import EagerPrefillBackend\n"
         "class Mine(EagerPrefillBackend):\n    def _batch(self, *a, **k): raise ValueError('no')\n"
     )
-    found = watch(tool(tmp_path, output()), f"{tmp_path}/mine.py:Mine").calls([CASE, DECODE])
+    writes(output())
+    found = watch(f"{tmp_path}/mine.py:Mine").calls([CASE, DECODE])
     assert found.begin and found.begin.unsupported == (DECODE,)
     assert [each.unavailable for each in found.cases] == ["the call raised ValueError: no"]
 
@@ -165,7 +183,7 @@ def test_the_tool_says_its_version_and_its_toolkits(tmp_path: Path, monkeypatch:
     folder = tmp_path / "bin"
     folder.mkdir()
     (tmp_path / "version.json").write_text(json.dumps({"cuda": {"name": "CUDA SDK", "version": "12.4.1"}}))
-    path = tool(folder, output())
+    path = tool(folder)
     monkeypatch.setenv("PATH", str(folder))
     assert Tool.found() == Tool(path, "2025.3.1.0", "12.4.1")
     Path(path).write_text(f"#!{sys.executable}\nraise SystemExit('libcuda.so.1: cannot open shared object file')")
@@ -182,7 +200,7 @@ MINE = BackendReference("MINE", "a.py:MINE")
 def test_the_lines_name_kernel_cause_and_replay_and_what_says_nothing() -> None:
     error = SanitizerError("decode", "Invalid read", 2, "mla.cu:40", "mine.py:7")
     found = [Sanitized("lse:q=[4]", (error,)), Sanitized("lse:q=[8]", (error,)), Sanitized("lse:q=[9]", (), "too slow")]
-    said = list(lines(watch("x"), MINE, Watched(CallsBegin(), (*found, Sanitized("lse:q=[1]", seconds=1.5)))))
+    said = list(lines(watch(), MINE, Watched(CallsBegin(), (*found, Sanitized("lse:q=[1]", seconds=1.5)))))
     assert said[0] == "memcheck MINE: decode: Invalid read, 4 times, mla.cu:40, launched at mine.py:7"
     assert said[1] == "  replay: mla-conformance replay 'lse:q=[4]' --backend a.py:MINE"
     by = "compute-sanitizer 2025.3.1.0"
@@ -210,7 +228,7 @@ def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch: An
 
 
 def test_with_the_tool_and_without_a_gpu_too(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    tool(tmp_path, output())
+    tool(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main(["certify", "--backend", "EAGER", "--sanitize", "memcheck", "--submission", f"{tmp_path}/s.jsonl"]) == 3

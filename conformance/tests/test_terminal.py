@@ -45,9 +45,7 @@ def ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (True, {}, True),
         (False, {}, False),
-        (True, {"NO_COLOR": "1"}, False),
         (True, {"TERM": "dumb"}, False),
-        (False, {"FORCE_COLOR": "1"}, True),
         (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
     ],
 )

@@ -16,8 +16,8 @@ from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Q
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_form, to_text
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.pages import traits_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.report.traits import traits_lines
 from mla_conformance.traits.accuracy import accuracy, last_place
 from mla_conformance.traits.bitwise import VARIANTS, bases, bitwise
 from mla_conformance.trials.context import Context

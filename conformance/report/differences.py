@@ -1,86 +1,90 @@
-"""What changed from one run to another: the one rule by which reports are compared, by `report diff` and by the gate.
+"""What is other than before: the one rule for two runs, two reports, two records and two locks.
 
-Compared is what the kernels did, as judged, before any expectation. An error grew or shrank if the share of its budget
-that some rule used did, by more than a given share: 1 is the whole budget, so the limit means the same for every case.
+Of runs that is what the kernels did, as judged, before any expectation. An error grew or shrank if the share of its
+budget that some rule used did, by more than a given share: 1 is the whole budget, so the limit means the same for every
+case.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, TypeVar
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.judging.record import EXPLORED, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
+_K = TypeVar("_K")
 DRIFT = 0.1
 """Share of the error budget by which an error may grow before it counts."""
 
 
+def differing(before: Mapping[_K, Any], after: Mapping[_K, Any]) -> Iterator[tuple[_K, Any, Any]]:
+    """Every (name, value before, value after) in which two tables differ; None stands for a missing value."""
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            yield name, before.get(name), after.get(name)
+
+
+def differences(before: Any, after: Any, place: str = "report") -> Iterator[tuple[str, Any, Any]]:
+    """The same of two JSON values, down to the innermost places that differ."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for name, old, new in differing(before, after):
+            yield from differences(old, new, f"{place}.{name}")
+    elif isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):
+        for index, pair in enumerate(zip(before, after, strict=True)):
+            yield from differences(*pair, f"{place}[{index}]")
+    elif before != after:
+        yield place, before, after
+
+
+def contradicts(stated: Status, found: Status | None) -> bool:
+    """Whether a verdict speaks against the stated one of the same case.
+
+    A known failure is one however it fails, and what one of two devices had no memory for is not compared.
+    """
+    known = stated is Status.EXPECTED_FAILURE and found in FAILED
+    return found is not stated and not known and Status.UNAVAILABLE not in (stated, found)
+
+
 class ChangeKind(StrEnum):
-    """What happened, regressions first."""
+    """What happened from one run to another, the worst first."""
 
     BACKEND_REMOVED = "backend removed"
     NO_LONGER_AVAILABLE = "no longer available"
     NEWLY_FAILING = "newly failing"
     LOST = "no longer judged"
     GREW = "error grew"
-    CASE_REMOVED = "case removed"
+    CASE_REMOVED = "case removed"  # from here on, no regression
     SHRANK = "error shrank"
     NEWLY_PASSING = "newly passing"
     CASE_ADDED = "case added"
     BACKEND_ADDED = "backend added"
 
 
-_REGRESSIONS = (
-    ChangeKind.BACKEND_REMOVED,
-    ChangeKind.NO_LONGER_AVAILABLE,
-    ChangeKind.NEWLY_FAILING,
-    ChangeKind.LOST,
-    ChangeKind.GREW,
-)
+_ORDER = list(ChangeKind)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One difference.
-
-    Attributes:
-        kind: what happened.
-        backend: name of the backend.
-        key: key of the record, or empty for a change of the whole backend.
-        detail: the values before and after.
-    """
-
     kind: ChangeKind
     backend: str
-    key: str
-    detail: str
-
-    @property
-    def subject(self) -> str:
-        """Backend, and case where it is about one."""
-        return f"{self.backend} {self.key}".rstrip()
+    key: str  # of the record, or empty for a change of the whole backend
+    detail: str  # the values before and after
 
     @property
     def regression(self) -> bool:
-        """Whether it makes the second run worse."""
-        return self.kind in _REGRESSIONS
+        return _ORDER.index(self.kind) < _ORDER.index(ChangeKind.CASE_REMOVED)
 
     @property
     def line(self) -> str:
-        """All of it in one line."""
-        return f"{'✘' if self.regression else '·'} {self.kind}: {self.subject} · {cut(self.detail)}"
+        subject = f"{self.backend} {self.key}".rstrip()
+        return f"{'✘' if self.regression else '·'} {self.kind}: {subject} · {cut(self.detail)}"
 
 
 def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list[Change]:
-    """Changes from one run to the next, regressions first.
-
-    Args:
-        before: the earlier run.
-        after: the later run.
-        drift: share of the error budget by which an error has to grow or shrink to be a change.
-    """
+    """Changes from one run to the next, regressions first; an error has to grow or shrink by ``drift`` to be one."""
     old = {backend.name: backend for backend in before.backends if not backend.reasons}
     new = {backend.name: backend for backend in after.backends}
     known = {backend.name for backend in before.backends}
@@ -94,8 +98,7 @@ def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list
             changes.append(Change(ChangeKind.BACKEND_REMOVED, name, "", f"was {backend.outcome}"))
         elif new[name].reasons:
             changes.append(Change(ChangeKind.NO_LONGER_AVAILABLE, name, "", "; ".join(new[name].reasons)))
-    order = list(ChangeKind)
-    return sorted(changes, key=lambda change: order.index(change.kind))
+    return sorted(changes, key=lambda change: _ORDER.index(change.kind))
 
 
 def suites_differ(before: RunSummary, after: RunSummary) -> str:
@@ -125,6 +128,7 @@ def _records(
 
 
 def _change(old: Record | None, new: Record | None, drift: float) -> tuple[ChangeKind | None, str]:
+    """What became of a case; the use of the budget is compared of passes alone, by the rule that changed most."""
     was, now = old.status if old else None, new.status if new else None
     if new and new.failed:
         return (None, "") if old and old.failed else (ChangeKind.NEWLY_FAILING, _told(new))
@@ -132,20 +136,14 @@ def _change(old: Record | None, new: Record | None, drift: float) -> tuple[Chang
         return ChangeKind.LOST, f"was pass, now {_told(new)}"
     if now is Status.PASS and was is not Status.PASS:
         return ChangeKind.NEWLY_PASSING, f"was {was or 'not run'}"
-    return _drift(old, new, drift) if old and new else (None, "")
-
-
-def _drift(old: Record, new: Record, drift: float) -> tuple[ChangeKind | None, str]:
-    """How the use of the budget changed by the rule by which it changed most; only that of passes is compared."""
-    if not old.status is new.status is Status.PASS:
-        return None, ""
-    shares = {rule: (old.shares.get(rule, 0.0), new.shares.get(rule, 0.0)) for rule in {**old.used, **new.used}}
-    by_growth = sorted(shares.items(), key=lambda item: item[1][1] - item[1][0])
-    for kind, (rule, (was, now)) in zip(
-        (ChangeKind.GREW, ChangeKind.SHRANK), (by_growth[-1:] + by_growth[:1]), strict=False
-    ):
-        if (now - was if kind is ChangeKind.GREW else was - now) > drift:
-            return kind, f"{rule}: {was:.2f} → {now:.2f} of the error budget"
+    if old and new and was is Status.PASS:
+        shares = {rule: (old.shares.get(rule, 0.0), new.shares.get(rule, 0.0)) for rule in {**old.used, **new.used}}
+        by_growth = sorted(shares.items(), key=lambda item: item[1][1] - item[1][0])
+        for kind, (rule, (least, most)) in zip(
+            (ChangeKind.GREW, ChangeKind.SHRANK), by_growth[-1:] + by_growth[:1], strict=False
+        ):
+            if (most - least if kind is ChangeKind.GREW else least - most) > drift:
+                return kind, f"{rule}: {least:.2f} → {most:.2f} of the error budget"
     return None, ""
 
 

@@ -1,0 +1,35 @@
+"""Reports of runs whose records are given."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from mla_conformance.cases.sharding import Shard
+from mla_conformance.judging.record import BackendFacts, Record
+from mla_conformance.report.json_report import report_json, write_json
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, count_by_capability, summarise
+from mla_conformance.version import SUITE_VERSION
+
+
+def write_run(
+    path: Path,
+    records: Sequence[Record],
+    cases: Sequence[str] = (),
+    facts: Sequence[BackendFacts] = (),
+    shard: Shard | None = None,
+    code: Mapping[str, str] = MappingProxyType({}),
+    **environment: str,
+) -> Path:
+    """Write the report as ``certify`` would; facts are of backends that are not as the records tell, or absent."""
+    listed = tuple(cases or dict.fromkeys(record.case for record in records))
+    counts = count_by_capability(shard.cases if shard else listed)
+    groups, known = by_backend(records), {each.name: each for each in facts}
+    for name, group in groups.items():
+        known.setdefault(name, BackendFacts(name, group[0].reference, versions={"torch": "2.13.0"}))
+    summaries = (
+        BackendSummary(each, () if each.reasons else summarise(groups.get(name, []), counts))
+        for name, each in known.items()
+    )
+    told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
+    write_json(path, report_json(RunSummary(told, tuple(summaries), listed, shard, code=code)))
+    return path
