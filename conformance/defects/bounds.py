@@ -1,7 +1,4 @@
-"""Right results, from kernels that touch memory beside their operands.
-
-Where nothing is mapped there, as never happens in the pools of a GPU, an emulation touches nothing.
-"""
+"""Right results, from kernels that touch memory beside their operands."""
 
 import ctypes
 import mmap
@@ -15,7 +12,7 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.defects.known import known_defect
+from mla_conformance.defects.known import defects
 
 _VECTOR = 16
 _TILE = 64
@@ -51,6 +48,7 @@ def end(x: torch.Tensor) -> int:
     return x.untyped_storage().nbytes()
 
 
+@defects("memory_bounds")
 class _Prefill(EagerPrefillBackend):
     def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
         self._touch(q, k, v, out)
@@ -60,214 +58,117 @@ class _Prefill(EagerPrefillBackend):
         self._touch(q, k, v, None)
         return super().run_prefill_context_chunk(chunk_idx, q, k, v)
 
-
-@known_defect("prefill-reads-an-element-behind-q", killed_by="memory_bounds")
-class ElementBehindQ(_Prefill):
-    """The last row of queries is loaded with one element more."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_reads_an_element_behind_q__touch(self, q, k, v, out):
+        """The last row of queries is loaded with one element more."""
         reads(q, end(q), q.element_size())
 
-
-@known_defect("prefill-reads-a-vector-behind-k", killed_by="memory_bounds")
-class VectorBehindK(_Prefill):
-    """The next vector of keys is loaded before the loop finds that there is none."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_reads_a_vector_behind_k__touch(self, q, k, v, out):
+        """The next vector of keys is loaded before the loop finds that there is none."""
         reads(k, end(k), _VECTOR)
 
-
-@known_defect("prefill-reads-a-tile-behind-v", killed_by="memory_bounds")
-class TileBehindV(_Prefill):
-    """The last tile of values is loaded whole and masked afterwards."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_reads_a_tile_behind_v__touch(self, q, k, v, out):
+        """The last tile of values is loaded whole and masked afterwards."""
         rows = -len(v) % _TILE
         if rows:
             reads(v, end(v), rows * v[0].numel() * v.element_size())
 
-
-@known_defect("prefill-reads-an-element-before-k", killed_by="memory_bounds")
-class ElementBeforeK(_Prefill):
-    """The key before a request's first is loaded to be masked, also of the first request."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_reads_an_element_before_k__touch(self, q, k, v, out):
+        """The key before a request's first is loaded to be masked, also of the first request."""
         reads(k, -k.element_size(), k.element_size())
 
-
-@known_defect("prefill-reads-a-start-behind-the-last", killed_by="memory_bounds")
-class StartBehindTheLast(_Prefill):
-    """The end of each request is read from the entry behind it, and one more than there is."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_reads_a_start_behind_the_last__touch(self, q, k, v, out):
+        """The end of each request is read from the entry behind it, and one more than there is."""
         starts = self._prefill_metadata.query_start_loc
         reads(starts, end(starts), starts.element_size())
 
-
-@known_defect("prefill-reads-a-chunk-behind-the-last", killed_by="memory_bounds")
-class ChunkBehindTheLast(_Prefill):
-    """The lengths of the next chunk are prefetched, also behind the last one."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_reads_a_chunk_behind_the_last__touch(self, q, k, v, out):
+        """The lengths of the next chunk are prefetched, also behind the last one."""
         context = self._prefill_metadata.chunked_context
         if context is not None:
             reads(context.cu_seq_lens, end(context.cu_seq_lens), 4)
 
-
-@known_defect("prefill-writes-an-element-behind-out", killed_by="memory_bounds")
-class ElementBehindOut(_Prefill):
-    """The last store of an output has one element too many, and puts back what it has read there."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_writes_an_element_behind_out__touch(self, q, k, v, out):
+        """The last store of an output has one element too many, and puts back what it has read there."""
         if out is not None:
             last = out.data_ptr() - out.untyped_storage().data_ptr() + out.nbytes
             writes(out, last, out.element_size())
 
-
-@known_defect("prefill-writes-a-vector-before-out", killed_by="memory_bounds")
-class VectorBeforeOut(_Prefill):
-    """Stores to an output begin a vector before it, with what it has read there."""
-
-    def _touch(self, q, k, v, out):
+    def prefill_writes_a_vector_before_out__touch(self, q, k, v, out):
+        """Stores to an output begin a vector before it, with what it has read there."""
         if out is not None:
             writes(out, out.data_ptr() - out.untyped_storage().data_ptr() - _VECTOR, _VECTOR)
 
 
-class _Decode(EagerDecodeBackend):
-    def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-        self._touch(ql_nope, q_pe, kv_cache, self._decode_metadata)
-        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
-
-
-@known_defect("decode-reads-a-page-behind-the-cache", killed_by="memory_bounds")
-class PageBehindTheCache(_Decode):
-    """The next page of a sequence is prefetched where no page follows."""
-
-    def _touch(self, ql_nope, q_pe, kv_cache, metadata):
+@defects("memory_bounds")
+class _MemoryBoundsDecode(EagerDecodeBackend):
+    def decode_reads_a_page_behind_the_cache__before_run_decode(self, kv_cache):
+        """The next page of a sequence is prefetched where no page follows."""
         page = kv_cache.stride(0) * kv_cache.element_size()
         reads(kv_cache, end(kv_cache) + page - 1, 1)
 
-
-@known_defect("decode-reads-a-vector-behind-the-cache", killed_by="memory_bounds")
-class VectorBehindTheCache(_Decode):
-    """The last entry of the last page is loaded with one vector more."""
-
-    def _touch(self, ql_nope, q_pe, kv_cache, metadata):
+    def decode_reads_a_vector_behind_the_cache__before_run_decode(self, kv_cache):
+        """The last entry of the last page is loaded with one vector more."""
         reads(kv_cache, end(kv_cache), _VECTOR)
 
-
-@known_defect("decode-reads-a-page-before-the-cache", killed_by="memory_bounds")
-class PageBeforeTheCache(_Decode):
-    """A block of -1 is loaded as if it were one, and what it gives is not used."""
-
-    def _touch(self, ql_nope, q_pe, kv_cache, metadata):
-        if (metadata.block_table < 0).any():
+    def decode_reads_a_page_before_the_cache__before_run_decode(self, kv_cache):
+        """A block of -1 is loaded as if it were one, and what it gives is not used."""
+        if (self._decode_metadata.block_table < 0).any():
             reads(kv_cache, -kv_cache.stride(0) * kv_cache.element_size(), 1)
 
-
-@known_defect("decode-reads-a-column-behind-the-block-table", killed_by="memory_bounds")
-class ColumnBehindTheTable(_Decode):
-    """The column behind a request's last is read, also in the last row."""
-
-    def _touch(self, ql_nope, q_pe, kv_cache, metadata):
-        table = metadata.block_table
+    def decode_reads_a_column_behind_the_block_table__before_run_decode(self):
+        """The column behind a request's last is read, also in the last row."""
+        table = self._decode_metadata.block_table
         reads(table, end(table), table.element_size())
 
+    def decode_reads_a_length_behind_the_last__before_run_decode(self):
+        """A block of threads reads the length of a request that the batch does not have."""
+        lengths = self._decode_metadata.seq_lens
+        reads(lengths, end(lengths), 4)
 
-@known_defect("decode-reads-a-length-behind-the-last", killed_by="memory_bounds")
-class LengthBehindTheLast(_Decode):
-    """A block of threads reads the length of a request that the batch does not have."""
-
-    def _touch(self, ql_nope, q_pe, kv_cache, metadata):
-        reads(metadata.seq_lens, end(metadata.seq_lens), 4)
-
-
-@known_defect("decode-reads-a-vector-behind-the-rope-queries", killed_by="memory_bounds")
-class VectorBehindRopeQueries(_Decode):
-    """Heads are loaded in vectors that reach past the last one's rope."""
-
-    def _touch(self, ql_nope, q_pe, kv_cache, metadata):
+    def decode_reads_a_vector_behind_the_rope_queries__before_run_decode(self, q_pe):
+        """Heads are loaded in vectors that reach past the last one's rope."""
         reads(q_pe, end(q_pe), _VECTOR)
 
-
-@known_defect("decode-writes-an-element-behind-the-cache", killed_by="memory_bounds")
-class ElementBehindTheCache(_Decode):
-    """The element behind the cache is written with what stands there."""
-
-    def _touch(self, ql_nope, q_pe, kv_cache, metadata):
+    def decode_writes_an_element_behind_the_cache__before_run_decode(self, kv_cache):
+        """The element behind the cache is written with what stands there."""
         writes(kv_cache, end(kv_cache), kv_cache.element_size())
 
 
-class _Sparse(EagerSparseBackend):
-    def attend(self, q, sources, k_scale, sink):
-        self._touch(q, sources[0], sink)
-        return super().attend(q, sources, k_scale, sink)
+@defects("memory_bounds")
+class _MemoryBoundsSparse(EagerSparseBackend):
+    def sparse_reads_a_vector_behind_the_lists__before_attend(self, sources):
+        """The next vector of a list is loaded ahead, also behind the last one."""
+        reads(sources[0].indices, end(sources[0].indices), _VECTOR)
 
+    def sparse_reads_the_slot_before_the_first__before_attend(self, sources):
+        """An index of -1 is loaded as a slot, and its score is masked."""
+        if (sources[0].indices < 0).any():
+            reads(sources[0].cache, -sources[0].cache.shape[-1] * sources[0].cache.element_size(), 1)
 
-@known_defect("sparse-reads-a-vector-behind-the-lists", killed_by="memory_bounds")
-class VectorBehindTheLists(_Sparse):
-    """The next vector of a list is loaded ahead, also behind the last one."""
-
-    def _touch(self, q, source, sink):
-        reads(source.indices, end(source.indices), _VECTOR)
-
-
-@known_defect("sparse-reads-the-slot-before-the-first", killed_by="memory_bounds")
-class SlotBeforeTheFirst(_Sparse):
-    """An index of -1 is loaded as a slot, and its score is masked."""
-
-    def _touch(self, q, source, sink):
-        if (source.indices < 0).any():
-            reads(source.cache, -source.cache.shape[-1] * source.cache.element_size(), 1)
-
-
-@known_defect("sparse-reads-a-sink-behind-the-last", killed_by="memory_bounds")
-class SinkBehindTheLast(_Sparse):
-    """Sinks are loaded for a tile of heads, of which there are fewer."""
-
-    def _touch(self, q, source, sink):
+    def sparse_reads_a_sink_behind_the_last__before_attend(self, sink):
+        """Sinks are loaded for a tile of heads, of which there are fewer."""
         if sink is not None:
             reads(sink, end(sink), sink.element_size())
 
 
-class _Indexer(EagerIndexerBackend):
-    def _logits(self, q, weights, k, k_scale):
-        self._touch(q, weights, k)
-        return super()._logits(q, weights, k, k_scale)
-
-
-@known_defect("indexer-reads-a-vector-behind-the-weights", killed_by="memory_bounds")
-class VectorBehindTheWeights(_Indexer):
-    """Weights are loaded in vectors, one more than there are."""
-
-    def _touch(self, q, weights, k):
+@defects("memory_bounds")
+class _MemoryBoundsIndexer(EagerIndexerBackend):
+    def indexer_reads_a_vector_behind_the_weights__before_logits(self, weights):
+        """Weights are loaded in vectors, one more than there are."""
         reads(weights, end(weights), _VECTOR)
 
-
-@known_defect("indexer-reads-a-tile-behind-the-gathered-keys", killed_by="memory_bounds")
-class TileBehindGatheredKeys(_Indexer):
-    """The last tile of gathered keys is loaded whole."""
-
-    def _touch(self, q, weights, k):
+    def indexer_reads_a_tile_behind_the_gathered_keys__before_logits(self, k):
+        """The last tile of gathered keys is loaded whole."""
         if self._sparse_metadata.block_table is None:
             reads(k, end(k), k.stride(0) * k.element_size())
 
 
-@known_defect("layer-reads-a-vector-behind-the-rope-keys", killed_by="memory_bounds")
-class VectorBehindRopeKeys(EagerLayer):
-    """New rope keys are loaded in vectors, one more than there are."""
+@defects("memory_bounds", inside=(EagerLayer, "impl_class"))
+class _MemoryBoundsImpl(MLACommonImpl):
+    def layer_reads_a_vector_behind_the_rope_keys__before_forward(self, k_pe):
+        """New rope keys are loaded in vectors, one more than there are."""
+        reads(k_pe, end(k_pe), _VECTOR)
 
-    class impl_class(MLACommonImpl):
-        def forward(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output=None):
-            reads(k_pe, end(k_pe), _VECTOR)
-            return super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
-
-
-@known_defect("layer-writes-a-vector-behind-the-cache", killed_by="memory_bounds")
-class VectorWrittenBehindTheCache(EagerLayer):
-    """The last entry is written with a vector more, of what stands there."""
-
-    class impl_class(MLACommonImpl):
-        def forward(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output=None):
-            writes(kv_cache, end(kv_cache), _VECTOR)
-            return super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, output)
+    def layer_writes_a_vector_behind_the_cache__before_forward(self, kv_cache):
+        """The last entry is written with a vector more, of what stands there."""
+        writes(kv_cache, end(kv_cache), _VECTOR)

@@ -18,25 +18,7 @@ from mla_conformance.defects.bases import (
     joined_in_a_tree,
     stored_in,
 )
-
-
-class PageTiles(LayeredDecode):
-    """Tiles of 16 tokens, below every page but the smallest."""
-
-    key_tile = 16
-
-
-class WideTiles(LayeredDecode):
-    """Tiles of 1024 tokens."""
-
-    key_tile = 1024
-
-
-class LastTileFirst(LayeredDecode):
-    """Tiles from the last to the first."""
-
-    def _tiles(self, keys: int) -> Iterator[slice]:
-        return iter(list(super()._tiles(keys))[::-1])
+from mla_conformance.defects.steps import but, kernels
 
 
 class SplitTokens(LayeredDecode):
@@ -57,12 +39,11 @@ class SplitTokens(LayeredDecode):
         return state
 
 
-class StoredSplits(SplitTokens):
-    """Splits whose outputs wait in the model's dtype."""
-
-    declaration = declares(Rounding(partial_outputs=Precision.MODEL))
-
-    def _stored(self, state: SoftmaxState) -> SoftmaxState:
+@kernels()
+class _SplitTokens(SplitTokens):
+    @but(declaration=declares(Rounding(partial_outputs=Precision.MODEL)))
+    def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
+        """Splits whose outputs wait in the model's dtype."""
         return stored_in(state, self._model_dtype)
 
 
@@ -75,69 +56,72 @@ class KeysOfTheModel(LayeredDecode):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
 
-class ScaledScores(LayeredDecode):
-    """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
-
-    def _dequantise(self, rows, k_scale):
-        self._k_scale = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
-        return super()._dequantise(rows, torch.ones_like(k_scale))
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) * self._k_scale
-
-    def _values(self, keys):
-        return super()._values(keys) * self._k_scale
+@kernels()
+class _KeysOfTheModel(KeysOfTheModel):
+    @but(declaration=declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)))
+    def tiny_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
+        return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
 
 
-class RoughExponential(LayeredDecode):
-    """An exponential with relative errors up to 1e-4, for 16-bit models."""
+@kernels()
+class _SplitDecode(SplitDecode):
+    class split_tree:
+        """At most sixteen splits of neighbouring tokens, combined in a binary tree."""
 
-    declaration = declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
+        def _share(self, seq_len: int) -> int:
+            return max(1, -(-seq_len // 16))
 
-    def _exp(self, x: torch.Tensor) -> torch.Tensor:
+        def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
+            return joined_in_a_tree(parts)
+
+
+@kernels()
+class _LayeredDecode(LayeredDecode):
+    @but(key_tile=16)
+    class page_tiles:
+        """Tiles of 16 tokens, below every page but the smallest."""
+
+    @but(key_tile=1024)
+    class wide_tiles:
+        """Tiles of 1024 tokens."""
+
+    def last_tile_first__tiles(self, keys: int) -> Iterator[slice]:
+        """Tiles from the last to the first."""
+        return iter(list(super()._tiles(keys))[::-1])
+
+    class scaled_scores:
+        """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
+
+        def _dequantise(self, rows, k_scale):
+            self._k_scale = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
+            return super()._dequantise(rows, torch.ones_like(k_scale))
+
+        def _scores(self, q, k):
+            return super()._scores(q, k) * self._k_scale
+
+        def _values(self, keys):
+            return super()._values(keys) * self._k_scale
+
+    @but(declaration=declares(Rounding(lse=LseClass.APPROXIMATE_EXP)))
+    def rough_exponential__exp(self, x: torch.Tensor) -> torch.Tensor:
+        """An exponential with relative errors up to 1e-4, for 16-bit models."""
         exact = x.exp()
         if self._model_dtype is torch.float32:
             return exact
         return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
 
-
-class UnroundedWeights(LayeredDecode):
-    """P is not rounded at all."""
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def unrounded_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P is not rounded at all."""
         return p
 
-
-class TinyWeights(KeysOfTheModel):
-    """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
-
-    declaration = declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL))
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
-
-
-class SplitTree(SplitDecode):
-    """At most sixteen splits of neighbouring tokens, combined in a binary tree."""
-
-    def _share(self, seq_len: int) -> int:
-        return max(1, -(-seq_len // 16))
-
-    def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
-        return joined_in_a_tree(parts)
-
-
-class HalfPrecisionWeights(LayeredDecode):
-    """P in fp16, whatever the model's dtype, and declared so."""
-
-    declaration = declares(Rounding(p=Precision.FLOAT16))
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    @but(declaration=declares(Rounding(p=Precision.FLOAT16)))
+    def half_precision_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P in fp16, whatever the model's dtype, and declared so."""
         return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
 
-
-class PowersOfTwo(BaseTwo, LayeredDecode):
-    """A decode in powers of two."""
+    class powers_of_two(BaseTwo):
+        """A decode in powers of two."""
 
 
 HONEST_DECODES: tuple[type[KernelBackend], ...] = (LayeredDecode, *emulations(__name__))

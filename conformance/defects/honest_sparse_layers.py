@@ -7,9 +7,11 @@ from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.defects.bases import emulations
+from mla_conformance.defects.steps import but, kernels
 from mla_conformance.reference.selected import NO_KEY
 
 
+@kernels()
 class _PrefillsInHeads(EagerSparseLayerBackend):
     """Some prefills attend in heads to keys that are multiplied out, under a mask."""
 
@@ -50,60 +52,51 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
         rows = dequantise(gather(kv_cache, slots, config.kv_cache_dtype), config.kv_cache_dtype, one, config.dtype)
         return rows[:, : config.kv_lora_rank + config.qk_rope_head_dim].to(config.dtype)
 
+    class dense_shortcut:
+        """Prefills of no more tokens than are selected attend densely and leave the buffer as it is."""
 
-class DenseShortcut(_PrefillsInHeads):
-    """Prefills of no more tokens than are selected attend densely and leave the buffer as it is."""
+        def _select(self, hidden, q_c, turns, cache, buffer):
+            before = buffer[: len(hidden)].clone()
+            super()._select(hidden, q_c, turns, cache, buffer)
+            buffer[: len(hidden)][self._in_heads] = before[self._in_heads]
 
-    def _select(self, hidden, q_c, turns, cache, buffer):
-        before = buffer[: len(hidden)].clone()
-        super()._select(hidden, q_c, turns, cache, buffer)
-        buffer[: len(hidden)][self._in_heads] = before[self._in_heads]
+        def _seen(self, rows, lists, tokens):
+            bounds = bounds_of(self._metadata.attention)[rows]
+            return torch.arange(tokens, device=rows.device) < bounds.unsqueeze(1)
 
-    def _seen(self, rows, lists, tokens):
-        bounds = bounds_of(self._metadata.attention)[rows]
-        return torch.arange(tokens, device=rows.device) < bounds.unsqueeze(1)
-
-
-class MaskedPrefills(_PrefillsInHeads):
-    """All prefills attend in heads, under a mask made of their lists."""
-
-    _takes_all = True
-
-    def _seen(self, rows, lists, tokens):
+    @but(_takes_all=True)
+    def masked_prefills__seen(self, rows, lists, tokens):
+        """All prefills attend in heads, under a mask made of their lists."""
         mask = torch.zeros(len(rows), tokens + 1, dtype=torch.bool, device=rows.device)
         return mask.scatter_(1, lists.long().where(lists >= 0, tokens), True)[:, :tokens]
 
 
-class KeysInOneKernel(EagerSparseLayerBackend):
-    """Index keys are written first, and nothing rounds between their norm, their rotation and their codes."""
+@kernels()
+class _SparseLayer(EagerSparseLayerBackend):
+    class keys_in_one_kernel:
+        """Index keys are written first, and nothing rounds between their norm, their rotation and their codes."""
 
-    def _write_latents(self, hidden, turns, kv_cache):
-        self._late = hidden, turns, kv_cache
+        def _write_latents(self, hidden, turns, kv_cache):
+            self._late = hidden, turns, kv_cache
 
-    def _queries(self, q_c, turns):
-        super()._write_latents(*self._late)
-        return super()._queries(q_c, turns)
+        def _queries(self, q_c, turns):
+            super()._write_latents(*self._late)
+            return super()._queries(q_c, turns)
 
-    def _index_key(self, hidden, turns):
-        indexer, key = self._index_weights, (hidden @ self._index_weights.wk.mT).float()
-        centred = key - key.mean(dim=-1, keepdim=True)
-        spread = (centred.square().mean(dim=-1, keepdim=True) + self.config.preparation.eps).sqrt()
-        normed = centred / spread * indexer.k_norm_weight + indexer.k_norm_bias
-        turned = self._index_rope(normed.unsqueeze(1), turns)[:, 0]
-        return turned if self.config.index_kv_cache_dtype != "auto" else turned.to(hidden.dtype)
+        def _index_key(self, hidden, turns):
+            indexer, key = self._index_weights, (hidden @ self._index_weights.wk.mT).float()
+            centred = key - key.mean(dim=-1, keepdim=True)
+            spread = (centred.square().mean(dim=-1, keepdim=True) + self.config.preparation.eps).sqrt()
+            normed = centred / spread * indexer.k_norm_weight + indexer.k_norm_bias
+            turned = self._index_rope(normed.unsqueeze(1), turns)[:, 0]
+            return turned if self.config.index_kv_cache_dtype != "auto" else turned.to(hidden.dtype)
 
-
-class AscendingLists(EagerSparseLayerBackend):
-    """Lists ascend, with -1 before their tokens."""
-
-    def _best(self, q, weights, cache):
+    def ascending_lists__best(self, q, weights, cache):
+        """Lists ascend, with -1 before their tokens."""
         return super()._best(q, weights, cache).sort(dim=1).values
 
-
-class ScoresOfSharesAdded(EagerSparseLayerBackend):
-    """Scores are those of the ranks' shares of the indexer's heads, added."""
-
-    def _best(self, q, weights, cache):
+    def scores_of_shares_added__best(self, q, weights, cache):
+        """Scores are those of the ranks' shares of the indexer's heads, added."""
         share = torch.arange(weights.shape[1], device=q.device) * self.config.tp_size // weights.shape[1]
         parts = [weights.masked_fill(share != rank, 0.0) for rank in range(self.config.tp_size)]
         scores = sum(self._indexer.run_index_logits(q, part, cache) for part in parts)

@@ -23,6 +23,7 @@ from mla_conformance.defects.bases import (
     joined_in_a_tree,
 )
 from mla_conformance.defects.known import Emulation
+from mla_conformance.defects.steps import but, kernels
 from mla_conformance.reference.selected import NO_KEY
 
 _LEAST = torch.finfo(torch.float32).min
@@ -38,24 +39,6 @@ class _FiniteSentinel(OnlineSoftmax):
         p = (scores - maximum).exp().masked_fill(masked, 0.0)
         weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
         return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
-
-
-class FinitePrefill(_FiniteSentinel, EagerPrefillBackend):
-    """A prefill in tiles of 64 keys whose running maximum starts at the least float32."""
-
-    key_tile = 64
-
-
-class FiniteDecode(_FiniteSentinel, EagerDecodeBackend):
-    """A decode in tiles of 32 tokens whose running maximum starts at the least float32."""
-
-    key_tile = 32
-
-
-class FiniteSparse(_FiniteSentinel, EagerSparseBackend):
-    """Tiles of 64 columns, and a running maximum that starts at the least float32."""
-
-    key_tile = 64
 
 
 class _LazyRescale(OnlineSoftmax):
@@ -82,95 +65,92 @@ class LazyDecode(_LazyRescale, EagerDecodeBackend):
     key_tile = 64
 
 
-class LazyLayer(EagerLayer):
-    """Both kernels of a layer rescale their running state only where the maximum grows much."""
-
-    prefill_backend = LazyPrefill
-    decode_backend = LazyDecode
-
-
-class PrefillInBaseTwo(BaseTwo, EagerPrefillBackend):
-    """A prefill in powers of two."""
+@kernels()
+class _Layer(EagerLayer):
+    @but(prefill_backend=LazyPrefill, decode_backend=LazyDecode)
+    class lazy_layer:
+        """Both kernels of a layer rescale their running state only where the maximum grows much."""
 
 
-class SparseInBaseTwo(BaseTwo, EagerSparseBackend):
-    """Attention to selected keys in powers of two, in tiles of 32 columns."""
-
-    key_tile = 32
-
-
-class SkipsMaskedTiles(EagerDecodeBackend):
-    """Tiles of 64 tokens, without those that no query token of the request sees."""
-
-    key_tile = 64
-
-    def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
-        seen = [tile for tile in tiles if bool(self._visible(len(q), request, seq_len, tile).any())]
-        return super()._over(seen, q, request, seq_len, kv_cache, k_scale)
-
-
-class SplitsOfTheLongest(SplitDecode):
-    """Every request has as many splits as the longest; those behind its end have no keys."""
-
-    split = 512
-
-    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+@kernels()
+class _SplitDecode(SplitDecode):
+    @but(split=512)
+    def splits_of_the_longest__attend(self, q, request, seq_len, kv_cache, k_scale):
+        """Every request has as many splits as the longest; those behind its end have no keys."""
         starts = range(0, max(1, self._decode_metadata.max_seq_len), self.split)
         spans = [slice(min(start, seq_len), min(start + self.split, seq_len)) for start in starts]
         return self._combine([self._over(self._within(each), q, request, seq_len, kv_cache, k_scale) for each in spans])
 
 
-class HeadTileAfterHeadTile(EagerDecodeBackend):
-    """Heads are computed 16 at a time, the last ones first, filled up with heads of zeros."""
+@kernels()
+class _Decode(EagerDecodeBackend):
+    @but(key_tile=32)
+    class finite_decode(_FiniteSentinel):
+        """A decode in tiles of 32 tokens whose running maximum starts at the least float32."""
 
-    def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        parts = [self._of_tile(part, request, seq_len, kv_cache, k_scale) for part in reversed(q.split(16, dim=1))]
-        return SoftmaxState(*map(torch.cat, zip(*reversed(parts), strict=True)))
+    @but(key_tile=64)
+    def skips_masked_tiles__before_over(self, tiles, *, q, request, seq_len):
+        """Tiles of 64 tokens, without those that no query token of the request sees."""
+        return [tile for tile in tiles if bool(self._visible(len(q), request, seq_len, tile).any())]
 
-    def _of_tile(self, q, request, seq_len, kv_cache, k_scale):
-        heads = q.shape[1]
-        filled = torch.nn.functional.pad(q, (0, 0, 0, 16 - heads))
-        state = super()._attend(filled, request, seq_len, kv_cache, k_scale)
-        return SoftmaxState(*(part[:heads] for part in state))
+    class head_tile_after_head_tile:
+        """Heads are computed 16 at a time, the last ones first, filled up with heads of zeros."""
 
+        def _attend(self, q, request, seq_len, kv_cache, k_scale):
+            parts = [self._of_tile(part, request, seq_len, kv_cache, k_scale) for part in reversed(q.split(16, dim=1))]
+            return SoftmaxState(*map(torch.cat, zip(*reversed(parts), strict=True)))
 
-class TwoPassDecode(EagerDecodeBackend):
-    """The maximum and the sum are found first, and weights are normalised before they are rounded."""
+        def _of_tile(self, q, request, seq_len, kv_cache, k_scale):
+            heads = q.shape[1]
+            filled = torch.nn.functional.pad(q, (0, 0, 0, 16 - heads))
+            state = super()._attend(filled, request, seq_len, kv_cache, k_scale)
+            return SoftmaxState(*(part[:heads] for part in state))
 
-    def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
-        every = list(tiles)
-        self._known = None
-        self._known = super()._over(every, q, request, seq_len, kv_cache, k_scale)
-        second = super()._over(every, q, request, seq_len, kv_cache, k_scale)
-        return self._known._replace(weighted=second.weighted * self._known.total)
+    class two_pass_decode:
+        """The maximum and the sum are found first, and weights are normalised before they are rounded."""
 
-    def _accumulate(self, state, scores, v):
-        if self._known is None:
-            return super()._accumulate(state, scores, v)
-        shift = self._known.maximum.masked_fill(self._known.maximum == -torch.inf, 0.0)
-        p = (scores - shift).exp() / self._known.total.masked_fill(self._known.total == 0, 1.0)
-        return state._replace(weighted=state.weighted + torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v))
+        def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
+            every = list(tiles)
+            self._known = None
+            self._known = super()._over(every, q, request, seq_len, kv_cache, k_scale)
+            second = super()._over(every, q, request, seq_len, kv_cache, k_scale)
+            return self._known._replace(weighted=second.weighted * self._known.total)
 
-
-class EvenAndOddTiles(EagerPrefillBackend):
-    """Two groups take every other tile of 32 keys, and their states are joined at last."""
-
-    key_tile = 32
-
-    def _attend(self, q, k, v, causal):
-        groups = []
-        for self._first in range(2):
-            groups.append(super()._attend(q, k, v, causal))
-        return reduce(joined, groups)
-
-    def _tiles(self, keys: int) -> Iterator[slice]:
-        return iter(list(super()._tiles(keys))[self._first :: 2])
+        def _accumulate(self, state, scores, v):
+            if self._known is None:
+                return super()._accumulate(state, scores, v)
+            shift = self._known.maximum.masked_fill(self._known.maximum == -torch.inf, 0.0)
+            p = (scores - shift).exp() / self._known.total.masked_fill(self._known.total == 0, 1.0)
+            return state._replace(weighted=state.weighted + torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v))
 
 
-class MergesByShare(EagerPrefillBackend):
-    """A merge weighs the prefix by a logistic function of the difference of both LSEs, the suffix by what is left."""
+@kernels()
+class _Prefill(EagerPrefillBackend):
+    @but(key_tile=64)
+    class finite_prefill(_FiniteSentinel):
+        """A prefill in tiles of 64 keys whose running maximum starts at the least float32."""
 
-    def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
+    class prefill_in_base_two(BaseTwo):
+        """A prefill in powers of two."""
+
+    class even_and_odd_tiles:
+        """Two groups take every other tile of 32 keys, and their states are joined at last."""
+
+        key_tile = 32
+
+        def _attend(self, q, k, v, causal):
+            groups = []
+            for self._first in range(2):
+                groups.append(super()._attend(q, k, v, causal))
+            return reduce(joined, groups)
+
+        def _tiles(self, keys: int) -> Iterator[slice]:
+            return iter(list(super()._tiles(keys))[self._first :: 2])
+
+    @but("merge_attn_states")
+    def merges_by_share(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
+        """A merge weighs the prefix by a logistic function of the difference of both LSEs, the suffix by what is
+        left."""
         nothing = (prefix_lse == -torch.inf) & (suffix_lse == -torch.inf)
         difference = (prefix_lse - suffix_lse).masked_fill(nothing, 0.0)
         merged = torch.maximum(prefix_lse, suffix_lse) + torch.nn.functional.softplus(-difference.abs())
@@ -184,67 +164,64 @@ class MergesByShare(EagerPrefillBackend):
             output_lse.copy_(merged)
 
 
-class TreeOfTiles(EagerSparseBackend):
-    """Each tile of 64 columns has a state of its own, and they are joined by twos."""
+@kernels()
+class _Sparse(EagerSparseBackend):
+    @but(key_tile=64)
+    class finite_sparse(_FiniteSentinel):
+        """Tiles of 64 columns, and a running maximum that starts at the least float32."""
 
-    key_tile = 64
+    @but(key_tile=32)
+    class sparse_in_base_two(BaseTwo):
+        """Attention to selected keys in powers of two, in tiles of 32 columns."""
 
-    def _accumulate(self, state, scores, v):
-        self._states.append(super()._accumulate(self._fresh, scores, v))
-        return state
+    class tree_of_tiles:
+        """Each tile of 64 columns has a state of its own, and they are joined by twos."""
 
-    def _attend(self, q, request, sources, k_scale):
-        self._states = []
-        queries = q.transpose(0, 1)
-        self._fresh = self._initial(queries, queries[..., : self.kv_lora_rank])
-        super()._attend(q, request, sources, k_scale)
-        return joined_in_a_tree(self._states)
+        key_tile = 64
 
+        def _accumulate(self, state, scores, v):
+            self._states.append(super()._accumulate(self._fresh, scores, v))
+            return state
 
-class SinkAmongTheKeys(EagerSparseBackend):
-    """A sink is one more logit of the row's softmax, whose value is 0; the LSE is taken before."""
+        def _attend(self, q, request, sources, k_scale):
+            self._states = []
+            queries = q.transpose(0, 1)
+            self._fresh = self._initial(queries, queries[..., : self.kv_lora_rank])
+            super()._attend(q, request, sources, k_scale)
+            return joined_in_a_tree(self._states)
 
-    def _with_sink(self, output, lse, sink):
+    def sink_among_the_keys__with_sink(self, output, lse, sink):
+        """A sink is one more logit of the row's softmax, whose value is 0; the LSE is taken before."""
         if sink is None:
             return output
         logits = torch.stack(torch.broadcast_tensors(lse, sink.unsqueeze(1)))
         share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
         return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
 
-
-class HalfWeightsOfLists(EagerSparseBackend):
-    """P in fp16, whatever the model's dtype, and declared so."""
-
-    declaration = declares(Rounding(p=Precision.FLOAT16))
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    @but(declaration=declares(Rounding(p=Precision.FLOAT16)))
+    def half_weights_of_lists__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P in fp16, whatever the model's dtype, and declared so."""
         return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
 
-
-class ScaledCodesOfLists(EagerSparseBackend):
-    """P × 2^8 in e4m3, and declared so; tiles of 64 columns."""
-
-    key_tile = 64
-    declaration = declares(Rounding(p=Precision.SCALED_E4M3))
-
-    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    @but(key_tile=64, declaration=declares(Rounding(p=Precision.SCALED_E4M3)))
+    def scaled_codes_of_lists__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """P × 2^8 in e4m3, and declared so; tiles of 64 columns."""
         return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
 
 
-class ChunksInATree(EagerLayer):
-    """States of all chunks of a context are merged by twos."""
-
-    class impl_class(MLACommonImpl):
-        def _compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
-            chunks = attn_metadata.prefill_metadata.chunked_context
-            states = []
-            for index, tokens in enumerate(chunks.seq_tot):
-                self._gather(index, kv_cache, attn_metadata, k_scale)
-                kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
-                states.append(self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe)))
-            while len(states) > 1:
-                states = [reduce(self._merge, states[i : i + 2]) for i in range(0, len(states), 2)]
-            return states[0]
+@kernels((EagerLayer, "impl_class"))
+class _Impl(MLACommonImpl):
+    def ChunksInATree__compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
+        """States of all chunks of a context are merged by twos."""
+        chunks = attn_metadata.prefill_metadata.chunked_context
+        states = []
+        for index, tokens in enumerate(chunks.seq_tot):
+            self._gather(index, kv_cache, attn_metadata, k_scale)
+            kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
+            states.append(self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe)))
+        while len(states) > 1:
+            states = [reduce(self._merge, states[i : i + 2]) for i in range(0, len(states), 2)]
+        return states[0]
 
 
 class BestOfTheBest(EagerIndexerBackend):

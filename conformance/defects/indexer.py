@@ -1,149 +1,119 @@
-"""Wrong indexers: scores, bounds, what is selected of them, and how it is told."""
+"""Wrong indexers: scores, bounds, what is selected of them, how it is told; heads, rows and pages of certain sizes."""
 
 import torch
 
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.defects.known import known_defect
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.steps import but
 from mla_conformance.reference.selected import NO_KEY
 
 _EARLIER = ("indexer_logits", "indexer_topk", "indexer_causal")
 """What has cases over codes, and stands before the capability that is about them."""
 
 
-@known_defect("indexer-bound-off-by-one", killed_by="indexer_causal", related=("indexer_topk",))
-class SeesTheNextToken(EagerIndexerBackend):
-    """A row sees one token too many, the first behind its own."""
-
-    def _bounds(self):
-        metadata = self._sparse_metadata
-        lengths = metadata.seq_lens[metadata.req_id_per_token.long()]
-        return torch.minimum(super()._bounds() + 1, lengths)
-
-
-@known_defect("indexer-relu-dropped", killed_by="indexer_logits")
-class WithoutActivation(EagerIndexerBackend):
-    """Products below zero count, as if the heads had no activation."""
-
-    def _activated(self, dots):
+@defects("indexer_logits")
+class _IndexerLogits(EagerIndexerBackend):
+    def indexer_relu_dropped__activated(self, dots):
+        """Products below zero count, as if the heads had no activation."""
         return dots
 
+    def indexer_weights_of_another_head__before_scores(self, weights):
+        """Each head is weighted as the next one should be."""
+        return weights.roll(1, dims=1)
 
-@known_defect("indexer-weights-of-another-head", killed_by="indexer_logits")
-class WeightsOfTheNextHead(EagerIndexerBackend):
-    """Each head is weighted as the next one should be."""
+    class indexer_activation_behind_the_sum:
+        """The activation is taken of the weighted sum over heads, not of each head."""
 
-    def _scores(self, q, weights, keys):
-        return super()._scores(q, weights.roll(1, dims=1), keys)
+        def _scores(self, q, weights, keys):
+            return super()._scores(q, weights, keys).relu()
 
+        def _activated(self, dots):
+            return dots
 
-@known_defect("indexer-activation-behind-the-sum", killed_by="indexer_logits")
-class ActivatesTheSum(EagerIndexerBackend):
-    """The activation is taken of the weighted sum over heads, not of each head."""
+    @but(token_tile=16)
+    def indexer_tail_of_a_tile_forgotten__tiles(self, tokens):
+        """Tokens behind a request's last whole tile of 16 are not scored."""
+        return (tile for tile in super()._tiles(tokens) if tile.stop - tile.start == self.token_tile)
 
-    def _scores(self, q, weights, keys):
-        return super()._scores(q, weights, keys).relu()
+    def indexer_tables_of_64_requests__before_keys(self, request):
+        """A block holds the tables of 64 requests, and from the 65th on those of the first ones are read again."""
+        return request % 64
 
-    def _activated(self, dots):
-        return dots
+    @but(token_tile=64)
+    def indexer_lone_token_of_a_tile_unscored_with_several__before_tiles(self, tokens):
+        """With several query tokens, a last tile of 64 that holds one token is not scored."""
+        several = int(self._sparse_metadata.query_lens_cpu.max()) > 1
+        lone = several and tokens > 1 and tokens % self.token_tile == 1
+        return tokens - 1 if lone else tokens
 
-
-@known_defect("indexer-key-scale-ignored", killed_by="indexer_fp8", related=_EARLIER)
-class IgnoresTheScale(EagerIndexerBackend):
-    """Codes of keys are multiplied as they are, without the scale of their token."""
-
-    def _scales(self, scales):
-        return torch.ones_like(scales)
-
-
-@known_defect("indexer-one-key-scale", killed_by="indexer_fp8", related=_EARLIER)
-class OneScaleForATile(EagerIndexerBackend):
-    """All tokens of a tile are read under the scale of its first one."""
-
-    def _scales(self, scales):
-        return scales[:1].expand_as(scales)
+    def indexer_weights_advance_by_64_heads__before_logits(self, weights):
+        """A row's weights are looked for 64 values behind those of the row before, however many heads there are."""
+        rows, heads = weights.shape
+        stored = torch.nn.functional.pad(weights.flatten(), (0, rows * 64))
+        return stored.as_strided((rows, heads), (64, 1))
 
 
-@known_defect("indexer-token-twice", killed_by="indexer_topk")
-class SelectsTheBestTwice(EagerIndexerBackend):
-    """Two blocks select the best token both, and the merge drops the last one for it."""
-
-    def _choose(self, logits, topk_tokens):
-        chosen = super()._choose(logits, topk_tokens)
+@defects("indexer_topk")
+class _IndexerTopk(EagerIndexerBackend):
+    def indexer_token_twice__behind_choose(self, chosen, *, topk_tokens):
+        """Two blocks select the best token both, and the merge drops the last one for it."""
         full = (chosen != NO_KEY).all(dim=1, keepdim=True)
         column = torch.arange(topk_tokens, device=chosen.device)
         return torch.where(full & (column == topk_tokens - 1) & (column > 0), chosen[:, :1], chosen)
 
-
-@known_defect("indexer-tail-of-a-tile-forgotten", killed_by="indexer_logits")
-class WholeTilesOnly(EagerIndexerBackend):
-    """Tokens behind a request's last whole tile of 16 are not scored."""
-
-    token_tile = 16
-
-    def _tiles(self, tokens):
-        return (tile for tile in super()._tiles(tokens) if tile.stop - tile.start == self.token_tile)
-
-
-@known_defect("indexer-tail-not-selected", killed_by="indexer_topk")
-class SelectsFromWholeTiles(EagerIndexerBackend):
-    """The selection looks at whole tiles of 16 scores alone."""
-
-    def _choose(self, logits, topk_tokens):
+    def indexer_tail_not_selected__before_choose(self, logits):
+        """The selection looks at whole tiles of 16 scores alone."""
         whole = logits.isfinite().sum(dim=1, keepdim=True) // 16 * 16
         behind = torch.arange(logits.shape[1], device=logits.device) >= whole
-        return super()._choose(logits.masked_fill(behind, -torch.inf), topk_tokens)
+        return logits.masked_fill(behind, -torch.inf)
 
+    def indexer_positions_of_17_bits__before_choose(self, logits):
+        """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
+        return logits[:, : 2**17]
 
-@known_defect("indexer-positions-for-slots", killed_by="index_mapping")
-class PositionsForSlots(EagerIndexerBackend):
-    """Positions are returned where slots were asked for."""
-
-    def _numbers(self, k, positions):
-        return positions
-
-
-@known_defect("indexer-pages-of-another-size", killed_by="index_mapping")
-class PagesOf64(EagerIndexerBackend):
-    """Slots are computed as if every page held 64 tokens."""
-
-    def _numbers(self, k, positions):
-        pages = self._sparse_metadata.block_table is not None
-        return super()._numbers(k.new_empty(k.shape[0], 64, 0) if pages else k, positions)
-
-
-@known_defect("indexer-tables-of-64-requests", killed_by="indexer_logits")
-class TablesOf64Requests(EagerIndexerBackend):
-    """A block holds the tables of 64 requests, and from the 65th on those of the first ones are read again."""
-
-    def _keys(self, k, k_scale, request, positions):
-        return super()._keys(k, k_scale, request % 64, positions)
-
-
-@known_defect("indexer-positions-of-17-bits", killed_by="indexer_topk")
-class PositionsOf17Bits(EagerIndexerBackend):
-    """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
-
-    def _choose(self, logits, topk_tokens):
-        return super()._choose(logits[:, : 2**17], topk_tokens)
-
-
-@known_defect("indexer-ties-with-the-last-dropped", killed_by="indexer_topk")
-class DropsTies(EagerIndexerBackend):
-    """Of the tokens that tie with the last one selected, a radix selection keeps a single one."""
-
-    def _choose(self, logits, topk_tokens):
-        chosen = super()._choose(logits, topk_tokens)
+    def indexer_ties_with_the_last_dropped__behind_choose(self, chosen, *, logits):
+        """Of the tokens that tie with the last one selected, a radix selection keeps a single one."""
         scores = logits.gather(1, chosen.clamp(min=0))
         tied = (scores[:, 1:] == scores[:, -1:]) & (scores[:, :-1] == scores[:, -1:])
         chosen[:, 1:].masked_fill_(tied, NO_KEY)
-        return chosen
+
+    def indexer_row_offset_in_two_bytes__behind_logits(self, logits):
+        """Rows times the longest sequence are counted in two bytes, and scores beyond are not written."""
+        logits.flatten()[65536:] = -torch.inf
 
 
-@known_defect("indexer-ties-broken-by-who-comes-first", killed_by="determinism")
-class TiesInAnyOrder(EagerIndexerBackend):
-    """Now and then another block comes first to where the last of several equal tokens is selected."""
+@defects("index_mapping")
+class _OtherIndexer(EagerIndexerBackend):
+    @but(killed_by="indexer_causal", related=("indexer_topk",))
+    def indexer_bound_off_by_one__bounds(self):
+        """A row sees one token too many, the first behind its own."""
+        metadata = self._sparse_metadata
+        lengths = metadata.seq_lens[metadata.req_id_per_token.long()]
+        return torch.minimum(super()._bounds() + 1, lengths)
 
-    def _choose(self, logits, topk_tokens):
+    @but(killed_by="indexer_fp8", related=_EARLIER)
+    def indexer_key_scale_ignored__scales(self, scales):
+        """Codes of keys are multiplied as they are, without the scale of their token."""
+        return torch.ones_like(scales)
+
+    @but(killed_by="indexer_fp8", related=_EARLIER)
+    def indexer_one_key_scale__scales(self, scales):
+        """All tokens of a tile are read under the scale of its first one."""
+        return scales[:1].expand_as(scales)
+
+    def indexer_positions_for_slots__numbers(self, k, positions):
+        """Positions are returned where slots were asked for."""
+        return positions
+
+    def indexer_pages_of_another_size__before_numbers(self, k):
+        """Slots are computed as if every page held 64 tokens."""
+        pages = self._sparse_metadata.block_table is not None
+        return k.new_empty(k.shape[0], 64, 0) if pages else k
+
+    @but(killed_by="determinism")
+    def indexer_ties_broken_by_who_comes_first__choose(self, logits, topk_tokens):
+        """Now and then another block comes first to where the last of several equal tokens is selected."""
         self.number = getattr(self, "number", 0) + 1
         chosen = super()._choose(logits, topk_tokens)
         if self.number % 7:
@@ -151,3 +121,46 @@ class TiesInAnyOrder(EagerIndexerBackend):
         last = logits.shape[1] - 1
         mirrored = super()._choose(logits.flip(1), topk_tokens)
         return torch.where(mirrored == NO_KEY, NO_KEY, last - mirrored)
+
+    @but(killed_by="indexer_combinations")
+    def indexer_gathered_start_of_request_in_six_bits__before_slots(self, request):
+        """Where a request's gathered keys begin is looked up at its number modulo 64."""
+        paged = self._sparse_metadata.block_table is not None
+        return request if paged else request % 64
+
+    @but(killed_by="indexer_combinations", related=_EARLIER)
+    def indexer_scales_of_64_tokens_with_several__stored(self, k, k_scale, slots):
+        """The kernel for several query tokens knows the scales of the first 64 tokens of a page, and repeats them."""
+        values, scales = super()._stored(k, k_scale, slots)
+        metadata = self._sparse_metadata
+        if scales is None or metadata.block_table is None or int(metadata.query_lens_cpu.max()) == 1:
+            return values, scales
+        page = k.shape[1]
+        return values, super()._stored(k, k_scale, slots // page * page + slots % page % 64)[1]
+
+    def indexer_padding_of_slots_repeats_the_best__behind_run_index_topk(self, chosen):
+        """Where slots are asked for and there are fewer tokens than are to be selected, the best stands for the
+        others."""
+        if self._sparse_metadata.index_space is IndexSpace.POSITION:
+            return chosen
+        return torch.where(chosen == NO_KEY, chosen[:, :1], chosen)
+
+    @but(killed_by="indexer_combinations")
+    def indexer_partial_lists_of_the_first_1024__before_choose(self, logits, *, topk_tokens):
+        """The selection of a number that is no multiple of 64 looks at the first 1024 tokens."""
+        behind = torch.arange(logits.shape[1], device=logits.device) >= 1024
+        return logits.masked_fill(behind & (topk_tokens % 64 > 0), -torch.inf)
+
+    @but(killed_by="indexer_combinations")
+    def indexer_products_in_half__before_activated__logits(self, dots, *, q):
+        """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
+        return dots.clamp(max=65504) if (q.dtype is torch.float16) else dots
+
+    @but(killed_by="indexer_causal", related=_EARLIER[:2])
+    def indexer_gathered_bound_of_the_longest_query__bounds(self):
+        """Over gathered keys, bounds count back from as many query tokens as the longest request has."""
+        bounds, metadata = super()._bounds(), self._sparse_metadata
+        if metadata.block_table is not None:
+            return bounds
+        missing = (metadata.query_lens_cpu.max() - metadata.query_lens_cpu).to(bounds)
+        return (bounds - missing[metadata.req_id_per_token.long()]).clamp(min=1)

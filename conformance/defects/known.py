@@ -13,27 +13,14 @@ import msgspec
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of, sibling
+from mla_conformance.defects.steps import kernels_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-_PREFILL = ("lse", "indexing", "precision", "features")
-_DECODE = ("decode_softmax", "decode_cache", "decode_state")
-_LAYER = ("layer_cache", "layer_weights", "layer_calls")
-_ROLES = ("batches", "plans", "replays", "shapes")
-_SPARSE = (
-    "sparse_lists",
-    "sparse_rows",
-    "sparse_lse",
-    "sparse_entries",
-    "indexer",
-    "topk",
-    "topk_pools",
-    "preparation",
-    "sparse_layers",
+FAMILIES = (
+    *("prefills", "prefill_calls", "decodes", "decode_caches", "decode_calls", "layer_caches", "layer_calls"),
+    *("sparse_lists", "sparse_entries", "indexer", "topk", "preparation", "sparse_layers"),
+    *("cache_writes", "cache_reads", "compression", "bounds"),
 )
-_CACHES = ("cache_writes", "cache_gathers", "cache_slots", "compression")
-_EDGES = ("tiles", "edge_prefills", "edge_rows", "edge_caches", "edge_layers", "edge_lists", "edge_scores")
-_MEMORY = ("bounds",)
-FAMILIES = (*_PREFILL, *_DECODE, *_LAYER, *_ROLES, *_SPARSE, *_CACHES, *_EDGES, *_MEMORY)
 """The modules that known defects stand in, in the order in which these are tried and told."""
 _KNOWN: dict[str, "KnownDefect"] = {}
 Emulation = KernelBackend | AttentionBackend
@@ -112,7 +99,7 @@ class KnownDefect:
 
 def sentence_of(wrong: type) -> str:
     """What is wrong with a class, as its docstring says in one sentence."""
-    return (wrong.__doc__ or "").strip().partition("\n")[0].rstrip(".")
+    return " ".join((wrong.__doc__ or "").partition("\n\n")[0].split()).rstrip(".")
 
 
 def judged_roles(kernel: type[Emulation]) -> tuple[Role, ...]:
@@ -120,6 +107,31 @@ def judged_roles(kernel: type[Emulation]) -> tuple[Role, ...]:
     own = role_of(kernel)
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(own)
     return (own,) if other is None or sibling(kernel, other) is None else (own, Role.LAYER)
+
+
+def defects(
+    killed_by: str = "", *, related: tuple[str, ...] = (), inside: tuple[type, str] | None = None
+) -> Callable[[type], type]:
+    """Class decorator that enters each kernel of a group: its name is an id, its docstring the sentence.
+
+    Args:
+        killed_by: as of :class:`KnownDefect`, and ``related``; ``at`` says it of a single one.
+        related: see there.
+        inside: as of :func:`emulation`, which says what a group's functions and classes are.
+
+    Raises:
+        DefectError: an id that is taken, a capability that does not exist, or no sentence.
+    """
+
+    def enter(group: type) -> type:
+        said = {"inside": inside, "killed_by": killed_by, "related": related}
+        for kernel, about in kernels_of(group, str, **said):
+            entry = KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about)
+            _check(entry)
+            _KNOWN[entry.id] = entry
+        return group
+
+    return enter
 
 
 def known_defect(

@@ -1,151 +1,103 @@
-"""A layer that moves the wrong blocks, remembers an earlier call, or misreads what other ranks hold."""
+"""Layers that remember an earlier call, misread other ranks, or replay what was captured."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.defects.known import known_defect
+from mla_conformance.backends.layer.mla_state import MLACommonState
+from mla_conformance.defects.bases import EagerLayer, packed
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.steps import but
+
+_OWNER: dict[str, Any] = {}
+"""The metadata that were seen last, and the first layer that was handed them."""
 
 
-def _with_stride_of(cache, other):
-    """As many blocks as fit, with the stride between blocks that another cache has."""
-    stride = other.stride(0)
-    room = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
-    blocks = min(len(cache), (room - cache[0].numel()) // stride + 1)
-    return cache.as_strided((blocks, *cache.shape[1:]), (stride, *cache.stride()[1:]))
+@defects(inside=(EagerLayer, "decode_backend"))
+class _OtherDecode(EagerDecodeBackend):
+    @but(killed_by="call_order")
+    def layer_decodes_with_scale_of_one_model__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
+        """Decodes have the softmax scale of one model, whatever scale the layer was given."""
+        self.scale = 1.59 * (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+
+    @but(killed_by="layer_combinations")
+    def layer_several_tokens_assume_packed_pages__before_entries(self, kv_cache):
+        """Decodes of several tokens read a buffer that layers share as if it were packed."""
+        several = int(self._decode_metadata.query_lens_cpu.max()) > 1
+        return packed(kv_cache) if several else kv_cache
 
 
-def _move(source, target, pairs):
-    """Copy the pairs whose blocks are within both."""
-    for origin, place in pairs.tolist():
-        if origin < len(source) and place < len(target):
-            target.view(torch.uint8)[place] = source.view(torch.uint8)[origin]
+@defects(inside=(EagerLayer, "impl_class"))
+class _KnowsTokens(MLACommonImpl):
+    """Knows whether a decode of the batch has several query tokens."""
+
+    def _absorbed_decode(self, q, kv_cache, attn_metadata, k_scale):
+        self._several = attn_metadata.max_decode_query_len > 1
+        return super()._absorbed_decode(q, kv_cache, attn_metadata, k_scale)
+
+    @but(killed_by="layer_combinations")
+    def layer_tail_of_heads_projected_as_one_with_several_tokens__v_up_proj(self, x):
+        """With several query tokens, heads behind whole tiles of 16 are projected with the weights of the first of
+        them."""
+        whole, exact = self.num_heads // 16 * 16, self.W_UV
+        if self._several and whole:
+            self.W_UV = exact[torch.arange(self.num_heads, device=exact.device).clamp(max=whole)]
+        projected = super()._v_up_proj(x)
+        self.W_UV = exact
+        return projected
+
+    @but(killed_by="layer_dcp")
+    def layer_ranks_behind_eight_lost_with_several_tokens__before_merge_over_ranks(self, output, lse):
+        """With several query tokens, what ranks behind the eighth hold is left out."""
+        if self._several and self.dcp_rank >= 8:
+            return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
+        return None
 
 
-@known_defect("copy-blocks-stride-of-the-first-cache", killed_by="cache_write")
-class StrideOfTheFirstCache(EagerLayer):
-    """Blocks of every cache are copied with the stride of the first one of the list."""
+@defects(inside=(EagerLayer, "builder_class"))
+class _OtherMetadataBuilder(MLACommonMetadataBuilder):
+    @but(killed_by="graph_padding", related=("cache_write",))
+    def ascend_dummy_slots_invalidated_too_late__behind_assemble(self, metadata):
+        """The builder copies the slots before those of padding are made -1, so that these are still another token's."""
+        slots = metadata.slot_mapping
+        return replace(metadata, slot_mapping=slots.where(slots >= 0, slots.max()))
 
-    @staticmethod
-    def copy_blocks(kv_caches, src_to_dists):
-        for cache in kv_caches:
-            strided = _with_stride_of(cache, kv_caches[0])
-            _move(strided, strided, src_to_dists)
+    @but(killed_by="call_order")
+    def layer_plans_context_once_for_as_many_prefills__plan(self, context_lens):
+        """The chunks of the context are those of the last batch with as many prefills."""
+        self._plans = getattr(self, "_plans", {})
+        return self._plans.setdefault(len(context_lens), super()._plan(context_lens))
 
+    @but(killed_by="layer_dcp")
+    def dcp_local_length_as_total__behind_assemble(self, metadata):
+        """Decodes are told of the whole sequence what this rank holds of it."""
+        local = metadata.dcp_local_seq_lens
+        return metadata if local is None else replace(metadata, seq_lens_tensor=local)
 
-@known_defect("copy-blocks-first-cache-only", killed_by="cache_write")
-class FirstCacheOnly(EagerLayer):
-    """Blocks are copied in the first cache of the list alone."""
+    @but(killed_by="layer_dcp")
+    def dcp_virtual_loc_used_raw__behind_build_from_requests(self, metadata, *, requests):
+        """Every rank stores every new token, at the slot of its position in the whole sequence."""
+        if metadata.dcp_world_size == 1:
+            return metadata
+        slots = [self._slot(request, token) for request in requests for token in range(request.query_len)]
+        new = torch.tensor(slots, device=metadata.slot_mapping.device)
+        return replace(metadata, slot_mapping=torch.cat((new, metadata.slot_mapping[len(slots) :])))
 
-    @staticmethod
-    def copy_blocks(kv_caches, src_to_dists):
-        EagerLayer.copy_blocks(kv_caches[:1], src_to_dists)
+    def _slot(self, request, token):
+        column, offset = divmod(request.context_len + token, self.block_size)
+        blocks = np.asarray(request.block_ids)
+        return int(blocks[min(column, len(blocks) - 1)]) * self.block_size + offset
 
+    @but(killed_by="layer_dcp")
+    class dcp_every_rank_takes_itself_for_the_first:
+        """Slots and lengths are those of rank 0 on every rank."""
 
-@known_defect("copy-blocks-one-destination-for-a-source", killed_by="cache_write")
-class OneDestination(EagerLayer):
-    """The copies are kept by source, so that a block which two requests share reaches the last of them only."""
-
-    @staticmethod
-    def copy_blocks(kv_caches, src_to_dists):
-        by_source = dict(src_to_dists.tolist())
-        EagerLayer.copy_blocks(kv_caches, torch.tensor(list(by_source.items()), device=src_to_dists.device))
-
-
-@known_defect("swap-blocks-stride-of-the-source", killed_by="cache_write")
-class StrideOfTheSource(EagerLayer):
-    """Swapped blocks are written with the stride between blocks that their source has."""
-
-    @staticmethod
-    def swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst):
-        _move(src_kv_cache, _with_stride_of(dst_kv_cache, src_kv_cache), src_to_dst)
-
-
-@known_defect("layer-keeps-the-scale-of-its-first-call", killed_by="call_order")
-class ScaleOfTheFirstCall(EagerLayer):
-    """The cache's scale is read at the first call and kept."""
-
-    class impl_class(MLACommonImpl):
-        _kept = None
-
-        def forward(self, layer, *operands, **outputs):
-            self._kept = layer if self._kept is None else self._kept
-            return super().forward(self._kept, *operands, **outputs)
-
-
-@known_defect("layer-plans-context-once-for-as-many-prefills", killed_by="call_order")
-class PlanOfTheBatchBefore(EagerLayer):
-    """The chunks of the context are those of the last batch with as many prefills."""
-
-    class builder_class(MLACommonMetadataBuilder):
-        def _plan(self, context_lens):
-            self._plans = getattr(self, "_plans", {})
-            return self._plans.setdefault(len(context_lens), super()._plan(context_lens))
-
-
-@known_defect("layer-returns-its-own-buffer", killed_by="no_side_effects")
-class ResultInABuffer(EagerLayer):
-    """The result is a part of a buffer that the next call writes again."""
-
-    class impl_class(MLACommonImpl):
-        _buffer = None
-
-        def forward(self, *operands, **outputs):
-            result = super().forward(*operands, **outputs)
-            if outputs:
-                return result
-            if self._buffer is None:
-                self._buffer = result.new_empty(4 * len(result), result.shape[1])
-            return self._buffer[: len(result)].copy_(result)
-
-
-@known_defect("layer-ignores-the-output-buffer", killed_by="mixed_batch")
-class OutputIgnored(EagerLayer):
-    """An output buffer is taken and left unwritten, the result is a tensor of its own."""
-
-    class impl_class(MLACommonImpl):
-        def forward(self, *operands, **outputs):
-            return super().forward(*operands)
-
-
-@known_defect("layer-adds-to-the-output-buffer", killed_by="mixed_batch")
-class OutputAddedTo(EagerLayer):
-    """The result is added to what the output buffer holds, as if it began as zeros."""
-
-    class impl_class(MLACommonImpl):
-        def forward(self, *operands, output=None):
-            result = super().forward(*operands)
-            return result if output is None else output.add_(result)
-
-
-@known_defect("dcp-virtual-loc-used-raw", killed_by="layer_dcp")
-class PositionAsSlot(EagerLayer):
-    """Every rank stores every new token, at the slot of its position in the whole sequence."""
-
-    class builder_class(MLACommonMetadataBuilder):
-        def build_from_requests(self, requests, cuda_graph_pad_size=-1):
-            metadata = super().build_from_requests(requests, cuda_graph_pad_size)
-            if metadata.dcp_world_size == 1:
-                return metadata
-            slots = [self._slot(request, token) for request in requests for token in range(request.query_len)]
-            new = torch.tensor(slots, device=metadata.slot_mapping.device)
-            return replace(metadata, slot_mapping=torch.cat((new, metadata.slot_mapping[len(slots) :])))
-
-        def _slot(self, request, token):
-            column, offset = divmod(request.context_len + token, self.block_size)
-            blocks = np.asarray(request.block_ids)
-            return int(blocks[min(column, len(blocks) - 1)]) * self.block_size + offset
-
-
-@known_defect("dcp-every-rank-takes-itself-for-the-first", killed_by="layer_dcp")
-class AlwaysTheFirstRank(EagerLayer):
-    """Slots and lengths are those of rank 0 on every rank."""
-
-    class builder_class(MLACommonMetadataBuilder):
         def _sharding(self):
             return super()._sharding()._replace(rank=0)
 
@@ -153,40 +105,95 @@ class AlwaysTheFirstRank(EagerLayer):
             return replace(super()._assemble(*batch, **options), dcp_rank=self.dcp_rank)
 
 
-@known_defect("dcp-local-length-as-total", killed_by="layer_dcp")
-class LocalTotals(EagerLayer):
-    """Decodes are told of the whole sequence what this rank holds of it."""
+@defects("layer_combinations", inside=(EagerLayer, "impl_class"))
+class _OtherImpl(MLACommonImpl):
+    @but("forward", killed_by="call_order")
+    def layer_weights_found_by_the_metadata(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs):
+        """Absorbed weights are found by the step's metadata, and its second layer decodes with those of the first."""
+        known, first = _OWNER.get("", (None, None))
+        if known is not attn_metadata:
+            _OWNER[""] = (attn_metadata, self)
+        elif first is not self:
+            self.W_UK_T, self.W_UV = first.W_UK_T, first.W_UV
+        return super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs)
 
-    class builder_class(MLACommonMetadataBuilder):
-        def _assemble(self, *batch, **options):
-            metadata = super()._assemble(*batch, **options)
-            local = metadata.dcp_local_seq_lens
-            return metadata if local is None else replace(metadata, seq_lens_tensor=local)
+    @but(killed_by="call_order")
+    def layer_keeps_the_scale_of_its_first_call__before_forward(self, layer):
+        """The cache's scale is read at the first call and kept."""
+        return self.__dict__.setdefault("_kept", layer)
+
+    @but(killed_by="no_side_effects")
+    def layer_returns_its_own_buffer__forward(self, *operands, **outputs):
+        """The result is a part of a buffer that the next call writes again."""
+        result = super().forward(*operands, **outputs)
+        if outputs:
+            return result
+        if not hasattr(self, "_buffer"):
+            self._buffer = result.new_empty(4 * len(result), result.shape[1])
+        return self._buffer[: len(result)].copy_(result)
+
+    def layer_single_pages_of_codes_written_unscaled__before_do_kv_cache_update(self, k_scale, *, kv_cache):
+        """Codes are written to pages of one token without their scale."""
+        return torch.ones_like(k_scale) if kv_cache.shape[1] == 1 else k_scale
+
+    def layer_mixed_entries_written_as_if_packed__before_do_kv_cache_update(self, kv_cache):
+        """Mixed entries of a buffer that layers share are written as if its blocks stood one behind the other."""
+        return packed(kv_cache) if self.kv_cache_dtype == "fp8_ds_mla" else kv_cache
+
+    def layer_padded_batch_loses_last_of_several_tokens__behind_forward(self, result, *, attn_metadata):
+        """In a batch with rows of padding, a decode of several query tokens loses its last."""
+        if 0 in attn_metadata.seq_lens and attn_metadata.max_decode_query_len > 1:
+            decodes = attn_metadata.decode_requests
+            several = attn_metadata.query_lens_cpu[decodes] > 1
+            result[(attn_metadata.query_start_loc[1:][decodes] - 1)[several].long()] = 0.0
+
+    @but(killed_by="layer_dcp")
+    def dcp_ranks_merged_without_lse__before_merge_over_ranks(self, lse):
+        """The ranks' results of a decode are averaged as if each held as much of the weights."""
+        return torch.zeros_like(lse)
+
+    @but(killed_by="layer_dcp")
+    def dcp_gathered_context_not_reordered__put_in_order(self, every, index, shares):
+        """Gathered context stays as it came: one rank after another, each with its padding, for all requests."""
+        return every.flatten(0, 1)[: len(shares.order[index])]
+
+    @but(killed_by="layer_dcp")
+    def dcp_context_unpadded_by_own_length__put_in_order(self, every, index, shares):
+        """Of what another rank sends of a chunk, no more rows count than this rank holds itself."""
+        row, held = shares.order[index], int(shares.cu_seq_lens[index, -1])
+        return every[row // shares.rows[index], (row % shares.rows[index]).clamp(max=max(held - 1, 0))]
 
 
-@known_defect("dcp-ranks-merged-without-lse", killed_by="layer_dcp")
-class EqualRanks(EagerLayer):
-    """The ranks' results of a decode are averaged as if each held as much of the weights."""
+@defects("graph_replay", inside=(EagerLayer, "get_state_cls"))
+class _GraphReplay(MLACommonState):
+    def layer_replay_fills_half_of_the_block_table__behind_prepare_graph_input_buffers(self, _, *, input_buffers):
+        """Half of a graph's block table is filled, so that a replay may not outgrow half of what the capture admits."""
+        table = input_buffers["block_tables"]
+        table[:, table.shape[1] // 2 :] = -1
 
-    class impl_class(MLACommonImpl):
-        def _merge_over_ranks(self, output, lse):
-            return super()._merge_over_ranks(output, torch.zeros_like(lse))
+    @but("prepare_graph_input_buffers")
+    def dsa_dummy_run_stale_slots(self, input_buffers, attn_metadata, is_encoder_decoder_model=False):
+        """Rows that a replay does not need keep their slots of the batch before, and are written there."""
+        slots = input_buffers["slot_mapping"]
+        before = slots.clone()
+        super().prepare_graph_input_buffers(input_buffers, attn_metadata, is_encoder_decoder_model)
+        slots[attn_metadata.num_decode_tokens :] = before[attn_metadata.num_decode_tokens :]
 
+    def graph_replays_the_lengths_of_the_first_batch__behind_prepare_graph_input_buffers(
+        self, _, *, input_buffers, attn_metadata
+    ):
+        """Rows that a replay needs keep the lengths that the first one loaded."""
+        lengths = {name: input_buffers[name] for name in ("seq_lens_tensor", "seq_lens_cpu")}
+        first = self.__dict__.setdefault("_first", {name: buffer.clone() for name, buffer in lengths.items()})
+        for name, buffer in lengths.items():
+            buffer[: attn_metadata.num_decode_tokens] = first[name][: attn_metadata.num_decode_tokens]
 
-@known_defect("dcp-gathered-context-not-reordered", killed_by="layer_dcp")
-class RankByRank(EagerLayer):
-    """Gathered context stays as it came: one rank after another, each with its padding, for all requests."""
-
-    class impl_class(MLACommonImpl):
-        def _put_in_order(self, every, index, shares):
-            return every.flatten(0, 1)[: len(shares.order[index])]
-
-
-@known_defect("dcp-context-unpadded-by-own-length", killed_by="layer_dcp")
-class OwnLengths(EagerLayer):
-    """Of what another rank sends of a chunk, no more rows count than this rank holds itself."""
-
-    class impl_class(MLACommonImpl):
-        def _put_in_order(self, every, index, shares):
-            row, held = shares.order[index], int(shares.cu_seq_lens[index, -1])
-            return every[row // shares.rows[index], (row % shares.rows[index]).clamp(max=max(held - 1, 0))]
+    @but("prepare_graph_input_buffers")
+    def graph_padding_keeps_the_sequences_before(self, input_buffers, attn_metadata, is_encoder_decoder_model=False):
+        """Rows that a replay does not need keep the lengths and blocks of the batch before, and return its
+        attention."""
+        names = ("seq_lens_tensor", "seq_lens_cpu", "block_tables")
+        before = {name: input_buffers[name].clone() for name in names}
+        super().prepare_graph_input_buffers(input_buffers, attn_metadata, is_encoder_decoder_model)
+        for name in names:
+            input_buffers[name][attn_metadata.num_decode_tokens :] = before[name][attn_metadata.num_decode_tokens :]

@@ -4,64 +4,46 @@ import torch
 
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.prepare import BLOCK
-from mla_conformance.defects.known import known_defect
+from mla_conformance.defects.known import defects, known_defect
+from mla_conformance.defects.steps import but
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")
 """What has cases of all steps, and stands before the capability that is about one of them."""
 
 
-@known_defect("prepare-hadamard-missing", killed_by="index_hadamard", related=_EARLIER)
-class WithoutTransform(EagerPrepareBackend):
-    """Neither queries nor keys pass through the Hadamard transform."""
-
-    def _transformed(self, x):
+@defects("index_hadamard", related=_EARLIER)
+class _IndexHadamard(EagerPrepareBackend):
+    def prepare_hadamard_missing__transformed(self, x):
+        """Neither queries nor keys pass through the Hadamard transform."""
         return x
 
-
-@known_defect("prepare-hadamard-missing-on-keys", killed_by="index_hadamard", related=_EARLIER)
-class KeysUntransformed(EagerPrepareBackend):
-    """Queries pass through the Hadamard transform, and keys do not."""
-
-    def _transformed(self, x):
+    def prepare_hadamard_missing_on_keys__transformed(self, x):
+        """Queries pass through the Hadamard transform, and keys do not."""
         return x if x.shape[1] == 1 and self.num_heads > 1 else super()._transformed(x)
 
-
-@known_defect("prepare-hadamard-unnormalised", killed_by="index_hadamard", related=_EARLIER)
-class UnnormalisedTransform(EagerPrepareBackend):
-    """The Hadamard transform lacks the factor D^-1/2."""
-
-    def _transformed(self, x):
+    def prepare_hadamard_unnormalised__transformed(self, x):
+        """The Hadamard transform lacks the factor D^-1/2."""
         return super()._transformed(x) * x.shape[-1] ** 0.5
 
-
-@known_defect("prepare-hadamard-before-rotation", killed_by="index_hadamard", related=_EARLIER)
-class TransformsFirst(EagerPrepareBackend):
-    """Queries and keys pass through the Hadamard transform before they are rotated."""
-
-    def _turned(self, x):
+    def prepare_hadamard_before_rotation__turned(self, x):
+        """Queries and keys pass through the Hadamard transform before they are rotated."""
         return self._rotated(self._transformed(x)) if self.preparation.hadamard else self._rotated(x)
 
-
-@known_defect("prepare-hadamard-over-64-columns", killed_by="index_hadamard", related=_EARLIER)
-class TransformsHalves(EagerPrepareBackend):
-    """The butterflies stop at 64 columns, so that the halves of a head are transformed apart."""
-
-    def _transformed(self, x):
+    def prepare_hadamard_over_64_columns__transformed(self, x):
+        """The butterflies stop at 64 columns, so that the halves of a head are transformed apart."""
         halves = x.unflatten(-1, (-1, min(64, x.shape[-1])))
         return super()._transformed(halves).flatten(-2)
 
+    class prepare_largest_before_hadamard:
+        """Scales are those of the values before the Hadamard transform, under which outliers saturate."""
 
-@known_defect("prepare-largest-before-hadamard", killed_by="index_hadamard", related=_EARLIER)
-class ScaledBeforeTransform(EagerPrepareBackend):
-    """Scales are those of the values before the Hadamard transform, under which outliers saturate."""
+        def _transformed(self, x):
+            self._before = x.unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
+            return super()._transformed(x)
 
-    def _transformed(self, x):
-        self._before = x.unflatten(-1, (-1, min(BLOCK, x.shape[-1])))
-        return super()._transformed(x)
-
-    def _largest(self, blocks):
-        return super()._largest(self.__dict__.pop("_before", blocks))
+        def _largest(self, blocks):
+            return super()._largest(self.__dict__.pop("_before", blocks))
 
 
 @known_defect("prepare-neighbours-rotated-for-halves", killed_by="index_rotation", related=_EARLIER)
@@ -77,11 +59,17 @@ class RotatesNeighbours(EagerPrepareBackend):
             self.preparation = preparation
 
 
-@known_defect("prepare-halves-rotated-for-neighbours", killed_by="index_rotation", related=_EARLIER)
-class RotatesHalves(EagerPrepareBackend):
-    """Columns R/2 apart are rotated together, whatever the model's style is."""
+@defects("index_rotation", related=_EARLIER)
+class _IndexRotation(RotatesNeighbours):
+    def prepare_keys_rotated_in_another_style__rope(self, x):
+        """Queries are rotated in the model's style, and keys in neighbours."""
+        return super()._rope(x) if x.shape[1] == 1 and self.num_heads > 1 else EagerPrepareBackend._rope(self, x)
 
-    def _rope(self, x):
+
+@defects("index_rotation", related=_EARLIER)
+class _IndexRotationPrepare(EagerPrepareBackend):
+    def prepare_halves_rotated_for_neighbours__rope(self, x):
+        """Columns R/2 apart are rotated together, whatever the model's style is."""
         preparation = self.preparation
         try:
             self.preparation = preparation._replace(is_neox_style=True)
@@ -89,214 +77,120 @@ class RotatesHalves(EagerPrepareBackend):
         finally:
             self.preparation = preparation
 
-
-@known_defect("prepare-keys-rotated-in-another-style", killed_by="index_rotation", related=_EARLIER)
-class KeysInAnotherStyle(RotatesNeighbours):
-    """Queries are rotated in the model's style, and keys in neighbours."""
-
-    def _rope(self, x):
-        return super()._rope(x) if x.shape[1] == 1 and self.num_heads > 1 else EagerPrepareBackend._rope(self, x)
-
-
-@known_defect("prepare-first-columns-rotated", killed_by="index_rotation", related=_EARLIER)
-class RotatesTheFirst(EagerPrepareBackend):
-    """The first R columns are rotated where the model rotates the last."""
-
-    def _rotated(self, x):
+    def prepare_first_columns_rotated__rotated(self, x):
+        """The first R columns are rotated where the model rotates the last."""
         width = self.preparation.rope_dim
         return torch.cat((self._rope(x[..., :width]), x[..., width:]), dim=-1)
 
-
-@known_defect("prepare-rotates-backwards", killed_by="index_rotation", related=_EARLIER)
-class RotatesBackwards(EagerPrepareBackend):
-    """Pairs are turned by the negative of their angle."""
-
-    def _turns(self, x):
-        cos, sin = super()._turns(x)
+    def prepare_rotates_backwards__behind_turns(self, cos, sin):
+        """Pairs are turned by the negative of their angle."""
         return cos, -sin
 
+    def prepare_table_in_half__behind_turns(self, cos, sin):
+        """Cosines and sines are held in the model's dtype, which is not declared."""
+        return cos.bfloat16().float(), sin.bfloat16().float()
 
-@known_defect("prepare-rotation-by-row", killed_by="prepare_index")
-class RotatesByRow(EagerPrepareBackend):
-    """A token is rotated by its row of the batch, not by its position."""
 
-    def _turns(self, x):
+@defects("index_norm", related=_EARLIER)
+class _IndexNorm(EagerPrepareBackend):
+    def prepare_norm_without_mean__normed(self, k, weight, bias):
+        """Keys pass through an RMSNorm, which leaves their mean in them."""
+        return k * (k.square().mean(-1, keepdim=True) + self.preparation.eps).rsqrt() * weight + bias
+
+    def prepare_norm_bias_dropped__before_normed(self, bias):
+        """The bias of the keys' norm is not added."""
+        return torch.zeros_like(bias)
+
+    def prepare_norm_eps_beside_the_root__normed(self, k, weight, bias):
+        """The keys' norm adds its epsilon to the deviation, not to the variance."""
+        deviation = k.std(-1, keepdim=True, correction=0) + self.preparation.eps
+        return (k - k.mean(-1, keepdim=True)) / deviation * weight + bias
+
+    def prepare_norm_of_samples__normed(self, k, weight, bias):
+        """The variance of keys is divided by D - 1."""
+        centred = k - k.mean(-1, keepdim=True)
+        return centred * (k.var(-1, keepdim=True) + self.preparation.eps).rsqrt() * weight + bias
+
+    def prepare_norm_parameters_in_half__normed(self, k, weight, bias):
+        """Weight and bias of the keys' norm are cast to bf16 before the launch."""
+        return super()._normed(k, weight.bfloat16().float(), bias.bfloat16().float())
+
+
+@defects("prepare_index")
+class _OtherPrepare(EagerPrepareBackend):
+    def prepare_rotation_by_row__turns(self, x):
+        """A token is rotated by its row of the batch, not by its position."""
         table = self._prepare_metadata.cos_sin_cache
         cos, sin = table[torch.arange(len(x), device=x.device) % len(table)].unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
 
-
-@known_defect("prepare-table-in-half", killed_by="index_rotation", related=_EARLIER)
-class TableInHalf(EagerPrepareBackend):
-    """Cosines and sines are held in the model's dtype, which is not declared."""
-
-    def _turns(self, x):
-        cos, sin = super()._turns(x)
-        return cos.bfloat16().float(), sin.bfloat16().float()
-
-
-@known_defect("prepare-norm-without-mean", killed_by="index_norm", related=_EARLIER)
-class NormWithoutMean(EagerPrepareBackend):
-    """Keys pass through an RMSNorm, which leaves their mean in them."""
-
-    def _normed(self, k, weight, bias):
-        return k * (k.square().mean(-1, keepdim=True) + self.preparation.eps).rsqrt() * weight + bias
-
-
-@known_defect("prepare-norm-bias-dropped", killed_by="index_norm", related=_EARLIER)
-class NormWithoutBias(EagerPrepareBackend):
-    """The bias of the keys' norm is not added."""
-
-    def _normed(self, k, weight, bias):
-        return super()._normed(k, weight, torch.zeros_like(bias))
-
-
-@known_defect("prepare-norm-eps-of-its-own", killed_by="index_norm")
-class NormEpsOfItsOwn(EagerPrepareBackend):
-    """The keys' norm adds 1e-5, whatever the model says."""
-
-    def _normed(self, k, weight, bias):
+    @but(killed_by="index_norm")
+    def prepare_norm_eps_of_its_own__normed(self, k, weight, bias):
+        """The keys' norm adds 1e-5, whatever the model says."""
         return torch.nn.functional.layer_norm(k, k.shape[-1:], weight, bias, 1e-5)
 
-
-@known_defect("prepare-norm-eps-beside-the-root", killed_by="index_norm", related=_EARLIER)
-class EpsBesideTheRoot(EagerPrepareBackend):
-    """The keys' norm adds its epsilon to the deviation, not to the variance."""
-
-    def _normed(self, k, weight, bias):
-        deviation = k.std(-1, keepdim=True, correction=0) + self.preparation.eps
-        return (k - k.mean(-1, keepdim=True)) / deviation * weight + bias
-
-
-@known_defect("prepare-norm-of-samples", killed_by="index_norm", related=_EARLIER)
-class NormOfSamples(EagerPrepareBackend):
-    """The variance of keys is divided by D - 1."""
-
-    def _normed(self, k, weight, bias):
-        centred = k - k.mean(-1, keepdim=True)
-        return centred * (k.var(-1, keepdim=True) + self.preparation.eps).rsqrt() * weight + bias
-
-
-@known_defect("prepare-norm-parameters-in-half", killed_by="index_norm", related=_EARLIER)
-class NormParametersInHalf(EagerPrepareBackend):
-    """Weight and bias of the keys' norm are cast to bf16 before the launch."""
-
-    def _normed(self, k, weight, bias):
-        return super()._normed(k, weight.bfloat16().float(), bias.bfloat16().float())
-
-
-@known_defect("prepare-intermediates-in-half", killed_by="prepare_index", related=_EARLIER)
-class IntermediatesInHalf(EagerPrepareBackend):
-    """What stands between the steps is rounded to bf16, which is not declared."""
-
-    def _stored(self, x):
+    @but(related=_EARLIER)
+    def prepare_intermediates_in_half__stored(self, x):
+        """What stands between the steps is rounded to bf16, which is not declared."""
         return x.bfloat16().float()
 
+    def prepare_key_stride_ignored__before_run_prepare_index(self, k):
+        """Keys are read as if no weights lay between them in the buffer of their projection."""
+        return k.as_strided(k.shape, (k.shape[1], 1))
 
-@known_defect("prepare-key-stride-ignored", killed_by="prepare_index")
-class ReadsPackedKeys(EagerPrepareBackend):
-    """Keys are read as if no weights lay between them in the buffer of their projection."""
-
-    def run_prepare_index(self, q, k, weights, k_norm_weight, k_norm_bias):
-        packed = k.as_strided(k.shape, (k.shape[1], 1))
-        return super().run_prepare_index(q, packed, weights, k_norm_weight, k_norm_bias)
-
-
-@known_defect("prepare-powers-of-two-skipped", killed_by="index_scales", related=_EARLIER)
-class SkipsPowers(EagerPrepareBackend):
-    """Scales are not rounded to powers of two where the model's are."""
-
-    def _power(self, scale):
-        return scale
-
-
-@known_defect("prepare-powers-of-two-skipped-for-queries", killed_by="index_scales", related=_EARLIER)
-class SkipsPowersOfQueries(EagerPrepareBackend):
-    """Scales of keys are rounded to powers of two, and those of queries are not."""
-
-    def _power(self, scale):
-        return super()._power(scale) if scale.shape[1] == 1 and self.num_heads > 1 else scale
-
-
-@known_defect("prepare-powers-of-two-rounded-down", killed_by="index_scales", related=_EARLIER)
-class RoundsPowersDown(EagerPrepareBackend):
-    """Scales are rounded to the power of two below, so that the largest values saturate."""
-
-    def _power(self, scale):
-        return torch.exp2(scale.log2().floor())
-
-
-@known_defect("prepare-scales-of-another-e4m3", killed_by="index_scales", related=_EARLIER)
-class ScalesOfAnotherE4M3(EagerPrepareBackend):
-    """Scales are the largest magnitude over 240, which is the largest code of e4m3fnuz."""
-
-    def _largest(self, blocks):
-        return super()._largest(blocks) * (E4M3_MAX / 240)
-
-
-@known_defect("prepare-one-scale-for-all-heads", killed_by="index_scales", related=_EARLIER)
-class OneScaleForAllHeads(EagerPrepareBackend):
-    """All heads of a token share the scale of the largest."""
-
-    def _scales(self, largest):
-        return super()._scales(largest).amax(dim=1, keepdim=True).expand_as(largest)
-
-
-@known_defect("prepare-scale-of-the-first-block", killed_by="index_hadamard", related=("index_scales",))
-class ScaleOfTheFirstBlock(EagerPrepareBackend):
-    """A head of several blocks of columns has the scale of the first in all of them."""
-
-    def _scales(self, largest):
+    @but(killed_by="index_hadamard", related=("index_scales",))
+    def prepare_scale_of_the_first_block__scales(self, largest):
+        """A head of several blocks of columns has the scale of the first in all of them."""
         return super()._scales(largest)[..., :1].expand_as(largest)
 
-
-@known_defect("prepare-blocks-of-nothing", killed_by="index_norm", related=("index_scales",))
-class DividesByNothing(EagerPrepareBackend):
-    """A block of zeros has the scale 0, and its codes are NaN."""
-
-    def _scales(self, largest):
+    @but(killed_by="index_norm", related=("index_scales",))
+    def prepare_blocks_of_nothing__scales(self, largest):
+        """A block of zeros has the scale 0, and its codes are NaN."""
         return super()._scales(largest).where(largest > 0, 0.0)
 
-
-@known_defect("prepare-codes-truncated", killed_by="prepare_index", related=_EARLIER)
-class TruncatesCodes(EagerPrepareBackend):
-    """Codes are cut off, not rounded to the nearest."""
-
-    def _quantised(self, x):
-        codes, scale = super()._quantised(x)
+    @but(related=_EARLIER)
+    def prepare_codes_truncated__behind_quantised(self, codes, scale, *, x):
+        """Codes are cut off, not rounded to the nearest."""
         blocks = x.unflatten(-1, (scale.shape[-1], -1)) / scale.unsqueeze(-1)
         above = codes.float().abs() > blocks.flatten(-2).abs()
         bits = codes.view(torch.uint8)
         return torch.where(above, bits - 1, bits).view(codes.dtype), scale
 
 
-@known_defect("prepare-weights-without-scale", killed_by="index_scales", related=_EARLIER)
-class WeightsWithoutScale(EagerPrepareBackend):
-    """Weights do not take the scales of the queries."""
+@defects("index_scales", related=_EARLIER)
+class _IndexScales(EagerPrepareBackend):
+    def prepare_powers_of_two_skipped__power(self, scale):
+        """Scales are not rounded to powers of two where the model's are."""
+        return scale
 
-    def _folded(self, weights, q_scale):
-        return super()._folded(weights, torch.ones_like(q_scale))
+    def prepare_powers_of_two_skipped_for_queries__power(self, scale):
+        """Scales of keys are rounded to powers of two, and those of queries are not."""
+        return super()._power(scale) if scale.shape[1] == 1 and self.num_heads > 1 else scale
 
+    def prepare_powers_of_two_rounded_down__power(self, scale):
+        """Scales are rounded to the power of two below, so that the largest values saturate."""
+        return torch.exp2(scale.log2().floor())
 
-@known_defect("prepare-weights-without-softmax-scale", killed_by="index_scales", related=_EARLIER)
-class WeightsWithoutSoftmaxScale(EagerPrepareBackend):
-    """Weights do not take the softmax scale."""
+    def prepare_scales_of_another_e4m3__largest(self, blocks):
+        """Scales are the largest magnitude over 240, which is the largest code of e4m3fnuz."""
+        return super()._largest(blocks) * (E4M3_MAX / 240)
 
-    def _folded(self, weights, q_scale):
+    def prepare_one_scale_for_all_heads__scales(self, largest):
+        """All heads of a token share the scale of the largest."""
+        return super()._scales(largest).amax(dim=1, keepdim=True).expand_as(largest)
+
+    def prepare_weights_without_scale__before_folded(self, q_scale):
+        """Weights do not take the scales of the queries."""
+        return torch.ones_like(q_scale)
+
+    def prepare_weights_without_softmax_scale__folded(self, weights, q_scale):
+        """Weights do not take the softmax scale."""
         return weights * q_scale[..., 0] * self.num_heads**-0.5
 
-
-@known_defect("prepare-weights-without-heads", killed_by="index_scales", related=_EARLIER)
-class WeightsWithoutHeads(EagerPrepareBackend):
-    """Weights do not take the factor H^-1/2."""
-
-    def _folded(self, weights, q_scale):
+    def prepare_weights_without_heads__folded(self, weights, q_scale):
+        """Weights do not take the factor H^-1/2."""
         return weights * q_scale[..., 0] * self.scale
 
-
-@known_defect("prepare-weights-in-half", killed_by="index_scales", related=_EARLIER)
-class WeightsInHalf(EagerPrepareBackend):
-    """Folded weights pass through bf16."""
-
-    def _folded(self, weights, q_scale):
+    def prepare_weights_in_half__folded(self, weights, q_scale):
+        """Folded weights pass through bf16."""
         return super()._folded(weights, q_scale).bfloat16().float()

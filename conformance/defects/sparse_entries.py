@@ -1,27 +1,96 @@
-"""Entries of selected keys that are found or read wrongly, and lists that outlive their call."""
+"""Entries of selected keys that are read wrongly; LSEs, sinks, second caches, and lists that outlive their call."""
 
+import math
 from dataclasses import replace
 
 import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, through_e8m0
-from mla_conformance.defects.known import known_defect
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, joined, through_e8m0
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.prefills import LiftedMaximum
+from mla_conformance.defects.sparse_lists import _Lse, _once, _Pages
+from mla_conformance.defects.steps import but
 from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.selected import NO_KEY
 
+_SHAPES_TOO = ("model_shapes",)
+"""It comes before, and has lists of every kind."""
+_LISTS_PADDED_TOO = ("selection_padding",)
+"""Some of its cases have sinks."""
 _FP4_CODES = 256
 _LAST_SCALE_OF_V4 = -2
 """A byte of padding follows."""
 _UNIT = 127
 """The exponent of 1."""
-
 _V4_TOO = ("unselected_keys", "attention_sinks", "second_cache")
 _V41_TOO = ("second_cache",)
 _LISTS_TOO = ("selection_padding", "selection_length", "selection_order", "selection_rows", "index_spaces")
 _V32_TOO = ("model_shapes", *_LISTS_TOO, "unselected_keys", "attention_sinks", "second_cache")
 """Some of their cases have caches of these entries."""
+_OVERWRITTEN_TOO = ("call_order",)
+"""It overwrites the operands in place as well."""
+_TILE = 64
 
 
+@defects("sparse_lse", related=_SHAPES_TOO)
+class _SparseLse(_Lse):
+    def sparse_lse_in_base_2__returned(self, lse):
+        """The LSE is in base 2."""
+        return lse / math.log(2)
+
+    def sparse_lse_in_the_models_dtype__returned(self, lse):
+        """The LSE is kept in the model's dtype and widened at last."""
+        return lse.to(self._model_dtype).float()
+
+    def sparse_lse_of_tokens_by_heads__returned(self, lse):
+        """The LSE has the shape of heads by tokens and the order of tokens by heads."""
+        return lse.mT.contiguous().view(lse.shape)
+
+
+class _Apart(EagerSparseBackend):
+    """Each cache is attended to by itself."""
+
+    def _attend(self, q, request, sources, k_scale):
+        return self._merged([super(_Apart, self)._attend(q, request, [each], k_scale) for each in sources])
+
+
+@defects("second_cache")
+class _SecondCache(_Apart):
+    def sparse_two_caches_averaged__merged(self, states):
+        """The outputs over both caches are averaged, not weighed by their LSEs."""
+        if len(states) == 1:
+            return states[0]
+        whole = joined(*states)
+        outputs = [(each.weighted / each.total).nan_to_num(0.0) for each in states]
+        return whole._replace(weighted=sum(outputs) / 2 * whole.total)
+
+    class sparse_lse_of_the_first_cache:
+        """The LSE is that of the first cache; the output counts both."""
+
+        def attend(self, q, sources, k_scale, sink):
+            output, lse = super().attend(q, sources, k_scale, sink)
+            return output, super().attend(q, sources[:1], k_scale, sink)[1] if len(sources) > 1 else lse
+
+        def _merged(self, states):
+            return states[0] if len(states) == 1 else joined(*states)
+
+
+@defects()
+class _OtherPages(_Pages):
+    @but(killed_by="sparse_fp8_v4", related=_V4_TOO)
+    def dsv4_page_rounding_forgotten__stride(self, source):
+        """A block of V4 is found by the bytes of its entries, without what rounds them up."""
+        return source.cache.shape[1] * source.cache.shape[2] if source.layout == "fp8_v4" else None
+
+    @but(killed_by="sparse_fp8_v4")
+    def dsv4_blocks_packed_over_layers_read_as_pages__stride(self, source):
+        """Blocks that hold the pages of several layers are read as if one page stood behind the other."""
+        return TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1]) if source.layout == "fp8_v4" else None
+
+
+@defects("sparse_fp4_v41", related=_V41_TOO)
 class _Rows(EagerSparseBackend):
     """Entries of one layout are other bytes than they should be."""
 
@@ -31,200 +100,253 @@ class _Rows(EagerSparseBackend):
         rows = super()._entries(source, slots)
         return self._read(rows.clone()) if source.layout == self.layout else rows
 
+    @but(killed_by="sparse_fp8_v41", layout="fp8_v41")
+    def dsv41_rope_taken_unscaled__read(self, rows):
+        """The last 64 columns of V4.1's entries are codes like the others, and are taken without their scales."""
+        rows[..., -2:] = _UNIT
+        return rows
 
-class _Pages(EagerSparseBackend):
-    """Blocks are found as if so many bytes or values stood between them."""
+    @but(layout="fp4_v41")
+    def e2m1_halves_of_a_byte_swapped__read(self, rows):
+        """The first of two 4-bit codes is taken from the high half of their byte."""
+        codes = rows[..., :_FP4_CODES]
+        rows[..., :_FP4_CODES] = (codes >> 4) | (codes << 4)
+        return rows
 
-    def _entries(self, source, slots):
-        stride = self._stride(source)
-        if stride is None:
-            return super()._entries(source, slots)
-        shape, start = source.cache.shape, source.cache.storage_offset()
-        return super()._entries(
-            replace(source, cache=source.cache.as_strided(shape, (stride, shape[2], 1), start)), slots
-        )
+    @but(layout="fp4_v41")
+    def e2m1_scales_of_32__read(self, rows):
+        """Two tiles of 16 4-bit codes share the scale of the first."""
+        scales = rows[..., _FP4_CODES:]
+        rows[..., _FP4_CODES:] = scales[..., ::2].repeat_interleave(2, dim=-1)
+        return rows
 
-    def _stride(self, source):
-        """None where blocks are found."""
-        raise NotImplementedError
+    @but(killed_by="sparse_fp8_ds_mla", related=_V32_TOO, layout="fp8_ds_mla")
+    def sparse_fp8_ds_mla_float_scale_read_as_e8m0__read(self, rows):
+        """The float32 scales of V3.2's entries pass through e8m0, which holds powers of two."""
+        return through_e8m0(rows)
 
-
-@known_defect("dsv4-page-rounding-forgotten", killed_by="sparse_fp8_v4", related=_V4_TOO)
-class RoundingForgotten(_Pages):
-    """A block of V4 is found by the bytes of its entries, without what rounds them up."""
-
-    def _stride(self, source):
-        return source.cache.shape[1] * source.cache.shape[2] if source.layout == "fp8_v4" else None
-
-
-@known_defect("dsv4-blocks-packed-over-layers-read-as-pages", killed_by="sparse_fp8_v4")
-class PackedPagesOfV4(_Pages):
-    """Blocks that hold the pages of several layers are read as if one page stood behind the other."""
-
-    def _stride(self, source):
-        return TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1]) if source.layout == "fp8_v4" else None
+    @but(killed_by="sparse_fp8_ds_mla", related=_V32_TOO, layout="fp8_ds_mla")
+    def sparse_scale_of_the_first_tile__read(self, rows):
+        """The four tiles of V3.2's entries take the scale of the first."""
+        rows[..., V32_SCALES] = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
+        return rows
 
 
-@known_defect("sparse-assumes-packed-pages", killed_by="sparse_decode")
-class PackedPagesOfSlots(_Pages):
-    """A slot is an offset into one row of entries, whatever the stride between blocks is."""
+@defects("cuda_graph", related=_OVERWRITTEN_TOO)
+class _CudaGraph(CapturableSparse):
+    def sparse_replay_keeps_the_lists__before_attend(self, sources):
+        """A replay attends by the lists that stood in the buffers when they were captured."""
+        captured = self.__dict__.setdefault("captured", {})
+        address = sources[0].indices.data_ptr()
+        _, lists = captured.setdefault(address, (sources[0].indices, sources[0].indices.clone()))
+        kept = lists if lists.shape == sources[0].indices.shape else sources[0].indices
+        return [replace(sources[0], indices=kept), *sources[1:]]
 
-    def _stride(self, source):
-        packed = source.cache.shape[1] * source.cache.shape[2]
-        return packed if source.paged and source.layout not in TILED_FORMATS else None
+    def sparse_replay_keeps_the_longest_list__before_attend(self, sources):
+        """Columns are bounded by the longest list of the batch that was captured."""
+        captured = self.__dict__.setdefault("captured", {})
+        main, columns = sources[0], torch.arange(sources[0].indices.shape[1])
+        used = int((self._listed(main) * (columns + 1)).amax())
+        _, longest = captured.setdefault(main.indices.data_ptr(), (main.indices, used))
+        bounded = main.indices.masked_fill(columns >= longest, -1)
+        return [replace(main, indices=bounded), *sources[1:]]
 
 
-@known_defect("dsv4-scales-read-entry-by-entry", killed_by="sparse_fp8_v4", related=_V4_TOO)
-class ScalesInTheEntry(EagerSparseBackend):
-    """The scales of V4's entries are looked for behind each entry's data, not behind the data of the page."""
+def _cut(source, columns):
+    """The first columns of lists."""
+    length = None if source.length is None else source.length.clamp(max=columns)
+    return replace(source, indices=source.indices[:, :columns], length=length)
 
-    def _entries(self, source, slots):
+
+def _whole_where_0(source):
+    """Lists whose length of 0 is taken for none."""
+    if source.length is None:
+        return source
+    whole = torch.full_like(source.length, source.indices.shape[1])
+    return replace(source, length=torch.where(source.length == 0, whole, source.length))
+
+
+@defects("second_cache")
+class _SecondCacheSparse(EagerSparseBackend):
+    def sparse_second_cache_dropped__before_attend(self, sources):
+        """Keys of the second cache are left out."""
+        return sources[:1]
+
+    def sparse_second_cache_by_the_first_lengths__before_attend(self, sources):
+        """The lists of the second cache end where those of the first do."""
+        first = sources[0].length
+        return [replace(each, length=first) for each in sources]
+
+    @but("behind_slots__attend")
+    def sparse_second_cache_by_the_first_pages(self, slots, *, source, sources):
+        """Slots of the second cache are found by the page size of the first."""
+        page, own = sources[0].cache.shape[1], source.cache.shape[1]
+        return (slots // page).clamp(max=source.cache.shape[0] - 1) * own + slots % page % own
+
+    def sparse_second_list_cut_to_the_first__before_attend(self, sources):
+        """Lists of the second cache have no more columns than those of the first; further ones are ignored."""
+        return [_cut(each, sources[0].indices.shape[1]) for each in sources]
+
+    def sparse_lse_of_two_caches_with_the_sink__behind_attend(self, output, lse, *, sources, sink):
+        """Where the states of two caches are merged, the sink enters the LSE as well."""
+        return output, lse if sink is None or len(sources) == 1 else torch.logaddexp(lse, sink.unsqueeze(1))
+
+
+@defects("attention_sinks", related=_LISTS_PADDED_TOO)
+class _AttentionSinks(EagerSparseBackend):
+    def sparse_lse_with_the_sink__behind_attend(self, output, lse, *, sink):
+        """The LSE counts the sink among the keys."""
+        return output, lse if sink is None else torch.logaddexp(lse, sink.unsqueeze(1))
+
+    class sparse_sink_in_the_lse_alone:
+        """A sink is counted in the LSE and leaves the output as it is."""
+
+        def attend(self, q, sources, k_scale, sink):
+            output, lse = super().attend(q, sources, k_scale, sink)
+            return output, lse if sink is None else torch.logaddexp(lse, sink.unsqueeze(1))
+
+        def _with_sink(self, output, lse, sink):
+            return output
+
+    def sparse_sinks_dropped__with_sink(self, output, lse, sink):
+        """Sinks are not handed on to the kernel."""
+        return output
+
+    def xqa_sm12x_sinks_gibberish__behind_with_sink(self, shared, *, output):
+        """A sink's share of the weights is not left out, but takes the output of the row before."""
+        return shared + (output - shared).roll(1, dims=0)
+
+    def sparse_sink_of_the_head_before__before_with_sink(self, sink):
+        """Each head takes the sink of the one before it."""
+        return None if sink is None else sink.roll(1)
+
+    def sparse_sink_in_base_2__before_with_sink(self, sink):
+        """A sink enters the powers of two of the scores without log2(e)."""
+        return None if sink is None else sink * math.log(2)
+
+    def sink_counted_twice_or_never_in_splitkv__before_with_sink(self, sink):
+        """A sink counts in each of two splits of a list, and once more where they are merged."""
+        return None if sink is None else sink + math.log(2)
+
+    @but(related=())
+    def sparse_empty_row_beside_a_sink_of_minus_inf__behind_with_sink(self, shared, *, lse, sink):
+        """Without keys and with a sink of -inf the sum of weights is 0, and 0 / 0 is returned."""
+        if sink is None:
+            return shared
+        empty = (lse == -torch.inf) & (sink == -torch.inf).unsqueeze(1)
+        return shared.masked_fill(empty.mT.unsqueeze(-1), torch.nan)
+
+
+@defects("sparse_fp8_v4", related=_V4_TOO)
+class _OtherSparse(EagerSparseBackend):
+    def dsv4_scales_read_entry_by_entry__entries(self, source, slots):
+        """The scales of V4's entries are looked for behind each entry's data, not behind the data of the page."""
         if source.layout != "fp8_v4":
             return super()._entries(source, slots)
         page = source.cache.shape[1]
         return source.cache[slots // page, slots % page]
 
-
-@known_defect("dsv4-rope-taken-scaled", killed_by="sparse_fp8_v4", related=_V4_TOO)
-class RopeOfV4Scaled(EagerSparseBackend):
-    """The plain values of V4 are multiplied by the scale of the last tile before them."""
-
-    def _keys(self, source, slots, visible, k_scale):
-        keys = super()._keys(source, slots, visible, k_scale)
+    def dsv4_rope_taken_scaled__behind_keys(self, keys, *, source, slots, visible):
+        """The plain values of V4 are multiplied by the scale of the last tile before them."""
         if source.layout != "fp8_v4":
             return keys
         exponent = self._entries(source, slots)[..., _LAST_SCALE_OF_V4].float() - _UNIT
         scale = exponent.masked_fill(~visible, 0.0).exp2().unsqueeze(-1)
         return torch.cat((keys[..., :448], keys[..., 448:] * scale), dim=-1)
 
-
-@known_defect("dsv41-rope-taken-unscaled", killed_by="sparse_fp8_v41", related=_V41_TOO)
-class RopeOfV41Unscaled(_Rows):
-    """The last 64 columns of V4.1's entries are codes like the others, and are taken without their scales."""
-
-    layout = "fp8_v41"
-
-    def _read(self, rows):
-        rows[..., -2:] = _UNIT
-        return rows
-
-
-@known_defect("ue8m0-bias-of-128", killed_by="sparse_fp8_v4", related=_V4_TOO)
-class BiasOf128(EagerSparseBackend):
-    """The exponents of tiles have a bias of 128, so that every scale is half as large."""
-
-    def _keys(self, source, slots, visible, k_scale):
-        keys = super()._keys(source, slots, visible, k_scale)
+    def ue8m0_bias_of_128__behind_keys(self, keys, *, source):
+        """The exponents of tiles have a bias of 128, so that every scale is half as large."""
         form = TILED_FORMATS.get(source.layout)
         coded = form.coded if form and form.scales == "ue8m0" else 0
         return torch.cat((keys[..., :coded] / 2, keys[..., coded:]), dim=-1)
 
-
-@known_defect("e2m1-halves-of-a-byte-swapped", killed_by="sparse_fp4_v41", related=_V41_TOO)
-class HalvesSwapped(_Rows):
-    """The first of two 4-bit codes is taken from the high half of their byte."""
-
-    layout = "fp4_v41"
-
-    def _read(self, rows):
-        codes = rows[..., :_FP4_CODES]
-        rows[..., :_FP4_CODES] = (codes >> 4) | (codes << 4)
-        return rows
-
-
-@known_defect("e2m1-scales-of-32", killed_by="sparse_fp4_v41", related=_V41_TOO)
-class ScalesOf32(_Rows):
-    """Two tiles of 16 4-bit codes share the scale of the first."""
-
-    layout = "fp4_v41"
-
-    def _read(self, rows):
-        scales = rows[..., _FP4_CODES:]
-        rows[..., _FP4_CODES:] = scales[..., ::2].repeat_interleave(2, dim=-1)
-        return rows
-
-
-@known_defect("sparse-fp8-ds-mla-float-scale-read-as-e8m0", killed_by="sparse_fp8_ds_mla", related=_V32_TOO)
-class FloatScalesToPowersOfTwo(_Rows):
-    """The float32 scales of V3.2's entries pass through e8m0, which holds powers of two."""
-
-    layout = "fp8_ds_mla"
-
-    def _read(self, rows):
-        return through_e8m0(rows)
-
-
-@known_defect("sparse-scale-of-the-first-tile", killed_by="sparse_fp8_ds_mla", related=_V32_TOO)
-class ScaleOfTheFirstTile(_Rows):
-    """The four tiles of V3.2's entries take the scale of the first."""
-
-    layout = "fp8_ds_mla"
-
-    def _read(self, rows):
-        rows[..., V32_SCALES] = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
-        return rows
-
-
-@known_defect("sparse-k-scale-on-tiled-entries", killed_by="sparse_fp8_ds_mla", related=_V32_TOO)
-class KeyScaleOnTiles(EagerSparseBackend):
-    """Entries whose tiles have scales of their own are multiplied by that of the cache as well."""
-
-    def _keys(self, source, slots, visible, k_scale):
-        keys = super()._keys(source, slots, visible, k_scale)
+    @but(killed_by="sparse_fp8_ds_mla", related=_V32_TOO)
+    def sparse_k_scale_on_tiled_entries__behind_keys(self, keys, *, source, k_scale):
+        """Entries whose tiles have scales of their own are multiplied by that of the cache as well."""
         return keys * k_scale if source.layout in TILED_FORMATS else keys
 
+    @but(killed_by="sparse_fp8_ds_mla", related=())
+    def sparse_single_pages_take_the_first_scale__behind_entries(self, rows, *, source):
+        """In pages of one token, the four tiles of a mixed entry take the scale of the first."""
+        if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1:
+            rows = rows.clone()
+            rows[..., V32_SCALES] = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
+        return rows
 
-@known_defect("sparse-k-scale-ignored", killed_by="sparse_fp8", related=("unselected_keys",))
-class KeyScaleIgnored(EagerSparseBackend):
-    """Codes of an e4m3 cache are read as values."""
+    @but(killed_by="sparse_fp8", related=("unselected_keys",))
+    def sparse_k_scale_ignored__before_keys(self, k_scale):
+        """Codes of an e4m3 cache are read as values."""
+        return torch.ones_like(k_scale)
 
-    def _keys(self, source, slots, visible, k_scale):
-        return super()._keys(source, slots, visible, torch.ones_like(k_scale))
-
-
-_OVERWRITTEN_TOO = ("call_order",)
-"""It overwrites the operands in place as well."""
-
-
-@known_defect("sparse-lists-kept-by-shape", killed_by="call_order", related=("selection_order",))
-class ListsKeptByShape(EagerSparseBackend):
-    """Converted lists are kept, and found again by the shape of the lists and of the cache."""
-
-    def _slots(self, source, request):
+    @but(killed_by="call_order", related=("selection_order",))
+    def sparse_lists_kept_by_shape__slots(self, source, request):
+        """Converted lists are kept, and found again by the shape of the lists and of the cache."""
         key = (source.indices.shape, source.cache.shape, self._sparse_metadata.dcp_rank)
         return self.__dict__.setdefault("kept", {}).setdefault(key, super()._slots(source, request))
 
-
-@known_defect("sparse-workspace-of-the-first-batch", killed_by="call_order")
-class RoomOfTheFirstBatch(EagerSparseBackend):
-    """Buffers are made for the query tokens of the first batch and one more, and further ones stay 0."""
-
-    def attend(self, q, sources, k_scale, sink):
-        output, lse = super().attend(q, sources, k_scale, sink)
+    @but(killed_by="call_order", related=())
+    def sparse_workspace_of_the_first_batch__behind_attend(self, output, lse, *, q):
+        """Buffers are made for the query tokens of the first batch and one more, and further ones stay 0."""
         output[self.__dict__.setdefault("room", len(q) + 1) :] = 0.0
-        return output, lse
 
 
-@known_defect("sparse-replay-keeps-the-lists", killed_by="cuda_graph", related=_OVERWRITTEN_TOO)
-class ListsOfTheCapture(CapturableSparse):
-    """A replay attends by the lists that stood in the buffers when they were captured."""
+@defects("sparse_combinations")
+class _SparseCombinations(EagerSparseBackend):
+    @but(key_tile=32)
+    class sparse_tile_of_32_without_keys_raises_maximum(LiftedMaximum):
+        """A tile of 32 columns in which a list names no key raises the row's running maximum to 0."""
 
-    def attend(self, q, sources, k_scale, sink):
-        captured = self.__dict__.setdefault("captured", {})
-        address = sources[0].indices.data_ptr()
-        _, lists = captured.setdefault(address, (sources[0].indices, sources[0].indices.clone()))
-        kept = lists if lists.shape == sources[0].indices.shape else sources[0].indices
-        return super().attend(q, [replace(sources[0], indices=kept), *sources[1:]], k_scale, sink)
+    @but(key_tile=64)
+    class sparse_tile_of_64_without_keys_raises_maximum(LiftedMaximum):
+        """A tile of 64 columns in which a list names no key raises the row's running maximum to 0."""
 
+    class sparse_tile_of_128_without_keys_raises_maximum(LiftedMaximum):
+        """A tile of 128 columns in which a list names no key raises the row's running maximum to 0."""
 
-@known_defect("sparse-replay-keeps-the-longest-list", killed_by="cuda_graph", related=_OVERWRITTEN_TOO)
-class LongestListOfTheCapture(CapturableSparse):
-    """Columns are bounded by the longest list of the batch that was captured."""
+    def sparse_whole_tiles_of_a_list_read_one_more__before_listed(self, source):
+        """A list whose length is a multiple of 64 is read one tile further, and what stands there counts."""
+        length = source.length
+        if length is not None:
+            length = torch.where((length > 0) & (length % _TILE == 0), length + _TILE, length)
+        return replace(source, length=length)
 
-    def attend(self, q, sources, k_scale, sink):
-        captured = self.__dict__.setdefault("captured", {})
-        main, columns = sources[0], torch.arange(sources[0].indices.shape[1])
-        used = int((self._listed(main) * (columns + 1)).amax())
-        _, longest = captured.setdefault(main.indices.data_ptr(), (main.indices, used))
-        bounded = main.indices.masked_fill(columns >= longest, -1)
-        return super().attend(q, [replace(main, indices=bounded), *sources[1:]], k_scale, sink)
+    def sparse_empty_second_list_is_whole__before__attend(self, sources):
+        """In the second cache a length of 0 is taken for none, and the whole list counts."""
+        return [*sources[:1], *map(_whole_where_0, sources[1:])]
+
+    def sparse_second_codes_unscaled_beside_a_plain_cache__before_attend(self, k_scale, *, sources):
+        """Beside a first cache without codes there is no scale, and the codes of a second one are read as values."""
+        return torch.ones_like(k_scale) if sources[0].layout == "auto" else k_scale
+
+    def sparse_second_head_group_loses_a_partial_tile__attend(self, q, sources, k_scale, sink):
+        """Heads beyond 64 read whole tiles of 64 columns only, if a list has one."""
+        cut = [_cut(each, max(_TILE, each.indices.shape[1] // _TILE * _TILE)) for each in sources]
+        results = (super().attend(q, cut, k_scale, sink), super().attend(q, sources, k_scale, sink))
+        second = torch.arange(self.num_heads, device=q.device).unsqueeze(1) >= _TILE
+        return tuple(torch.where(second, whole, every) for whole, every in zip(*results, strict=True))
+
+    def sparse_table_rows_as_wide_as_the_first__slots(self, source, request):
+        """Positions are looked up in a table whose rows are found by the pages of the first request, not of the
+        longest."""
+        metadata, page = self._sparse_metadata, source.cache.shape[1]
+        if source.space != IndexSpace.POSITION or metadata.block_table is None or metadata.dcp_world_size > 1:
+            return super()._slots(source, request)
+        held, position = -(-metadata.seq_lens // page), source.indices.long().clamp(min=0)
+        width = metadata.block_table.shape[1]
+        columns = (position // page).clamp(max=width - 1)
+        rows = request.unsqueeze(1) * (width - int(held.max() - held[0]))
+        return metadata.block_table.long().flatten()[rows + columns] * page + position % page
+
+    def sparse_key_named_twice_in_a_bounded_list_counted_once__behind_listed(self, listed, *, source):
+        """Keys that a list names twice count once where lengths are handed over."""
+        return listed if source.length is None else _once(listed, source)
+
+    def sparse_odd_head_lost_beside_an_empty_list__behind_attend(self, output, lse, *, sources):
+        """Heads in odd numbers are padded to even ones; beside a list that names nothing the last one is lost."""
+        empty = torch.stack([(each.indices == NO_KEY).all(dim=1) for each in sources]).any()
+        if self.num_heads > 1 and self.num_heads % 2 and bool(empty):
+            output[:, -1] = 0.0
+
+    def sparse_raw_scores_in_half__behind_scores(self, scores, *, q):
+        """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
+        return scores.clamp(max=65504 * self.scale) if q.dtype is torch.float16 else scores

@@ -1,11 +1,16 @@
-"""Lists that are read wrongly: padding, lengths, holes, columns, keys that are named twice, a bound on numbers."""
+"""Lists of selected keys that are read wrongly: padding, lengths, holes, order, numbers taken for others."""
 
 from dataclasses import replace
 
 import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.defects.known import known_defect
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.bases import joined
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.steps import but
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
 _TILE = 64
@@ -17,182 +22,337 @@ def _columns(indices):
     return torch.arange(indices.shape[1], device=indices.device)
 
 
-@known_defect("sparse-topk-length-not-passed", killed_by="selection_length")
-class LengthNotPassed(EagerSparseBackend):
-    """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
+def _once(listed, source):
+    """What of lists counts, of keys that are named twice the first alone."""
+    numbers = torch.where(listed, source.indices.long(), -2 - _columns(source.indices))
+    ordered, order = numbers.sort(dim=1, stable=True)
+    again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+    return listed & ~torch.zeros_like(listed).scatter(1, order, again)
 
-    def _listed(self, source):
-        return source.indices != NO_KEY
 
-
-@known_defect("sparse-prefill-lanes-beyond-topk-length", killed_by="selection_length")
-class LengthOfFewRows(EagerSparseBackend):
-    """The kernel for more than 64 query tokens does not bound its lanes by the lengths of the lists."""
+class _Lse(EagerSparseBackend):
+    """Returns another LSE; the sinks have taken their share by the right one."""
 
     def attend(self, q, sources, k_scale, sink):
-        self._bounded = len(q) <= _TILE
+        output, lse = super().attend(q, sources, k_scale, sink)
+        return output, self._returned(lse)
+
+
+@defects("selection_padding", related=("sparse_lse",))
+class _SelectionPadding(_Lse):
+    def sparse_keyless_lse_of_plus_inf__returned(self, lse):
+        """The LSE of a row whose list names nothing is +inf."""
+        return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+@defects("selection_padding", related=("sparse_lse",))
+class _SelectionPaddingSparse(EagerSparseBackend):
+    def sparse_valid_entries_read_from_the_front__behind_listed(self, listed, *, source):
+        """The entries that name a key are counted, and so many columns are read from the front, whatever stands
+        there."""
+        return listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
+
+    def sparse_tiles_behind_an_empty_one_skipped__behind_listed(self, listed):
+        """A list ends with the first tile of 64 entries that names no key."""
+        tiles = torch.nn.functional.pad(listed, (0, -listed.shape[1] % _TILE)).unflatten(1, (-1, _TILE)).any(dim=2)
+        reached = tiles.int().cummin(dim=1).values.bool()
+        return listed & reached.repeat_interleave(_TILE, dim=1)[:, : listed.shape[1]]
+
+    class sparse_leading_masked_tile_nan_poisons_row:
+        """A first tile without a key leaves -inf less -inf in all that follows."""
+
+        key_tile = 32
+
+        def _accumulate(self, state, scores, v):
+            later = super()._accumulate(state, scores, v)
+            poisoned = (state.maximum == -torch.inf) & (later.maximum > -torch.inf) & (self._seen > 0)
+            self._seen += 1
+            return later._replace(weighted=later.weighted.masked_fill(poisoned, torch.nan))
+
+        def _initial(self, q, v):
+            self._seen = 0
+            return super()._initial(q, v)
+
+    def sparse_keyless_row_not_written__behind_attend(self, output, lse):
+        """A row whose list names nothing is skipped, and holds what the buffer held."""
+        return output.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan), lse
+
+    @but(related=())
+    def sparse_keyless_row_beside_a_sink_nan__behind_with_sink(self, shared, *, lse, sink):
+        """The share of a row without keys beside a sink is 0 / 0."""
+        return shared if sink is None else shared.masked_fill((lse == -torch.inf).mT.unsqueeze(-1), torch.nan)
+
+
+@defects("sparse_decode", related=_SHAPES_TOO)
+class _OtherLists(EagerSparseBackend):
+    """Each row takes the list and the length of another."""
+
+    def attend(self, q, sources, k_scale, sink):
+        rows = self._rows(len(q))
+        sources = [
+            replace(each, indices=each.indices[rows], length=None if each.length is None else each.length[rows])
+            for each in sources
+        ]
         return super().attend(q, sources, k_scale, sink)
 
-    def _listed(self, source):
-        return super()._listed(source) if self._bounded else source.indices != NO_KEY
+    def sparse_list_of_the_first_row__rows(self, tokens):
+        """The list of the first row is that of the whole call."""
+        return torch.zeros(tokens, dtype=torch.long)
+
+    def sparse_list_of_the_request__rows(self, tokens):
+        """The query tokens of a request share the list of its first."""
+        metadata = self._sparse_metadata
+        return metadata.query_start_loc.long()[metadata.req_id_per_token.long()]
+
+    def sparse_list_at_the_number_of_the_request__rows(self, tokens):
+        """Lists are taken for one of each request, and read at its number."""
+        return self._sparse_metadata.req_id_per_token.long()
 
 
-@known_defect("nan-topk-indices-propagate-to-ima", killed_by="selection_length")
-class NotNegativeIsAnAddress(EagerSparseBackend):
-    """Whatever a list holds is an address unless it is negative, uninitialised entries behind its length as well."""
+@defects("sparse_decode", related=_SHAPES_TOO)
+class _SparseDecodeSparse(EagerSparseBackend):
+    class sparse_padding_taken_for_key_0:
+        """-1 is clamped to 0, and the entry there counts as often as a list is padded."""
 
-    def _slots(self, source, request):
-        slots = super()._slots(source, request)
+        def _listed(self, source):
+            return super()._listed(replace(source, indices=source.indices.clamp(min=0)))
+
+        def _slots(self, source, request):
+            return super()._slots(source, request).clamp(min=0)
+
+    class sparse_padding_taken_for_the_entry_before_the_pool:
+        """As many entries as there are tokens are dereferenced, and -1 is the entry before the first: here the last."""
+
+        def _listed(self, source):
+            counted = _columns(source.indices) < self._tokens.unsqueeze(1)
+            return super()._listed(source) | (counted if source.length is None else torch.zeros_like(counted))
+
+        def _attend(self, q, request, sources, k_scale):
+            self._tokens = self._sparse_metadata.seq_lens[request]
+            return super()._attend(q, request, sources, k_scale)
+
+        def _slots(self, source, request):
+            slots = super()._slots(source, request)
+            return slots % (source.cache.shape[0] * source.cache.shape[1])
+
+    def sparse_causal_bound_on_slots__listed___attend(self, source, *, request):
+        """A causal mask is laid over the numbers of a list, as if they were positions of the row's own sequence."""
+        return super()._listed(source) & (source.indices < self._sparse_metadata.seq_lens[request].unsqueeze(1))
+
+    def sparse_neighbours_attend_to_their_union__before_attend(self, sources, *, q):
+        """Two rows share a gathered set of keys, and each attends to all of it."""
+        pair, both = (torch.arange(len(q)) ^ 1).clamp(max=len(q) - 1), []
+        for source in sources:
+            own = source.indices.masked_fill(~self._listed(source), -1)
+            theirs = own[pair].masked_fill((own[pair].unsqueeze(2) == own.unsqueeze(1)).any(dim=2), -1)
+            both.append(replace(source, indices=torch.cat((own, theirs), dim=1), length=None))
+        return both
+
+    def sparse_empty_lanes_load_entry_0__before_keys(self, visible):
+        """Lanes without a key load entry 0, and their weight of 0 times NaN is NaN."""
+        return torch.ones_like(visible)
+
+    def sparse_heads_beyond_64_are_the_first__before_attend(self, q):
+        """Heads beyond 64 get the queries of the first 64."""
+        return q[:, torch.arange(self.num_heads) % 64]
+
+    def sparse_tile_of_16_heads_overwrites_the_next_row__behind_attend(self, output, lse):
+        """Stores of 16 heads overwrite the next row where there are fewer."""
+        output[1:, : -self.num_heads % 16] = 0.0
+
+
+def _counting(source, space, other):
+    """Lists that count in one space, taken for some that count in another."""
+    return replace(source, space=other) if source.space is space else source
+
+
+@defects("sparse_dcp")
+class _SparseDcp(EagerSparseBackend):
+    def sparse_dcp_global_index_taken_for_local__before__attend(self, sources):
+        """Positions on all ranks are taken for tokens of this rank, and looked up in its table."""
+        return [_counting(source, IndexSpace.POSITION, IndexSpace.RANK_LOCAL) for source in sources]
+
+    def sparse_dcp_keys_of_others_counted__held(self, source):
+        """Positions that another rank holds are not left out, and read what this rank holds at the same place."""
+        return torch.ones_like(super()._held(source))
+
+    def sparse_dcp_interleave_of_one__before_prepare_metadata(self, sparse_metadata):
+        """Tokens are dealt out to ranks one by one, whatever the interleave is."""
+        return replace(sparse_metadata, cp_kv_cache_interleave_size=1)
+
+    def sparse_dcp_local_index_divided_again__before__attend(self, sources):
+        """Lists that a rank has already filtered to its own tokens are taken for positions on all ranks."""
+        return [_counting(source, IndexSpace.RANK_LOCAL, IndexSpace.POSITION) for source in sources]
+
+    def sparse_dcp_empty_rank_lse_of_plus_inf__behind_attend(self, output, lse):
+        """A rank that holds none of a row's keys returns +inf as its LSE, and takes all of the weight."""
+        several = self._sparse_metadata.dcp_world_size > 1
+        return output, lse.masked_fill(lse == -torch.inf, torch.inf) if several else lse
+
+
+class _Pages(EagerSparseBackend):
+    """Blocks are found as if so many bytes or values stood between them."""
+
+    def _entries(self, source, slots):
+        stride = self._stride(source)
+        if stride is None:
+            return super()._entries(source, slots)
+        shape, start = source.cache.shape, source.cache.storage_offset()
+        return super()._entries(
+            replace(source, cache=source.cache.as_strided(shape, (stride, shape[2], 1), start)), slots
+        )
+
+    def _stride(self, source):
+        """None where blocks are found."""
+        raise NotImplementedError
+
+
+@defects("sparse_decode")
+class _SparseDecodePages(_Pages):
+    def sparse_assumes_packed_pages__stride(self, source):
+        """A slot is an offset into one row of entries, whatever the stride between blocks is."""
+        packed = source.cache.shape[1] * source.cache.shape[2]
+        return packed if source.paged and source.layout not in TILED_FORMATS else None
+
+
+@defects("selection_length")
+class _SelectionLength(EagerSparseBackend):
+    def sparse_topk_length_not_passed__listed(self, source):
+        """The lengths of the lists are not handed to the kernel, and what stands behind them counts."""
+        return source.indices != NO_KEY
+
+    def sparse_prefill_lanes_beyond_topk_length__listed__attend(self, source, *, q):
+        """The kernel for more than 64 query tokens does not bound its lanes by the lengths of the lists."""
+        return super()._listed(source) if (len(q) <= _TILE) else source.indices != NO_KEY
+
+    def nan_topk_indices_propagate_to_ima__behind_slots(self, slots, *, source):
+        """Whatever a list holds is an address unless it is negative, uninitialised entries behind its length as
+        well."""
         if bool((source.indices >= source.cache.shape[0] * source.cache.shape[1]).any()):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return slots
 
-
-@known_defect("sparse-length-of-the-request", killed_by="selection_length")
-class LengthOfTheRequest(EagerSparseBackend):
-    """The lengths are taken for one of each request, and read at its number."""
-
-    def _attend(self, q, request, sources, k_scale):
-        self._request = request
-        return super()._attend(q, request, sources, k_scale)
-
-    def _listed(self, source):
+    def sparse_length_of_the_request__listed___attend(self, source, *, request):
+        """The lengths are taken for one of each request, and read at its number."""
         if source.length is None:
             return super()._listed(source)
-        of_request = source.length[self._request.clamp(max=len(source.length) - 1)]
+        of_request = source.length[request.clamp(max=len(source.length) - 1)]
         return (source.indices != NO_KEY) & (_columns(source.indices) < of_request.unsqueeze(1))
 
-
-@known_defect("sparse-length-of-0-is-none", killed_by="selection_length")
-class NoLengthIsWholeList(EagerSparseBackend):
-    """A length of 0 is taken for none, and the whole list counts."""
-
-    def _listed(self, source):
+    def sparse_length_of_0_is_none__listed(self, source):
+        """A length of 0 is taken for none, and the whole list counts."""
         if source.length is None:
             return super()._listed(source)
         whole = torch.full_like(source.length, source.indices.shape[1])
         return super()._listed(replace(source, length=torch.where(source.length == 0, whole, source.length)))
 
-
-@known_defect("sparse-padding-taken-for-key-0", killed_by="sparse_decode", related=_SHAPES_TOO)
-class PaddingIsKey0(EagerSparseBackend):
-    """-1 is clamped to 0, and the entry there counts as often as a list is padded."""
-
-    def _listed(self, source):
-        return super()._listed(replace(source, indices=source.indices.clamp(min=0)))
-
-    def _slots(self, source, request):
-        return super()._slots(source, request).clamp(min=0)
+    def sparse_empty_rows_behind_64_not_written__behind_attend(self, output, lse, *, q):
+        """From the second block of 64 rows on, a row whose list names nothing holds what the buffer held."""
+        late = torch.arange(len(q), device=q.device).unsqueeze(1) >= _TILE
+        return output.masked_fill((late & (lse == -torch.inf).mT).unsqueeze(-1), torch.nan), lse
 
 
-@known_defect("sparse-padding-taken-for-the-entry-before-the-pool", killed_by="sparse_decode", related=_SHAPES_TOO)
-class PaddingWrapsAround(EagerSparseBackend):
-    """As many entries as there are tokens are dereferenced, and -1 is the entry before the first: here the last."""
+@defects()
+class _OtherSparse(EagerSparseBackend):
+    @but(killed_by="selection_order")
+    def sparse_key_named_twice_counted_once__behind_listed(self, listed, *, source):
+        """Keys that a list names twice count once."""
+        return _once(listed, source)
 
-    def _listed(self, source):
-        counted = _columns(source.indices) < self._tokens.unsqueeze(1)
-        return super()._listed(source) | (counted if source.length is None else torch.zeros_like(counted))
+    @but(killed_by="unselected_keys")
+    def sparse_entry_before_is_loaded_too__keys(self, source, slots, visible, k_scale):
+        """A load fetches the entry before in the page as well, whose weight of 0 does not silence NaN."""
+        keys = super()._keys(source, slots, visible, k_scale)
+        paired = visible & (slots % source.cache.shape[1] > 0)
+        beside = super()._keys(source, (slots - 1).clamp(min=0), paired, k_scale)
+        return keys + 0.0 * beside
 
-    def _attend(self, q, request, sources, k_scale):
-        self._tokens = self._sparse_metadata.seq_lens[request]
-        return super()._attend(q, request, sources, k_scale)
+    @but(killed_by="sparse_prefill")
+    def sparse_missing_instance_of_16_heads_and_512__before_attend(self, sources):
+        """A prefill of 16 heads over lists of 512 has no instance."""
+        if not sources[0].paged and self.num_heads == 16 and sources[0].indices.shape[1] == 512:
+            raise RuntimeError("Unsupported sparse-MLA prefill configuration: num_heads=16 topk=512")
 
-    def _slots(self, source, request):
-        slots = super()._slots(source, request)
-        return slots % (source.cache.shape[0] * source.cache.shape[1])
+    @but(killed_by="sparse_prefill", related=_SHAPES_TOO)
+    def sparse_rows_in_blocks_of_64_lose_the_last__behind_attend(self, output, lse, *, q):
+        """Beyond 64 rows a launch has whole blocks of 64, and the rows of the last, partial one stay 0."""
+        if len(q) > 64:
+            output[len(q) // 64 * 64 :] = 0.0
 
-
-@known_defect("sparse-valid-entries-read-from-the-front", killed_by="selection_padding", related=("sparse_lse",))
-class CountedFromTheFront(EagerSparseBackend):
-    """The entries that name a key are counted, and so many columns are read from the front, whatever stands there."""
-
-    def _listed(self, source):
-        listed = super()._listed(source)
-        return listed & (_columns(source.indices) < listed.sum(dim=1, keepdim=True))
-
-
-@known_defect("sparse-tiles-behind-an-empty-one-skipped", killed_by="selection_padding", related=("sparse_lse",))
-class StopsAtAnEmptyTile(EagerSparseBackend):
-    """A list ends with the first tile of 64 entries that names no key."""
-
-    def _listed(self, source):
-        listed = super()._listed(source)
-        tiles = torch.nn.functional.pad(listed, (0, -listed.shape[1] % _TILE)).unflatten(1, (-1, _TILE)).any(dim=2)
-        reached = tiles.int().cummin(dim=1).values.bool()
-        return listed & reached.repeat_interleave(_TILE, dim=1)[:, : listed.shape[1]]
+    @but(killed_by="model_shapes")
+    def sparse_last_tile_of_packed_rows_lost__behind_attend(self, output, lse, *, q):
+        """Several rows and their heads are packed into tiles of 64; behind the first a partial one is lost."""
+        rows = len(q) * self.num_heads
+        if len(q) > 1 and rows > _TILE:
+            output.flatten(0, 1)[rows // _TILE * _TILE :] = 0.0
 
 
-@known_defect("sparse-leading-masked-tile-nan-poisons-row", killed_by="selection_padding", related=("sparse_lse",))
-class LeadingEmptyTile(EagerSparseBackend):
-    """A first tile without a key leaves -inf less -inf in all that follows."""
+@defects("sparse_decode")
+class _SparseDecodeSparse_(EagerSparseBackend):
+    @but(key_tile=64)
+    def sparse_tile_without_keys_weighs_as_a_logit_of_0__behind_accumulate(self, later, *, state, scores):
+        """A later tile of 64 columns in which a list names no key adds a weight of exp(0) to the row's sum."""
+        behind = (scores == -torch.inf).all(dim=-1, keepdim=True) & (state.total > 0)
+        zero, one = torch.zeros_like(later.total), torch.ones_like(later.total)
+        weighed = joined(later, SoftmaxState(zero, one, torch.zeros_like(later.weighted)))
+        return SoftmaxState(*(torch.where(behind, a, b) for a, b in zip(weighed, later, strict=True)))
 
-    key_tile = 32
+    def sparse_list_rows_advance_by_a_power_of_two__before_attend(self, sources):
+        """The row of a list is found by the columns that a kernel is compiled for, which are a power of two."""
+        return [replace(source, indices=self._misread(source.indices)) for source in sources]
 
-    def _accumulate(self, state, scores, v):
-        later = super()._accumulate(state, scores, v)
-        poisoned = (state.maximum == -torch.inf) & (later.maximum > -torch.inf) & (self._seen > 0)
-        self._seen += 1
-        return later._replace(weighted=later.weighted.masked_fill(poisoned, torch.nan))
-
-    def _initial(self, q, v):
-        self._seen = 0
-        return super()._initial(q, v)
-
-
-@known_defect("sparse-list-rows-advance-by-a-power-of-two", killed_by="sparse_decode")
-class RowsOfAPowerOfTwo(EagerSparseBackend):
-    """The row of a list is found by the columns that a kernel is compiled for, which are a power of two."""
-
-    def attend(self, q, sources, k_scale, sink):
-        return super().attend(q, [self._misread(source) for source in sources], k_scale, sink)
-
-    def _misread(self, source):
-        rows, columns = source.indices.shape
+    def _misread(self, lists):
+        rows, columns = lists.shape
         compiled = 1 << (columns - 1).bit_length()
-        lists = torch.nn.functional.pad(source.indices.flatten(), (0, rows * (compiled - columns)), value=NO_KEY)
-        return replace(source, indices=lists.view(rows, compiled)[:, :columns])
+        padded = torch.nn.functional.pad(lists.flatten(), (0, rows * (compiled - columns)), value=NO_KEY)
+        return padded.view(rows, compiled)[:, :columns]
 
-
-@known_defect("sparse-last-tile-of-a-list-dropped", killed_by="sparse_decode")
-class LastTileOfAListDropped(EagerSparseBackend):
-    """Columns behind the last whole tile of 64 are ignored."""
-
-    key_tile = _TILE
-
-    def _tiles(self, keys):
+    @but(key_tile=_TILE)
+    def sparse_last_tile_of_a_list_dropped__tiles(self, keys):
+        """Columns behind the last whole tile of 64 are ignored."""
         return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == _TILE)
 
-
-@known_defect("sparse-topk-without-an-instance", killed_by="sparse_decode")
-class FallsThrough(EagerSparseBackend):
-    """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that refuses."""
-
-    def attend(self, q, sources, k_scale, sink):
+    def sparse_topk_without_an_instance__attend(self, q, sources, k_scale, sink):
+        """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that
+        refuses."""
         columns = sources[0].indices.shape[1]
         if columns % _TILE == 0 and columns & (columns - 1):
             raise RuntimeError("expected more than 64 query tokens; a decode has a kernel of its own")
         return super().attend(q, sources, k_scale, sink)
 
+    def sparse_entries_without_rope_refused__before_attend(self, sources):
+        """Keys without rotated columns are refused unless lengths of lists come with them."""
+        if not self.qk_rope_head_dim and any(source.length is None for source in sources):
+            raise ValueError("Native qk_rope_head_dim=0 MLA requires sparse_mla_top_k_lens")
 
-@known_defect("sparse-key-named-twice-counted-once", killed_by="selection_order")
-class CountedOnce(EagerSparseBackend):
-    """Keys that a list names twice count once."""
-
-    def _listed(self, source):
-        listed = super()._listed(source)
-        numbers = torch.where(listed, source.indices.long(), -2 - _columns(source.indices))
-        ordered, order = numbers.sort(dim=1, stable=True)
-        again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
-        return listed & ~torch.zeros_like(listed).scatter(1, order, again)
+    def sparse_slot_in_fifteen_bits__behind_slots(self, slots, *, source):
+        """A slot is a signed number of two bytes, too few for many large pages."""
+        return slots & 0x7FFF if source.paged else slots
 
 
-@known_defect("sparse-causal-bound-on-slots", killed_by="sparse_decode", related=_SHAPES_TOO)
-class CausalBound(EagerSparseBackend):
-    """A causal mask is laid over the numbers of a list, as if they were positions of the row's own sequence."""
+@defects("index_spaces")
+class _IndexSpaces(EagerSparseBackend):
+    def sparse_position_taken_for_slot__before_slots(self, source):
+        """Positions are taken for slots."""
+        return replace(source, space=IndexSpace.SLOT)
 
-    def _attend(self, q, request, sources, k_scale):
-        self._bound = self._sparse_metadata.seq_lens[request]
-        return super()._attend(q, request, sources, k_scale)
+    def sparse_workspace_start_forgotten__before_slots(self, request):
+        """Positions count from the first gathered key, not from that at which the request begins."""
+        return torch.zeros_like(request) if self._sparse_metadata.block_table is None else request
 
-    def _listed(self, source):
-        return super()._listed(source) & (source.indices < self._bound.unsqueeze(1))
+    def sparse_table_row_of_the_token__before__attend(self, request):
+        """The table has a row for each request and is read at the number of the query token."""
+        return torch.arange(len(request), device=request.device).clamp(max=len(self._sparse_metadata.seq_lens) - 1)
+
+    def sparse_table_of_pages_of_64__behind_slots(self, slots, *, source, request):
+        """Positions are divided into pages of 64 tokens, whatever the pages of the cache are."""
+        metadata = self._sparse_metadata
+        if source.space is IndexSpace.SLOT or metadata.block_table is None:
+            return slots
+        position, page = source.indices.long(), source.cache.shape[1]
+        columns = (position // 64).clamp(0, metadata.block_table.shape[1] - 1)
+        blocks = metadata.block_table.long()[request.unsqueeze(1), columns]
+        return blocks * page + position % 64 % page
+
+    def sparse_gathered_start_of_request_in_six_bits__before_slots(self, request, *, source):
+        """Where a request's gathered keys begin is looked up at its number modulo 64."""
+        return request if source.paged else request % 64

@@ -1,175 +1,80 @@
-"""Wrong selections of given logits: windows, keys that order otherwise, ties, places that are filled wrongly."""
+"""Wrong selections of given logits: windows, keys that order otherwise, ties, places that are filled wrongly, pools."""
 
 import torch
 
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
-from mla_conformance.defects.known import known_defect
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.steps import but
 from mla_conformance.reference.selected import NO_KEY
 
 _NAN = 0x7FC00000
 
 
-@known_defect("topk-start-ignored", killed_by="select_windows")
-class IgnoresStarts(EagerTopKBackend):
-    """Every row is read from column 0 on, wherever its window starts."""
-
-    def _windows(self, logits):
-        starts, lengths = super()._windows(logits)
+@defects("select_windows")
+class _SelectWindows(EagerTopKBackend):
+    def topk_start_ignored__behind_windows(self, starts, lengths):
+        """Every row is read from column 0 on, wherever its window starts."""
         return torch.zeros_like(starts), lengths
 
-
-@known_defect("topk-start-rounded-to-vectors", killed_by="select_windows")
-class RoundsStarts(EagerTopKBackend):
-    """Windows start at the last whole vector of four columns before them."""
-
-    def _windows(self, logits):
-        starts, lengths = super()._windows(logits)
+    def topk_start_rounded_to_vectors__behind_windows(self, starts, lengths):
+        """Windows start at the last whole vector of four columns before them."""
         return starts // 4 * 4, lengths
 
-
-@known_defect("topk-columns-of-the-logits-named", killed_by="select_windows")
-class NamesAbsoluteColumns(EagerTopKBackend):
-    """Columns of the logits are named where those of the row's window are declared."""
-
-    def _told(self, chosen, starts):
+    def topk_columns_of_the_logits_named__told(self, chosen, starts):
+        """Columns of the logits are named where those of the row's window are declared."""
         return chosen
 
+    def topk_row_stride_ignored__before_keys(self, logits):
+        """Rows are read as if none but their columns lay between them."""
+        return logits.as_strided(logits.shape, (logits.shape[1], 1))
 
-@known_defect("topk-length-of-the-next-row", killed_by="select")
-class LengthOfTheNextRow(EagerTopKBackend):
-    """Each row is read as far as the next one should be."""
 
-    def _windows(self, logits):
-        starts, lengths = super()._windows(logits)
+@defects("select")
+class _Select(EagerTopKBackend):
+    def topk_length_of_the_next_row__behind_windows(self, starts, lengths, *, logits):
+        """Each row is read as far as the next one should be."""
         return starts, lengths.roll(-1, dims=0).minimum(logits.shape[1] - starts)
 
-
-@known_defect("topk-reads-to-the-end-of-a-tile", killed_by="select", related=("select_windows",))
-class ReadsWholeTiles(EagerTopKBackend):
-    """The last tile of 64 columns is read to its end, whatever stands behind the row."""
-
-    def _windows(self, logits):
-        starts, lengths = super()._windows(logits)
-        return starts, (-(-lengths // 64) * 64).minimum(logits.shape[1] - starts)
-
-
-@known_defect("topk-tail-of-vectors-unread", killed_by="select")
-class WholeVectorsOnly(EagerTopKBackend):
-    """Columns behind a row's last whole vector of four are not read."""
-
-    def _windows(self, logits):
-        starts, lengths = super()._windows(logits)
+    def topk_tail_of_vectors_unread__behind_windows(self, starts, lengths):
+        """Columns behind a row's last whole vector of four are not read."""
         return starts, lengths // 4 * 4
 
-
-@known_defect("topk-row-stride-ignored", killed_by="select_windows")
-class ReadsPackedRows(EagerTopKBackend):
-    """Rows are read as if none but their columns lay between them."""
-
-    def _keys(self, logits):
-        return super()._keys(logits.as_strided(logits.shape, (logits.shape[1], 1)))
-
-
-@known_defect("topk-first-2048-columns", killed_by="select")
-class FirstColumnsOnly(EagerTopKBackend):
-    """Only the first 2,048 columns of a row are candidates."""
-
-    def _windows(self, logits):
-        starts, lengths = super()._windows(logits)
+    def topk_first_2048_columns__behind_windows(self, starts, lengths):
+        """Only the first 2,048 columns of a row are candidates."""
         return starts, lengths.clamp(max=2048)
 
-
-@known_defect("topk-column-in-two-bytes", killed_by="select")
-class ColumnsInTwoBytes(EagerTopKBackend):
-    """A column is carried in 16 bits, and beyond 65,535 another one is named."""
-
-    def _choose(self, keys, topk_tokens):
-        chosen = super()._choose(keys, topk_tokens)
+    def topk_column_in_two_bytes__behind_choose(self, chosen):
+        """A column is carried in 16 bits, and beyond 65,535 another one is named."""
         return torch.where(chosen == NO_KEY, NO_KEY, chosen & 0xFFFF)
 
-
-@known_defect("topk-short-rows-copied-whole", killed_by="select")
-class ShortRowsWhole(EagerTopKBackend):
-    """A row that is no longer than the list gets the numbers from 0 on, -1 never."""
-
-    def _told(self, chosen, starts):
+    def topk_short_rows_copied_whole__told(self, chosen, starts):
+        """A row that is no longer than the list gets the numbers from 0 on, -1 never."""
         told, places = super()._told(chosen, starts), torch.arange(chosen.shape[1], device=chosen.device)
         return torch.where((chosen == NO_KEY).any(dim=1, keepdim=True), places, told)
 
-
-@known_defect("topk-one-column-more-than-places", killed_by="select")
-class FirstOfOneMore(EagerTopKBackend):
-    """The search for a threshold does not settle where a row has one column too many, and its first ones are taken."""
-
-    def _choose(self, keys, topk_tokens):
+    def topk_one_column_more_than_places__choose(self, keys, topk_tokens):
+        """The search for a threshold does not settle where a row has one column too many, and its first ones are
+        taken."""
         chosen, places = super()._choose(keys, topk_tokens), torch.arange(topk_tokens, device=keys.device)
         first = (keys != LEAST).int().argmax(dim=1, keepdim=True)
         one_more = (keys != LEAST).sum(dim=1, keepdim=True) == topk_tokens + 1
         return torch.where(one_more, first + places, chosen)
 
-
-@known_defect("topk-stale-places", killed_by="select")
-class StalePlaces(EagerTopKBackend):
-    """Places that a row does not fill hold what the row before it left in shared memory."""
-
-    def _told(self, chosen, starts):
-        told = super()._told(chosen, starts)
+    def topk_stale_places__behind_told(self, told):
+        """Places that a row does not fill hold what the row before it left in shared memory."""
         return torch.where(told == NO_KEY, told.roll(1, dims=0), told)
 
-
-@known_defect("topk-padding-in-front", killed_by="select")
-class PaddingInFront(EagerTopKBackend):
-    """-1 stands before the columns, where whoever reads as many as a row has finds it."""
-
-    def _choose(self, keys, topk_tokens):
-        chosen = super()._choose(keys, topk_tokens)
+    def topk_padding_in_front__behind_choose(self, chosen):
+        """-1 stands before the columns, where whoever reads as many as a row has finds it."""
         order = (chosen != NO_KEY).int().argsort(dim=1, stable=True)
         return chosen.gather(1, order)
 
-
-@known_defect("topk-places-beyond-1024-unfilled", killed_by="select")
-class PlacesBeyond1024(EagerTopKBackend):
-    """A block sorts 1,024 candidates, and the places behind them stay empty."""
-
-    def _choose(self, keys, topk_tokens):
-        chosen = super()._choose(keys, topk_tokens)
+    def topk_places_beyond_1024_unfilled__behind_choose(self, chosen):
+        """A block sorts 1,024 candidates, and the places behind them stay empty."""
         chosen[:, 1024:] = NO_KEY
-        return chosen
 
 
-@known_defect("topk-bits-of-negatives-unflipped", killed_by="select_ties", related=("select", "select_windows"))
-class NegativesUnflipped(EagerTopKBackend):
-    """Keys are the bits as integers, by which the least of all negative logits is the largest."""
-
-    def _keys(self, logits):
-        return logits.float().view(torch.int32).long()
-
-
-@known_defect("topk-negative-zero-least", killed_by="select_ties")
-class NegativeZeroLeast(EagerTopKBackend):
-    """-0 has the key of the least negative integer, below every logit."""
-
-    def _keys(self, logits):
-        zero = (logits == 0) & logits.signbit()
-        return super()._keys(logits).masked_fill(zero, LEAST + 1)
-
-
-@known_defect("topk-coarse-bins-alone", killed_by="select_ties", related=("select", "select_windows"))
-class CoarseBinsAlone(EagerTopKBackend):
-    """Logits are told apart by the first 12 bits of their keys, as the first pass of a radix selection does."""
-
-    def _keys(self, logits):
-        return super()._keys(logits) >> 20
-
-
-@known_defect("topk-keys-of-halves", killed_by="select_ties", related=("select", "select_windows"))
-class KeysOfHalves(EagerTopKBackend):
-    """The coarse bin is that of the logit in fp16, beyond whose range all logits fall into one."""
-
-    def _keys(self, logits):
-        return super()._keys(logits.half().float())
-
-
+@defects("select_ties", related=("select",))
 class _FewCandidates(EagerTopKBackend):
     """Of a threshold's coarse bin so many candidates are kept, whichever come first."""
 
@@ -182,54 +87,37 @@ class _FewCandidates(EagerTopKBackend):
         tied = (bins == threshold) & (keys != LEAST)
         return super()._choose(keys.masked_fill(tied & (tied.cumsum(dim=1) > self.kept), LEAST), topk_tokens)
 
+    class topk_threshold_bin_of_4096:
+        """Of the coarse bin that holds the threshold 4,096 candidates are kept, though others are larger."""
 
-@known_defect("topk-threshold-bin-of-4096", killed_by="select_ties", related=("select",))
-class ThresholdBinOf4096(_FewCandidates):
-    """Of the coarse bin that holds the threshold 4,096 candidates are kept, though others are larger."""
-
-
-@known_defect("topk-ties-of-1024", killed_by="select_ties", related=("select",))
-class TiesOf1024(_FewCandidates):
-    """Of the logits that tie with the last one selected 1,024 are kept, and places beyond them hold -1."""
-
-    kept = 1024
-    shift = 0
+    @but(kept=1024, shift=0)
+    class topk_ties_of_1024:
+        """Of the logits that tie with the last one selected 1,024 are kept, and places beyond them hold -1."""
 
 
-@known_defect("topk-ties-found-by-their-value", killed_by="select_ties", related=("select", "select_windows"))
-class FindsTiesByValue(EagerTopKBackend):
-    """The largest logits are found first and then looked up, so that equal ones are one and the same column."""
+@defects("select_ties", related=("select", "select_windows"))
+class _SelectTiesTopK(EagerTopKBackend):
+    def topk_bits_of_negatives_unflipped__keys(self, logits):
+        """Keys are the bits as integers, by which the least of all negative logits is the largest."""
+        return logits.float().view(torch.int32).long()
 
-    def _choose(self, keys, topk_tokens):
-        chosen = super()._choose(keys, topk_tokens)
+    def topk_coarse_bins_alone__keys(self, logits):
+        """Logits are told apart by the first 12 bits of their keys, as the first pass of a radix selection does."""
+        return super()._keys(logits) >> 20
+
+    def topk_keys_of_halves__before_keys(self, logits):
+        """The coarse bin is that of the logit in fp16, beyond whose range all logits fall into one."""
+        return logits.half().float()
+
+    def topk_ties_found_by_their_value__behind_choose(self, chosen, *, keys, topk_tokens):
+        """The largest logits are found first and then looked up, so that equal ones are one and the same column."""
         found = keys.gather(1, chosen.clamp(min=0))
         same = torch.nn.functional.pad(found[:, 1:] == found[:, :-1], (1, 0)) & (chosen != NO_KEY)
         for column in range(1, topk_tokens):
             chosen[:, column] = torch.where(same[:, column], chosen[:, column - 1], chosen[:, column])
-        return chosen
 
-
-@known_defect("topk-infinities-left-out", killed_by="select_ties")
-class LeavesInfinitiesOut(EagerTopKBackend):
-    """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
-
-    def _keys(self, logits):
-        return super()._keys(logits).masked_fill(logits == -torch.inf, LEAST)
-
-
-@known_defect("topk-infinity-overflows-the-bins", killed_by="select_ties")
-class InfinityBeyondTheBins(EagerTopKBackend):
-    """The bin of +inf is beyond the last one that is counted, and its logits are lost."""
-
-    def _keys(self, logits):
-        return super()._keys(logits).masked_fill(logits == torch.inf, LEAST)
-
-
-@known_defect("topk-lanes-behind-the-row", killed_by="select_ties", related=("select", "select_windows"))
-class CountsPhantomLanes(EagerTopKBackend):
-    """Lanes of the last vector behind a row are filled with -inf and counted, as good as a logit of -inf is."""
-
-    def _choose(self, keys, topk_tokens):
+    def topk_lanes_behind_the_row__choose(self, keys, topk_tokens):
+        """Lanes of the last vector behind a row are filled with -inf and counted, as good as a logit of -inf is."""
         columns = torch.arange(keys.shape[1], device=keys.device)
         seen = keys != LEAST
         end = (columns * seen).amax(dim=1, keepdim=True) + 1
@@ -240,27 +128,82 @@ class CountsPhantomLanes(EagerTopKBackend):
         return torch.where(flipped == NO_KEY, NO_KEY, keys.shape[1] - 1 - flipped)
 
 
-@known_defect("topk-bits-of-nan-named", killed_by="select_ties")
-class NamesTheBitsOfNaN(EagerTopKBackend):
-    """In a row that holds NaN what is sorted is the logit, and its bits are told in the place of its column."""
+@defects("select_ties")
+class _SelectTiesTopK_(EagerTopKBackend):
+    def topk_negative_zero_least__keys(self, logits):
+        """-0 has the key of the least negative integer, below every logit."""
+        zero = (logits == 0) & logits.signbit()
+        return super()._keys(logits).masked_fill(zero, LEAST + 1)
 
-    def _keys(self, logits):
-        self._strange = logits.isnan()
-        return super()._keys(logits)
+    def topk_infinities_left_out__keys(self, logits):
+        """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
+        return super()._keys(logits).masked_fill(logits == -torch.inf, LEAST)
 
-    def _told(self, chosen, starts):
-        told = super()._told(chosen, starts)
-        nan = self._strange.gather(1, chosen.clamp(min=0)) & (chosen != NO_KEY)
+    def topk_infinity_overflows_the_bins__keys(self, logits):
+        """The bin of +inf is beyond the last one that is counted, and its logits are lost."""
+        return super()._keys(logits).masked_fill(logits == torch.inf, LEAST)
+
+    def topk_bits_of_nan_named__behind_told__keys(self, told, *, chosen, logits):
+        """In a row that holds NaN what is sorted is the logit, and its bits are told in the place of its column."""
+        nan = logits.isnan().gather(1, chosen.clamp(min=0)) & (chosen != NO_KEY)
         return told.masked_fill(nan, _NAN)
 
 
-@known_defect("topk-ties-by-who-comes-first", killed_by="determinism")
-class TiesInAnyOrder(EagerTopKBackend):
-    """Now and then another block comes first to where the last of several equal logits is taken."""
+@defects()
+class _OtherTopK(EagerTopKBackend):
+    @but(killed_by="select", related=("select_windows",))
+    def topk_reads_to_the_end_of_a_tile__behind_windows(self, starts, lengths, *, logits):
+        """The last tile of 64 columns is read to its end, whatever stands behind the row."""
+        return starts, (-(-lengths // 64) * 64).minimum(logits.shape[1] - starts)
 
-    def _choose(self, keys, topk_tokens):
+    @but(killed_by="determinism")
+    def topk_ties_by_who_comes_first__choose(self, keys, topk_tokens):
+        """Now and then another block comes first to where the last of several equal logits is taken."""
         self.number = getattr(self, "number", 0) + 1
         if self.number % 7:
             return super()._choose(keys, topk_tokens)
         mirrored = super()._choose(keys.flip(1), topk_tokens)
         return torch.where(mirrored == NO_KEY, NO_KEY, keys.shape[1] - 1 - mirrored)
+
+
+@defects("pooled_topk")
+class _PooledTopk(EagerTopKBackend):
+    def pools_garbage_ids_expanded__before_expanded(self, pools):
+        """Places that no pool of the row fills hold what a buffer held before, and are expanded like the others."""
+        places = torch.arange(pools.shape[1], device=pools.device)
+        return pools.where(pools != NO_KEY, places)
+
+    def pools_tail_forgotten__tails(self, pool):
+        """The tokens of the last pool, which is not whole, are left out."""
+        return torch.full_like(super()._tails(pool), NO_KEY)
+
+    def pools_lengths_in_tokens__behind_windows(self, starts, lengths, *, logits):
+        """As many pools are looked at as a row sees tokens."""
+        seen = self._topk_metadata.token_lengths
+        return starts, lengths if seen is None else seen.long().unsqueeze(1).minimum(logits.shape[1] - starts)
+
+    def pools_begun_pool_visible__behind_windows__run_pool_top_k_per_row(self, starts, lengths, *, logits, pool):
+        """A pool is visible as soon as its first token is."""
+        seen = self._topk_metadata.token_lengths
+        if seen is None:
+            return starts, lengths
+        return starts, (-(-seen.long() // pool)).unsqueeze(1).minimum(logits.shape[1] - starts)
+
+    class pools_as_many_as_tokens:
+        """As many tokens are selected as there is room for pools: one pool of so many."""
+
+        def _pools_of(self, topk_tokens, pool):
+            return max(1, topk_tokens // pool // pool)
+
+        def _expanded(self, pools, pool):
+            tokens = super()._expanded(pools, pool)
+            room = self._room - tokens.shape[1]
+            return torch.nn.functional.pad(tokens, (0, room), value=NO_KEY)
+
+        def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
+            self._room = topk_tokens
+            return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail)
+
+    def pools_history_of_the_first_row__expanded(self, pools, pool):
+        """A tail is appended to the pools of the batch's first row, whichever row it is of."""
+        return super()._expanded(pools, pool)[:1].expand(len(pools), -1)

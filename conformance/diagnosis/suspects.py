@@ -8,7 +8,7 @@ from itertools import product
 import torch
 
 from mla_conformance.backends.online_softmax import OnlineSoftmax
-from mla_conformance.defects.tiles import LiftedMaximum
+from mla_conformance.defects.prefills import LiftedMaximum
 
 SuspectStep = type[OnlineSoftmax]
 

@@ -6,7 +6,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
-from mla_conformance.defects.tiles import LiftedMaximum
+from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect, suspect_tiles
 
 __all__ = ["SUSPECTS"]  # those of every role, then these

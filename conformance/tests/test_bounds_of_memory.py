@@ -14,7 +14,7 @@ from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.roles import role_of
 from mla_conformance.cases.case import Case
-from mla_conformance.defects.bounds import PageBehindTheCache, end, reads
+from mla_conformance.defects.bounds import end, reads
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems import cuda_room
@@ -108,7 +108,7 @@ def test_another_fault_ends_the_process_as_ever() -> None:
 
 def test_a_process_of_its_own_names_the_operand_that_a_gpu_would_not() -> None:
     case = next(case for case in CASES if case.call == "decode")
-    told = [f"{PageBehindTheCache.__module__}:{PageBehindTheCache.__name__}", "cpu", Case.parse(case.id).id, "", "end"]
+    told = [known_defects()["decode-reads-a-page-behind-the-cache"].reference, "cpu", Case.parse(case.id).id, "", "end"]
     command = [sys.executable, "-m", "mla_conformance.trials.bounds", *told]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stdout.splitlines()[-1] == "kv_cache of decode"

@@ -5,8 +5,8 @@ import torch
 
 from mla_conformance.api.function_case import find_case
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.defects.cache_writes import OverwritesTheNextPool, StoresWholeVectors
 from mla_conformance.defects.honest_cache import HONEST_CACHES
+from mla_conformance.defects.known import known_defects
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage
@@ -224,9 +224,9 @@ def test_no_function_is_asked() -> None:
         find_case(WRITE)
 
 
-@pytest.mark.parametrize("kernel", [OverwritesTheNextPool, StoresWholeVectors])
-def test_what_lies_beside_an_entry_or_a_pool_is_looked_at(kernel: type) -> None:
-    status, check, message = verdict(kernel, f"{WRITE};cache=fp8_ds_mla;layers=2")
+@pytest.mark.parametrize("id", ["pool-written-past-its-end", "entry-stored-in-whole-vectors"])
+def test_what_lies_beside_an_entry_or_a_pool_is_looked_at(id: str) -> None:
+    status, check, message = verdict(known_defects()[id].kernel, f"{WRITE};cache=fp8_ds_mla;layers=2")
     assert (status, check) == (Status.FAIL, Check.WRITTEN)
     assert "bytes of the cache's buffer were written that are not this layer's" in message
 

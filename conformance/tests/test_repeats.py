@@ -75,7 +75,7 @@ def test_what_else_goes_on_is_part_of_what_is_found(tmp_path: Path, kernel: str,
 
 def test_a_kernel_that_is_always_wrong_is_not_repeated() -> None:
     case = "decode_lse:call=decode;dims=small;heads=2;q=[1];kv=[40]"
-    assert "LSE" in of("mla_conformance.defects.decode_softmax:Base2DecodeLse", case, 5).failed
+    assert "LSE" in of("mla_conformance.defects.decodes:lse_base2_dcp_combine_flashinfer_mla", case, 5).failed
 
 
 def test_calls_that_return_nothing_are_said_to() -> None:

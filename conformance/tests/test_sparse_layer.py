@@ -10,6 +10,7 @@ import torch
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.honest_sparse_layers import HONEST_SPARSE_LAYERS
+from mla_conformance.defects.known import known_defects
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
@@ -200,9 +201,7 @@ def test_rows_of_short_prefills_and_of_padding_may_hold_anything() -> None:
 
 
 def test_a_wrong_selection_is_told_before_a_wrong_output() -> None:
-    from mla_conformance.defects.sparse_layers import OwnTokenSelected
-
-    record = judged(OwnTokenSelected, MIXED)
+    record = judged(known_defects()["sparse-layer-own-token-always-selected"].kernel, MIXED)
     assert record.status is Status.FAIL and record.check is Check.WRITTEN
     assert "topk_indices_buffer: row 0" in record.message
 

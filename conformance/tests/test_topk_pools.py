@@ -8,6 +8,7 @@ import torch
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.topk import MLATopKBackend
 from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.defects.known import known_defects
 from mla_conformance.judging.verdict import Status
 from mla_conformance.roles.topk.case import TopKCase
 from mla_conformance.roles.topk.pools import PoolTokens
@@ -83,9 +84,7 @@ def test_who_does_not_declare_pools_is_not_asked(kernel: type, expected: Status)
 
 
 def test_a_better_pool_that_is_left_out_is_told() -> None:
-    from mla_conformance.defects.topk_pools import TooFewPools
-
-    subject = Subject.of(f"{TooFewPools.__module__}:TooFewPools", torch.device("cpu"))
+    subject = Subject.of(known_defects()["pools-as-many-as-tokens"].reference, torch.device("cpu"))
     record = judge_one(subject, Case.parse(CASE), Context())
     assert "top-k of pools: 1 tokens are selected, expected 2 of 2" in record.message
 

@@ -1,0 +1,215 @@
+"""Entries gathered from other places or read as something else; slots of tokens and of lists computed wrongly."""
+
+import torch
+
+from mla_conformance.backends.cache import NO_SLOT
+from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
+from mla_conformance.defects.bases import V32_SCALES, packed
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.steps import but
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+
+_VECTOR = 16
+
+
+class _Elsewhere(EagerCacheBackend):
+    """Slots may be none of the cache's; then its first or its last is read."""
+
+    def _gathered(self, cache, slots):
+        return super()._gathered(cache, slots.clamp(0, cache.shape[0] * cache.shape[1] - 1))
+
+
+@defects("latent_gather")
+class _Requests(_Elsewhere):
+    """Entries are looked for elsewhere in a request."""
+
+    def _slots_of_requests(self, page, block_table, cu_seq_lens, seq_starts, compress_ratio):
+        starts = self._starts(seq_starts, page, compress_ratio).int()
+        return super()._slots_of_requests(page, block_table, cu_seq_lens, starts, compress_ratio)
+
+    def gather_starts_at_a_page__starts(self, seq_starts, page, compress_ratio):
+        """A start inside of a page is taken for the page's first entry."""
+        return seq_starts // (page * compress_ratio) * page * compress_ratio
+
+    def gather_starts_at_zero__starts(self, seq_starts, page, compress_ratio):
+        """Starts are ignored: every request is gathered from its first entry."""
+        return torch.zeros_like(seq_starts)
+
+    def gather_start_not_compressed__starts(self, seq_starts, page, compress_ratio):
+        """A start in tokens is taken for one in entries."""
+        return seq_starts * compress_ratio
+
+
+@defects("latent_gather")
+class _LatentGatherElsewhere(_Elsewhere):
+    def gather_takes_the_table_for_slots__slots_of_requests(self, page, *further):
+        """Pages are taken to hold one entry: the block table names slots."""
+        return super()._slots_of_requests(1, *further)
+
+
+@defects("latent_gather")
+class _LatentGatherCache(EagerCacheBackend):
+    def gather_ignores_the_page_stride__gathered(self, cache, slots):
+        """A block is found by its own bytes, whatever the stride between blocks is."""
+        return super()._gathered(packed(cache), slots)
+
+    @but("run_gather_latent")
+    def gather_tail_skipped_by_the_ratio(
+        self, kv_cache, workspace, block_table, cu_seq_lens, seq_starts, k_scale, compress_ratio=1
+    ):
+        """Rows of the workspace beyond its entries over the ratio are skipped."""
+        before, room = workspace.clone(), len(workspace) // compress_ratio
+        super().run_gather_latent(kv_cache, workspace, block_table, cu_seq_lens, seq_starts, k_scale, compress_ratio)
+        workspace[room:] = before[room:]
+
+    def gather_copies_the_last_page_whole__behind_run_gather_latent(self, _, *, kv_cache, workspace, cu_seq_lens):
+        """The last page of the last request is copied with its tail, into rows that nobody asked for."""
+        rows = int(cu_seq_lens[-1])
+        workspace[rows : rows + kv_cache.shape[1]] = workspace[max(0, rows - 1) : rows]
+
+    def gather_clears_the_workspace__run_gather_latent(self, kv_cache, workspace, *further, **options):
+        """Rows behind those that are gathered are filled with zeros."""
+        workspace.view(torch.uint8).zero_()
+        super().run_gather_latent(kv_cache, workspace, *further, **options)
+
+    def gather_counts_requests_without_entries__slots(self, block_table, request, entry, page):
+        """Behind a request without entries the block table of the wrong request is read."""
+        present, place = request.unique(return_inverse=True)
+        return super()._slots(block_table, place if len(present) else request, entry, page).clamp(min=0)
+
+    def gather_tile_scale_as_power_of_two__meaning(self, entries, k_scale, dtype):
+        """Float32 scales of tiles are read as the power of two below."""
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            entries = entries.clone()
+            scales = entries[:, V32_SCALES].contiguous().view(torch.float32)
+            entries[:, V32_SCALES] = scales.log2().floor().exp2().view(torch.uint8)
+        return super()._meaning(entries, k_scale, dtype)
+
+    def gather_without_the_scale__meaning(self, entries, k_scale, dtype):
+        """Codes of an fp8 cache are widened as they are."""
+        return super()._meaning(entries, torch.ones_like(k_scale), dtype)
+
+    def gather_rope_as_bf16__meaning(self, entries, k_scale, dtype):
+        """The rotated part of an entry is read as bfloat16, whatever the model's dtype is."""
+        form = TILED_FORMATS.get(self.kv_cache_dtype)
+        known = torch.bfloat16 if form is not None and form.plain and not form.plain_codes else dtype
+        return super()._meaning(entries, k_scale, known).to(dtype)
+
+    def gather_scale_rounded_before__meaning(self, entries, k_scale, dtype):
+        """Scales are rounded to the model's dtype before codes are multiplied with them."""
+        if self.kv_cache_dtype != "fp8" or dtype == torch.float32:
+            return super()._meaning(entries, k_scale, dtype)
+        return (entries.to(dtype) * k_scale.to(dtype)).to(dtype)
+
+
+def _read_as(kernel, layout, cache, slots):
+    """Entries as if their pages had another layout."""
+    other = EagerCacheBackend(kernel.kv_lora_rank, 0, layout, kernel.tile_scales, None)
+    return other._gathered(cache, slots)
+
+
+@defects("index_gather")
+class _IndexGather(EagerCacheBackend):
+    def index_gather_reads_scales_beside_codes__gathered(self, cache, slots):
+        """Scales of index keys are read behind their codes."""
+        taken = self.kv_cache_dtype == "fp8_index"
+        return _read_as(self, "fp8_index_flat", cache, slots) if taken else super()._gathered(cache, slots)
+
+    def index_gather_reads_shuffled_as_flat__gathered(self, cache, slots):
+        """Codes of a shuffled page are read token after token."""
+        taken = self.kv_cache_dtype == "fp8_index_shuffled"
+        return _read_as(self, "fp8_index", cache, slots) if taken else super()._gathered(cache, slots)
+
+    def gather_truncates_addresses__gathered(self, cache, slots):
+        """Addresses of entries are truncated to multiples of 16 bytes."""
+        form, addresses = TILED_FORMATS.get(self.kv_cache_dtype), self._addresses(cache, slots)
+        if form is not None and form.cache == "index":
+            vectors = torch.arange(form.code_bytes, device=slots.device) // _VECTOR * _VECTOR
+            addresses[:, : form.code_bytes] -= addresses[:, vectors] % _VECTOR
+        return memory_of(cache)[addresses].view(cache.dtype)
+
+    def index_gather_scale_of_the_page__behind_scales(self, scales):
+        """All keys of a request get the scale of the first key that is gathered."""
+        return scales[:1].expand_as(scales)
+
+    @but("slots__run_slot_mapping", killed_by="slot_mapping")
+    def slots_ratio_of_the_block(self, block_table, request, entry, page, *, compress_ratio):
+        """The column of the block table is that of the token, as if a page held as many tokens as entries."""
+        column = (entry * compress_ratio // page).clamp(max=block_table.shape[1] - 1)
+        return block_table[request, column].long() * page + entry % page
+
+
+@defects("slot_mapping")
+class _SlotMapping(EagerCacheBackend):
+    def slots_of_raw_tokens__before_run_slot_mapping(self, compress_ratio):
+        """Every token gets a slot of its own, although an entry stands for several."""
+        return 1
+
+    def slots_written_by_the_first_token__before_run_slot_mapping(self, positions, *, compress_ratio):
+        """The first token of an entry writes it, before the others are there."""
+        place = positions % compress_ratio
+        return positions if compress_ratio == 1 else positions + torch.where(place == 0, compress_ratio - 1, -place)
+
+    @but("run_slot_mapping")
+    def slots_padding_left_stale(self, slot_mapping, query_start_loc, *further, **world):
+        """Slots behind the last counted token keep what an earlier batch left there."""
+        before, counted = slot_mapping.clone(), int(query_start_loc[-1])
+        super().run_slot_mapping(slot_mapping, query_start_loc, *further, **world)
+        slot_mapping[counted:] = before[counted:]
+
+    def slots_padding_is_slot_0__behind_run_slot_mapping(self, _, *, slot_mapping):
+        """Tokens that write nothing get slot 0."""
+        slot_mapping.clamp_(min=0)
+
+    def slots_in_int32__behind_run_slot_mapping(self, _, *, slot_mapping):
+        """Block times page wraps in 32 bits."""
+        slot_mapping.copy_(slot_mapping.int())
+
+    def slots_interleave_ignored__before_run_slot_mapping(self, cp_kv_cache_interleave_size):
+        """Entries are dealt out to ranks one by one, whatever their interleave is."""
+        return 1
+
+    @but("behind_run_slot_mapping")
+    def slots_of_all_ranks(
+        self, _, *, slot_mapping, query_start_loc, positions, block_table, block_size, compress_ratio
+    ):
+        """A rank writes the entries of all ranks, as if its cache were replicated."""
+        request = torch.arange(len(block_table)).to(positions.device).repeat_interleave(query_start_loc.diff())
+        position = positions[: len(request)]
+        slots = self._slots(block_table, request, position // compress_ratio, block_size)
+        last = (position + 1) % compress_ratio == 0
+        slot_mapping[: len(request)] = slots.where(last, NO_SLOT).to(slot_mapping.dtype)
+
+    def slots_of_the_query_number__before_run_slot_mapping(self, positions, *, query_start_loc):
+        """The position of a token is its number among the new ones, without its context."""
+        first = query_start_loc[:-1].repeat_interleave(query_start_loc.diff())
+        return torch.arange(int(query_start_loc[-1]), device=positions.device) - first
+
+
+@defects("global_slots")
+class _GlobalSlots(EagerCacheBackend):
+    def list_positions_passed_on__run_global_slots(self, out, req_id_per_token, block_table, token_indices, block_size):
+        """Positions in a request are passed on as slots."""
+        out.copy_(token_indices)
+
+    def list_of_the_row_number__before_run_global_slots(self, req_id_per_token, *, out, block_table):
+        """The number of a row is taken for that of its request."""
+        return torch.arange(len(out), device=out.device).clamp(max=len(block_table) - 1).int()
+
+    def list_padding_becomes_slot_0__behind_run_global_slots(self, _, *, out):
+        """What has no slot in a list becomes slot 0, which readers take for an entry."""
+        out.clamp_(min=0)
+
+    def list_beyond_the_table_clamped__before_run_global_slots(self, token_indices, *, block_table, block_size):
+        """A position beyond the block table becomes a slot of its last column."""
+        return token_indices.clamp(max=block_table.shape[1] * block_size - 1)
+
+    def list_page_of_64__before_run_global_slots(self, block_size):
+        """Pages are taken to hold 64 entries."""
+        return 64
+
+    def list_tail_of_columns_unfilled__run_global_slots(self, out, **further):
+        """Of a list longer than a tile of 128 columns only whole tiles are filled."""
+        before, whole = out.clone(), out.shape[1] // 128 * 128 or out.shape[1]
+        super().run_global_slots(out, **further)
+        out[:, whole:] = before[:, whole:]

@@ -1,0 +1,233 @@
+"""Pages that a decode looks up wrongly, codes that it reads as other numbers, what lies with other ranks."""
+
+import torch
+
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.defects.bases import V32_SCALES, packed, through_e8m0
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.steps import but
+
+_POISONED_TOO = ("decode", "decode_lse", "decode_multi_token")
+"""The unused slots of every decode case are poisoned, so these fail with the capability that is about them."""
+
+
+@defects("paged_cache", related=_POISONED_TOO)
+class _ReadsOn(EagerDecodeBackend):
+    """Reads to the end of the last page, and does something wrong with what it finds there."""
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        state = super()._attend(q, request, seq_len, kv_cache, k_scale)
+        unused = slice(seq_len, -(-seq_len // kv_cache.shape[1]) * kv_cache.shape[1])
+        if unused.start == unused.stop:
+            return state
+        return self._tail(state, q, self._dequantise(self._entries(kv_cache, request, unused), k_scale).unsqueeze(1))
+
+    def mla_last_page_nan_leak__tail(self, state, q, keys):
+        """Values of the last page's unused slots are multiplied by weights of 0."""
+        return state._replace(weighted=state.weighted + (0.0 * self._values(keys)).sum(dim=(0, 1)))
+
+    def tma_overread_uninitialised_kv_tile__tail(self, state, q, keys):
+        """Scores of unused slots are masked by adding -inf, which leaves a NaN a NaN."""
+        return self._accumulate(state, self._scores(q, keys) - torch.inf, torch.zeros_like(self._values(keys)))
+
+    def paged_flex_missing_upper_bound_mask__tail(self, state, q, keys):
+        """Nothing bounds the keys from above: whole pages are attended to."""
+        return self._accumulate(state, self._scores(q, keys), self._values(keys))
+
+
+def _has_several(kernel: EagerDecodeBackend) -> bool:
+    """Whether a request of the batch has several query tokens."""
+    return int(kernel._decode_metadata.query_lens_cpu.max()) > 1
+
+
+@defects("paged_cache")
+class _PagedCacheDecode(EagerDecodeBackend):
+    @but(related=("decode_multi_token",))
+    def flashmla_kv_indices_loop_tokens_vs_pages__blocks(self, request, pages):
+        """Page ids are copied 64 at a time, in as many steps as 4096 tokens fit into the sequence; others stay 0."""
+        copied = -(-int(self._decode_metadata.seq_lens[request]) // 4096) * 64
+        return super()._blocks(request, pages).masked_fill(pages >= copied, 0)
+
+    def mla_kernels_assume_packed_pages__before_entries(self, kv_cache):
+        """A page's address is its number times a packed page, whatever the stride between blocks is."""
+        return packed(kv_cache)
+
+    @but(related=_POISONED_TOO)
+    def aiter_oob_page_id_folds_to_slot0_nan__behind_attend(self, state, *, seq_len, kv_cache, k_scale):
+        """The rest of the last tile is read from slot 0 of the cache, with weights of 0."""
+        if seq_len % 64 == 0:
+            return state
+        slot = self._values(self._dequantise(kv_cache[:1, 0].contiguous(), k_scale).unsqueeze(1))
+        return state._replace(weighted=state.weighted + (0.0 * slot).sum(dim=(0, 1)))
+
+    @but(related=("decode_multi_token",))
+    class dense_mla_invalid_page_ids_cross_request:
+        """Page ids are clamped into the cache, and a request that pads the batch reads a key there."""
+
+        def _attend(self, q, request, seq_len, kv_cache, k_scale):
+            self._last_block = kv_cache.shape[0] - 1
+            dead = seq_len == 0 and self._decode_metadata.dcp_world_size == 1
+            return super()._attend(q, request, 1 if dead else seq_len, kv_cache, k_scale)
+
+        def _blocks(self, request, pages):
+            return super()._blocks(request, pages).clamp(0, self._last_block)
+
+    def decode_slot_in_fifteen_bits__entries(self, kv_cache, request, tile):
+        """Page id times page size plus offset is a signed number of two bytes, too few for many large pages."""
+        tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
+        page = kv_cache.shape[1]
+        slots = self._blocks(request, tokens // page) * page + tokens % page & 0x7FFF
+        return kv_cache.view(torch.uint8)[slots // page, slots % page].view(kv_cache.dtype)
+
+    def decode_full_last_page_fetches_the_next__attend(self, q, request, seq_len, kv_cache, k_scale):
+        """Behind a last page that is full the next block of the table is fetched, whatever stands there."""
+        column, offset = divmod(seq_len, kv_cache.shape[1])
+        row = self._decode_metadata.block_table[request]
+        if seq_len and not offset and column < len(row) and not 0 <= int(row[column]) < len(kv_cache):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super()._attend(q, request, seq_len, kv_cache, k_scale)
+
+    def aiter_qh64_pagesize1_fault__before_entries(self, kv_cache):
+        """With pages of one token, a batch of 16 requests or more reads out of bounds."""
+        if kv_cache.shape[1] == 1 and self._decode_metadata.seq_lens.shape[0] >= 16:
+            raise RuntimeError("memory access fault: page not present")
+
+    def decode_page_number_in_two_bytes__blocks(self, request, pages):
+        """Page ids are packed into two bytes each."""
+        return super()._blocks(request, pages) & 0xFFFF
+
+
+@defects("kv_cache_fp8")
+class _KvCacheFp8(EagerDecodeBackend):
+    def rocm_fp8_gluon_batch1_only__before_blocks(self, request):
+        """The kernel for codes knows one request: all requests of a batch read its pages."""
+        return 0 if self.kv_cache_dtype == "fp8" else request
+
+    def cutlass_mla_claims_fp8_without_scales__before_dequantise(self, k_scale):
+        """Codes are read as values: the scale of the cache is not used."""
+        return torch.ones_like(k_scale)
+
+    def fp8_mla_k_scale_vs_v_scale_inconsistent__values__dequantise(self, keys, *, k_scale):
+        """A latent is a key by the key's scale and a value by the value's, which nobody has set: it is 1."""
+        return super()._values(keys) / (k_scale if self.kv_cache_dtype == "fp8" else 1.0)
+
+    def trtllm_mha_fp8_q_without_qscale__before_scores(self, q):
+        """Beside a cache of codes the queries become codes themselves, without a scale."""
+        return q.float().clamp(-448, 448).to(torch.float8_e4m3fn) if self.kv_cache_dtype == "fp8" else q
+
+    def decode_codes_unscaled_with_several_tokens__before_run_decode(self, k_scale):
+        """The kernel for several query tokens does not get the scale of a cache of codes."""
+        return torch.ones_like(k_scale) if _has_several(self) else k_scale
+
+    def decode_codes_bound_by_token_in_three_bits__behind_visible(self, visible, *, queries):
+        """Beside codes the number of a query token has three bits, so that the ninth has the bound of the first."""
+        coded = self.kv_cache_dtype == "fp8"
+        return visible[torch.arange(queries, device=visible.device) % 8] if coded else visible
+
+    def decode_rope_of_codes_in_single_pages_unscaled__behind_dequantise__entries(self, keys, *, k_scale, kv_cache):
+        """In pages of one token, the rope values of codes are taken without their scale."""
+        if (kv_cache.shape[1] == 1) and self.kv_cache_dtype == "fp8":
+            keys[:, self.kv_lora_rank :] /= k_scale
+
+    def aiter_no_kernel_bf16q_fp8kv_qlen5__before_attend(self, q):
+        """Beside a cache of codes there is no kernel for more than four query tokens."""
+        if self.kv_cache_dtype == "fp8" and q.shape[0] > 4:
+            raise RuntimeError(f"no kernel for 16-bit queries, codes and {q.shape[0]} query tokens")
+
+    def decode_codes_of_large_pages_unscaled__before_run_decode(self, k_scale, *, kv_cache):
+        """The kernel for pages of 128 codes ignores their scale."""
+        return torch.ones_like(k_scale) if kv_cache.shape[1] == 128 else k_scale
+
+    def decode_codes_scaled_in_first_1024_keys__before_dequantise__entries(self, k_scale, *, tile):
+        """With 64 heads or more, only codes of the first 1024 keys are scaled."""
+        return torch.ones_like(k_scale) if (tile.start >= 1024 and self.num_heads >= 64) else k_scale
+
+
+@defects("dcp")
+class _Dcp(EagerDecodeBackend):
+    def dcp_several_tokens_assume_interleave_of_one__positions(self, metadata, tile):
+        """On several ranks, the bound of several query tokens takes tokens to be dealt out one by one."""
+        local = torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device)
+        alone = local * metadata.dcp_world_size + metadata.dcp_rank
+        return alone if _has_several(self) else super()._positions(metadata, tile)
+
+    def dcp_rank_in_three_bits__positions(self, metadata, tile):
+        """The causal bound of several query tokens takes rank 8 for rank 0."""
+        wrong = metadata.dcp_rank - metadata.dcp_rank % 8
+        return super()._positions(metadata, tile) - wrong * metadata.cp_kv_cache_interleave_size
+
+    def dcp_empty_owner_zero_times_nan__behind_finish(self, output, lse):
+        """A rank that holds no key of a request returns 0 / 0, which no factor of 0 removes from the sum."""
+        if self._decode_metadata.dcp_world_size > 1:
+            output = output.masked_fill(lse.mT.unsqueeze(-1) == -torch.inf, torch.nan)
+        return output, lse
+
+    def dcp_causal_mask_on_local_len__visible(self, queries, request, seq_len, tile):
+        """The causal bound counts the tokens of this rank back from its own last one."""
+        last = torch.arange(seq_len - queries, seq_len).unsqueeze(1)
+        return torch.arange(tile.start, tile.stop) <= last
+
+    def leading_masked_chunk_nan_poisons_row__accumulate(self, state, scores, v):
+        """A first tile without a visible key leaves a maximum of -inf, and -inf minus -inf stays in the row for
+        ever."""
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        decay = (state.maximum - maximum).exp().masked_fill(state.total == 0, 0.0)
+        p = (scores - maximum).exp()
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+    def dcp_rank_in_two_bits__positions(self, metadata, tile):
+        """The causal bound takes rank 4 for rank 0."""
+        wrong = metadata.dcp_rank - metadata.dcp_rank % 4
+        return super()._positions(metadata, tile) - wrong * metadata.cp_kv_cache_interleave_size
+
+    def dcp_mixed_entries_bound_by_local_length__visible(self, queries, request, seq_len, tile):
+        """For a cache of mixed entries the causal bound counts the tokens of this rank."""
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            return super()._visible(queries, request, seq_len, tile)
+        last = torch.arange(seq_len - queries, seq_len).unsqueeze(1)
+        return torch.arange(tile.start, tile.stop) <= last
+
+
+@defects("decode_combinations")
+class _OtherDecode(EagerDecodeBackend):
+    def decode_last_head_tile_bound_by_first_token__behind_visible(self, visible):
+        """With several query tokens, a last partial tile of 16 heads gives all of them the bound of the first."""
+        whole = self.num_heads // 16 * 16
+        tail = torch.arange(self.num_heads, device=visible.device).view(-1, 1, 1) >= max(16, whole)
+        return torch.where(tail, visible[:1], visible)
+
+    def decode_single_pages_assumed_packed__before_entries(self, kv_cache):
+        """Pages of one token are taken to stand one behind the other, whatever the stride between blocks is."""
+        return packed(kv_cache) if kv_cache.shape[1] == 1 else kv_cache
+
+    def dcp_assumes_packed_pages__before_entries(self, kv_cache):
+        """On several ranks a page's address is its number times a packed page, whatever the stride between blocks
+        is."""
+        ranks = self._decode_metadata.dcp_world_size
+        return packed(kv_cache) if ranks > 1 else kv_cache
+
+    @but(killed_by="kv_cache_fp8_ds_mla")
+    def fp8_ds_mla_float_scale_read_as_e8m0__before_dequantise(self, rows):
+        """The float32 scales of a mixed entry pass through e8m0, which holds powers of two."""
+        return through_e8m0(rows) if self.kv_cache_dtype == "fp8_ds_mla" else rows
+
+    @but(killed_by="kv_cache_fp8_ds_mla")
+    def decode_mixed_entry_offset_in_two_bytes__entries(self, kv_cache, request, tile):
+        """Where a mixed entry of 656 bytes begins in its page is kept in two bytes, too few for pages beyond 99
+        tokens."""
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            return super()._entries(kv_cache, request, tile)
+        tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
+        _, page, width = kv_cache.shape
+        begins = tokens % page * width & 0xFFFF
+        return kv_cache[self._blocks(request, tokens // page), begins // width]
+
+    @but(killed_by="kv_cache_fp8_ds_mla")
+    def decode_single_head_takes_first_scale_of_mixed_entries__dequantise(self, rows, k_scale):
+        """The kernel for one head reads all tiles of a mixed entry with the scale of the first."""
+        if self.num_heads == 1 and self.kv_cache_dtype == "fp8_ds_mla":
+            rows = rows.clone()
+            rows[:, V32_SCALES] = rows[:, 512:516].repeat(1, 4)
+        return super()._dequantise(rows, k_scale)

@@ -1,0 +1,282 @@
+"""Layers that write to their paged cache, or gather from it, what they should not; wrong weights."""
+
+from dataclasses import fields, replace
+
+import torch
+
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.defects.bases import EagerLayer
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.prefills import LiftedMaximum
+from mla_conformance.defects.steps import but
+from mla_conformance.reference.quantization import E4M3_MAX
+
+_FLOOR = 1e-4
+_WRITTEN_AT_ONCE = 256
+_LATENT_TILE = 128
+
+
+class _LiftedPrefill(LiftedMaximum, EagerPrefillBackend):
+    key_tile = 64
+
+
+@defects("mixed_batch")
+class _OtherLayer(EagerLayer):
+    @but(prefill_backend=_LiftedPrefill)
+    class layer_tile_without_keys_raises_maximum:
+        """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
+
+
+class _WritesTiles(MLACommonImpl):
+    """Writes mixed entries by scales of its own."""
+
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
+            return
+        tiles = kv_c_normed[: len(slot_mapping)].float().unflatten(-1, (-1, 128))
+        scales = self._scales(tiles.abs().amax(dim=-1, keepdim=True))
+        codes = (tiles / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
+        parts = (codes, scales.squeeze(-1), k_pe[: len(slot_mapping)].contiguous())
+        entries = torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
+        stored = slot_mapping[slot_mapping >= 0]
+        kv_cache[stored // kv_cache.shape[1], stored % kv_cache.shape[1]] = entries[slot_mapping >= 0]
+
+    def _scales(self, amax):
+        """Those of tiles with these largest magnitudes [T, 4, 1]."""
+        return amax / E4M3_MAX
+
+
+@defects("cache_write", related=("mixed_batch",), inside=(EagerLayer, "impl_class"))
+class _CacheWrite(_WritesTiles):
+    def fp8_ds_mla_tile_scale_has_a_floor__before_scales(self, amax):
+        """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
+        return amax.clamp(min=_FLOOR)
+
+
+class _TablesByToken(MLACommonMetadata):
+    @property
+    def prefill_metadata(self):
+        metadata = super().prefill_metadata
+        if metadata is not None and not self.prefills_first:
+            metadata.block_table = self.block_tables.roll(-self.num_decode_tokens, 0)[: self.num_prefills]
+        return metadata
+
+
+@defects("mixed_batch", inside=(EagerLayer, "builder_class"))
+class _MixedBatch(MLACommonMetadataBuilder):
+    def prefix_cache_without_chunked_prefill_missing_metadata__plan(self, context_lens):
+        """Chunks of context are planned where prompts are split, and a cached prefix without that is ignored."""
+        return super()._plan(context_lens) if self.chunked_prefill_enabled else None
+
+    def decode_prefill_split_tokens_vs_requests__behind_assemble(self, metadata):
+        """The prefills' rows of the block table are sliced by the number of decode tokens, not by that of decodes."""
+        return _TablesByToken(**{field.name: getattr(metadata, field.name) for field in fields(metadata)})
+
+    def layer_tables_of_64_requests__behind_assemble(self, metadata):
+        """The block table is staged for 64 requests, and later ones get the rows of the first."""
+        staged = torch.arange(len(metadata.block_tables), device=metadata.block_tables.device) % 64
+        return replace(metadata, block_tables=metadata.block_tables[staged])
+
+
+@defects("cache_write", inside=(EagerLayer, "impl_class"))
+class _CacheWriteImpl(MLACommonImpl):
+    def writer_overwrites_reserved_slot0__before_do_kv_cache_update(self, slot_mapping):
+        """Rows of padding are written to slot 0."""
+        return slot_mapping.clamp(min=0)
+
+    def slot_minus1_divided_writes_below_base__before_do_kv_cache_update(self, slot_mapping, *, kv_cache):
+        """Slot -1 is divided into page and offset as any other, and the write lands beside the pages of the batch."""
+        return slot_mapping % (kv_cache.shape[0] * kv_cache.shape[1])
+
+    @but("before_do_kv_cache_update")
+    def mixed_chunk_slot_count_shorter_than_rows(self, slot_mapping, *, kv_c_normed, kv_cache):
+        """Every row of the keys is written, and those behind the last slot take theirs from what lies behind it."""
+        behind = slot_mapping.new_full((len(kv_c_normed) - len(slot_mapping),), kv_cache.shape[1])
+        return torch.cat((slot_mapping, behind))
+
+    @but("do_kv_cache_update")
+    def cache_writer_takes_latents_for_packed(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+        """The writer ignores the stride between the rows of the latents, which a model slices from a projection."""
+        packed = (x.as_strided(x.shape, (x.shape[1], 1)) for x in (kv_c_normed, k_pe))
+        super().do_kv_cache_update(*packed, kv_cache, slot_mapping, k_scale)
+
+    def layer_slot_in_fifteen_bits__before_do_kv_cache_update(self, slot_mapping):
+        """Slots that are written are signed numbers of two bytes, too few for many large pages."""
+        return torch.where(slot_mapping < 0, slot_mapping, slot_mapping & 0x7FFF)
+
+    def layer_tile_of_zeros_in_mixed_entries_nan__before_do_kv_cache_update(self, kv_c_normed):
+        """A tile of zeros has the scale 0 in a mixed entry, and 0 / 0 is written."""
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            tiles = kv_c_normed.unflatten(-1, (-1, _LATENT_TILE))
+            empty = (tiles == 0).all(dim=-1, keepdim=True)
+            return tiles.masked_fill(empty, torch.nan).flatten(-2)
+        return None
+
+
+def _with_stride_of(cache, other):
+    """As many blocks as fit, with the stride between blocks that another cache has."""
+    stride = other.stride(0)
+    room = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
+    blocks = min(len(cache), (room - cache[0].numel()) // stride + 1)
+    return cache.as_strided((blocks, *cache.shape[1:]), (stride, *cache.stride()[1:]))
+
+
+def _move(source, target, pairs):
+    """Copy the pairs whose blocks are within both."""
+    for origin, place in pairs.tolist():
+        if origin < len(source) and place < len(target):
+            target.view(torch.uint8)[place] = source.view(torch.uint8)[origin]
+
+
+@defects("cache_write")
+class _CacheWriteLayer(EagerLayer):
+    @but("get_kv_cache_shape")
+    @staticmethod
+    def mla_kv_spec_quant_mode_none_size_mismatch(
+        num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"
+    ):
+        """The cache is sized for L + R elements a token whatever its layout, also where an entry has 656 bytes."""
+        return num_blocks, block_size, head_size
+
+    @but(related=("mixed_batch",), impl_class=_WritesTiles)
+    class fp8_ds_mla_tile_of_zeros_divided_by_zero:
+        """A tile of zeros has scale 0, and its codes are 0 / 0."""
+
+    @staticmethod
+    def copy_blocks_stride_of_the_first_cache__copy_blocks(kv_caches, src_to_dists):
+        """Blocks of every cache are copied with the stride of the first one of the list."""
+        for cache in kv_caches:
+            strided = _with_stride_of(cache, kv_caches[0])
+            _move(strided, strided, src_to_dists)
+
+    @staticmethod
+    def copy_blocks_first_cache_only__copy_blocks(kv_caches, src_to_dists):
+        """Blocks are copied in the first cache of the list alone."""
+        EagerLayer.copy_blocks(kv_caches[:1], src_to_dists)
+
+    @staticmethod
+    def copy_blocks_one_destination_for_a_source__copy_blocks(kv_caches, src_to_dists):
+        """The copies are kept by source, so that a block which two requests share reaches the last of them only."""
+        by_source = dict(src_to_dists.tolist())
+        EagerLayer.copy_blocks(kv_caches, torch.tensor(list(by_source.items()), device=src_to_dists.device))
+
+    @staticmethod
+    def swap_blocks_stride_of_the_source__swap_blocks(src_kv_cache, dst_kv_cache, src_to_dst):
+        """Swapped blocks are written with the stride between blocks that their source has."""
+        _move(src_kv_cache, _with_stride_of(dst_kv_cache, src_kv_cache), src_to_dst)
+
+
+@defects("weight_absorption", inside=(EagerLayer, "impl_class"))
+class _WeightAbsorption(MLACommonImpl):
+    def gguf_weights_never_absorbed__process_weights_after_loading(self, act_dtype):
+        """Weights of another name are never absorbed, and the first decode finds none."""
+        if hasattr(self.kv_b_proj, "weight"):
+            super().process_weights_after_loading(act_dtype)
+
+    def prefix_kv_stale_after_weight_update__process_weights_after_loading(self, act_dtype):
+        """Absorbed weights are copies that stay as they are when the weights are replaced."""
+        if hasattr(self, "W_UV"):
+            return
+        super().process_weights_after_loading(act_dtype)
+        self.W_UK_T, self.W_UV = self.W_UK_T.clone(), self.W_UV.clone()
+
+
+def _as_codes(weight):
+    """The weights of e4m3 codes with one scale."""
+    scale = weight.abs().max().float() / E4M3_MAX
+    return ((weight / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
+
+
+@defects("mixed_batch", inside=(EagerLayer, "impl_class"))
+class _MixedBatchImpl(MLACommonImpl):
+    def dcp_fp8_context_gather_dtype_crash__before_gather(self, k_scale):
+        """Context is gathered from a cache of codes without its scale."""
+        return torch.ones_like(k_scale)
+
+    def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
+        """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
+        tokens = attn_metadata.prefill_metadata.chunked_context.seq_tot[index]
+        behind = torch.zeros(tokens, 1, device=k_scale.device)
+        behind[0] = k_scale
+        return behind
+
+    def prefix_hit_quant_dtype_without_gather_kernel__before_gather(self, kv_cache):
+        """Beside a cache of codes a whole prefill works, and one with a cached prefix has no kernel to gather it."""
+        if self.kv_cache_dtype != "auto":
+            raise NotImplementedError(f"no gather kernel for a cache of {kv_cache.dtype}")
+
+    def scale_float_never_set_silently_1__before_forward_decode(self, k_scale):
+        """Decode reads a twin of the cache's scale that loading never sets, so that it is 1."""
+        return torch.ones_like(k_scale)
+
+    def cache_writer_converts_through_fp16__before_do_kv_cache_update(self, kv_c_normed):
+        """Latents pass through fp16 on their way to the cache, which has no room for the smallest ones of bf16."""
+        if kv_c_normed.dtype is torch.bfloat16:
+            return kv_c_normed.half().bfloat16()
+        return None
+
+    def cache_writer_launched_for_256_tokens__before_do_kv_cache_update(self, slot_mapping):
+        """One launch writes 256 tokens, and a longer batch gets no second one."""
+        return slot_mapping[:_WRITTEN_AT_ONCE]
+
+    def fp8_ds_mla_gather_starts_at_the_first_token__before_gather(self, index, attn_metadata):
+        """The gather of mixed entries takes every chunk of the context from the sequence's first token on."""
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            attn_metadata.prefill_metadata.chunked_context.starts[index].zero_()
+
+    def layer_codes_of_later_chunks_unscaled__before_gather(self, k_scale, *, index):
+        """From the second chunk of a context on, codes are gathered without their scale."""
+        return torch.ones_like(k_scale) if index else k_scale
+
+    def layer_given_output_lacks_decodes_beside_prefills__behind_forward(self, result, *, attn_metadata, output):
+        """Of a mixed batch, only the prefills' rows reach an output that was handed in."""
+        if output is not None and attn_metadata.num_prefills:
+            output[attn_metadata.decode_tokens] = 0.0
+
+    def layer_chunks_without_keys_merged_into_nan__behind_merge(self, output, lse):
+        """A request without context is NaN once two chunks of the others' context were merged: exp(-inf - -inf)."""
+        empty = lse == -torch.inf
+        return output.masked_fill(empty.mT.unsqueeze(-1), torch.nan), lse.masked_fill(empty, torch.nan)
+
+    def layer_context_of_prefills_behind_decodes_from_first_rows__gather(self, index, kv_cache, attn_metadata, k_scale):
+        """Context of prefills that stand behind decodes is gathered by the first rows of the block table."""
+        metadata = attn_metadata.prefill_metadata
+        own, metadata.block_table = metadata.block_table, attn_metadata.block_tables[: attn_metadata.num_prefills]
+        super()._gather(index, kv_cache, attn_metadata, k_scale)
+        metadata.block_table = own
+
+    def layer_ignores_the_output_buffer__forward(self, *operands, **outputs):
+        """An output buffer is taken and left unwritten, the result is a tensor of its own."""
+        return super().forward(*operands)
+
+    def layer_adds_to_the_output_buffer__forward(self, *operands, output=None):
+        """The result is added to what the output buffer holds, as if it began as zeros."""
+        result = super().forward(*operands)
+        return result if output is None else output.add_(result)
+
+    def layer_absorbs_weights_in_e4m3__behind_process_weights_after_loading(self, _):
+        """The absorbed weights of decode are kept in e4m3, those of prefill as they came."""
+        self.W_UK_T, self.W_UV = _as_codes(self.W_UK_T), _as_codes(self.W_UV)
+
+    def layer_multiplies_context_out_in_e4m3__up_project(self, kv_c, k_pe):
+        """Prefill multiplies latents out with weights that were rounded to e4m3."""
+        exact = torch.cat((self.W_UK_T.transpose(1, 2), self.W_UV), dim=-1)
+        kv = torch.einsum("sl,nlc->snc", kv_c, _as_codes(exact))
+        k_nope, v = kv.tensor_split([self.qk_nope_head_dim], dim=-1)
+        return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1), v
+
+    def layer_accumulates_projections_in_the_model_dtype__v_up_proj(self, x):
+        """The output is projected with sums that are rounded to the model's dtype after every product."""
+        total = x.new_zeros(x.shape[1], x.shape[0], self.v_head_dim)
+        for latent in range(self.kv_lora_rank):
+            total += x[..., latent].mT.unsqueeze(-1) * self.W_UV[:, latent].unsqueeze(1)
+        return total.transpose(0, 1).flatten(1)
+
+    def layer_absorbs_weights_of_sixteen_heads__behind_process_weights_after_loading(self, _):
+        """Weights are absorbed in tiles of 16 heads, and every tile takes those of the first."""
+        first = torch.arange(self.num_heads) % 16
+        self.W_UK_T, self.W_UV = self.W_UK_T[first], self.W_UV[first]

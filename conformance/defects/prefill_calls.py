@@ -1,0 +1,461 @@
+"""Features of a prefill that fail, what one call leaves for the next, and what a request does to its neighbours."""
+
+from itertools import pairwise
+
+import torch
+
+from mla_conformance.backends.declaration import Declaration, Precision, Rounding
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.prefills import _Numbered
+from mla_conformance.defects.steps import but
+from mla_conformance.reference.quantization import E4M3_MAX
+
+_TILE = 64
+_DOZEN = 12
+
+
+@defects("determinism")
+class _EveryNth(EagerPrefillBackend):
+    """Counts the calls of new tokens and makes every n-th one wrong."""
+
+    period: int
+
+    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
+        self.number = getattr(self, "number", 0) + 1
+        if self.number % self.period == 0:
+            k = self._stale(k)
+        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+
+    @but(period=11)
+    def q8kv8_prefill_stream_ordering__stale(self, k):
+        """Now and then attention starts before the producer on another stream has finished with K."""
+        return torch.cat([torch.zeros_like(k[:5]), k[5:]])
+
+    @but(period=8)
+    def cp_async_wait_without_block_barrier_quant_kv__stale(self, k):
+        """Without a barrier, later tiles of K are now and then those of the tile before."""
+        return torch.cat([k[:128], k[: max(0, k.shape[0] - 128)]])[: k.shape[0]]
+
+
+@defects("merge_states")
+class _Merge(EagerPrefillBackend):
+    """Both weights as a merge computes them, 0 where neither part has a key."""
+
+    def _weight(self, lse: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+        return (lse - largest.masked_fill(largest == -torch.inf, 0.0)).exp().mT.unsqueeze(-1)
+
+    @but("merge_attn_states")
+    def merge_weighs_a_keyless_output_with_zero(
+        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
+    ):
+        """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
+        merged = torch.logaddexp(prefix_lse, suffix_lse)
+        weights = [self._weight(part, merged) for part in (prefix_lse, suffix_lse)]
+        output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
+        if output_lse is not None:
+            output_lse.copy_(merged)
+
+    @but("merge_attn_states")
+    def merge_writes_lse_before_it_is_read(
+        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
+    ):
+        """The merged LSE is written before the weights are computed, from the prefix's, which may be the same
+        tensor."""
+        merged = torch.logaddexp(prefix_lse, suffix_lse)
+        if output_lse is not None:
+            output_lse.copy_(merged)
+        weights = [self._weight(part, merged) for part in (prefix_lse, suffix_lse)]
+        output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
+
+    @but("merge_attn_states")
+    def merge_clears_its_output_first(
+        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
+    ):
+        """The output is cleared before both parts are added to it, the prefix too where that is the same tensor."""
+        merged, sums = torch.logaddexp(prefix_lse, suffix_lse), torch.zeros_like(output, dtype=torch.float32)
+        output.zero_()
+        for part, lse in ((prefix_output, prefix_lse), (suffix_output, suffix_lse)):
+            sums += self._weight(lse, merged) * part.float()
+        output.copy_(sums)
+        if output_lse is not None:
+            output_lse.copy_(merged)
+
+
+@defects("fp8_operands")
+class _Fp8Operands(HopperE4M3Operands):
+    @but(declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True))
+    class hopper_fp8_accumulator_keeps_13_bits:
+        """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
+
+
+def _power_below(heads: int) -> int:
+    """The largest power of two that is not above a number of heads."""
+    return 1 << heads.bit_length() - 1
+
+
+@defects("combinations")
+class _Combinations(_Numbered):
+    def prefill_request_behind_an_empty_one_lost_after_32__behind_attend(self, state, *, q):
+        """Starts are summed by 32 requests; in a later group the request behind one without tokens stays 0."""
+        if self._request > 32 and self._empty_before:
+            state.weighted[:] = 0.0
+        self._empty_before = not len(q)
+
+
+@defects("combinations")
+class _CombinationsPrefill(EagerPrefillBackend):
+    def quant_output_odd_head_unscaled__before_quantise(self, output_scale, *, accumulated):
+        """Codes of an output are written for two heads at a time, and a last odd one is stored unscaled."""
+        scale = output_scale.expand(accumulated.shape[1], 1).clone()
+        if len(scale) > 1 and len(scale) % 2:
+            scale[-1] = 1.0
+        return scale
+
+    def quant_output_unsaturated_behind_a_power_of_two_of_heads__quantise(self, accumulated, output_scale):
+        """Heads behind the largest power of two store NaN where a code should be saturated."""
+        scaled = accumulated / output_scale
+        behind = torch.arange(scaled.shape[1], device=scaled.device).unsqueeze(1) >= _power_below(scaled.shape[1])
+        lost = scaled.masked_fill(behind & (scaled.abs() > E4M3_MAX), torch.nan)
+        return super()._quantise(lost, torch.ones_like(output_scale))
+
+    @but("merge_attn_states")
+    def merge_of_nothing_halves_the_odd_head(
+        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
+    ):
+        """A last odd head gets half of its weight where it is merged with a part without keys."""
+        empty = (prefix_lse[-1] == -torch.inf).unsqueeze(-1)
+        super().merge_attn_states(output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse)
+        if len(suffix_lse) > 1 and len(suffix_lse) % 2:
+            output[:, -1] = torch.where(empty, output[:, -1] / 2, output[:, -1])
+
+    def fp8_operands_tail_of_heads_is_one_head__widened(self, x):
+        """Operands in e4m3 are loaded for 16 heads at a time; behind whole tiles one head stands for all others."""
+        wide, whole = super()._widened(x), x.shape[1] // 16 * 16
+        heads = torch.arange(x.shape[1], device=x.device)
+        return wide if wide is x or not whole else wide[:, heads.clamp(max=whole)]
+
+    def prefill_empty_context_advances_odd_strides__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        """In rows of an odd stride, a context without keys advances the values of the requests behind it by one."""
+        empty = [request for request, start in enumerate(key_start_loc[1:]) if start == key_start_loc[request]]
+        if empty and v.stride(1) % 2:
+            first = key_start_loc[empty[0]]
+            v = torch.cat([v[:first], v[first:].roll(1, 0)])
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+    def prefill_float32_assumes_packed_keys__before_batch(self, k):
+        """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
+        if k.dtype is torch.float32:
+            strides = (k.shape[1] * k.shape[2], k.shape[2], 1)
+            return k.as_strided(k.shape, strides, k.storage_offset())
+        return None
+
+
+@defects("quant_output_fp8")
+class _QuantOutputFp8(EagerPrefillBackend):
+    def bmm_fp8_quant_inverted_scale__before_quantise(self, output_scale):
+        """The value is multiplied by the output scale instead of divided."""
+        return 1 / output_scale
+
+    def nan_spreads_across_rows_in_output_quant__behind_run_prefill_new_tokens(self, result, *, q, out, output_scale):
+        """A maximum over all rows, poisoned padding included, enters every code."""
+        if output_scale is not None and q.isnan().any():
+            out.copy_(torch.full(out.shape, torch.nan))
+
+    def fp4_swizzled_scale_buffer_underallocated__behind_run_prefill_new_tokens(self, result, *, out, output_scale):
+        """Rows are written in tiles of 128, past the end of the buffer."""
+        if output_scale is not None and out.shape[0] % 128:
+            end = out.storage_offset() + out.numel()
+            room = out.untyped_storage().nbytes() // out.element_size() - end
+            beyond = min(room, (-out.shape[0] % 128) * out.shape[1] * out.shape[2])
+            out.as_strided((beyond,), (1,), end).view(torch.uint8).zero_()
+
+    @but("behind_run_prefill_new_tokens")
+    def quant_output_lse_of_scaled_values(self, result, *, return_softmax_lse, output_scale):
+        """Beside a quantised output the logarithm of its scale is added to the LSE."""
+        if not return_softmax_lse or output_scale is None:
+            return result
+        return result[0], result[1] + output_scale.log()
+
+    @but("quantise__run_prefill_new_tokens")
+    def quant_output_unsaturated_with_lse(self, accumulated, output_scale, *, return_softmax_lse):
+        """The kernel that also returns the LSE stores NaN where a code should be saturated."""
+        if not return_softmax_lse:
+            return super()._quantise(accumulated, output_scale)
+        scaled = accumulated / output_scale
+        return scaled.masked_fill(scaled.abs() > E4M3_MAX, torch.nan).to(torch.float8_e4m3fn)
+
+    def quant_output_unscaled_after_512_rows__quantise(self, accumulated, output_scale):
+        """The scale reaches the codes of the first 512 rows only."""
+        codes = super()._quantise(accumulated, output_scale)
+        rest = super()._quantise(accumulated[512:], torch.ones_like(output_scale))
+        return torch.cat([codes[:512].view(torch.uint8), rest.view(torch.uint8)]).view(codes.dtype)
+
+
+@defects("neighbour_keys")
+class _RunsOn(EagerPrefillBackend):
+    """The last tile of a request's keys is filled up with those of the requests behind it, which are then masked."""
+
+    declaration = Declaration(distributions=("torch",), emulated=True)
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        self._keys, self._values = (self._widened(x[: key_start_loc[-1]]) for x in (k, v))
+        self._end = 0
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+    def _attend(self, q, k, v, causal):
+        self._end += k.shape[0]
+        return super()._attend(q, k, v, causal)
+
+    def _accumulate(self, state, scores, v):
+        missing = min(self.key_tile - v.shape[0], len(self._keys) - self._end)
+        behind = slice(self._end, self._end + missing)
+        return super()._accumulate(state, self._filled(scores, behind), torch.cat([v, self._values[behind]]))
+
+    def _scores(self, q, k):
+        self._q = q
+        return super()._scores(q, k)
+
+    def prefill_tile_weighs_neighbours_values_with_zero__filled(self, scores, behind):
+        """The last tile of a request's values runs into the next request, whose values are weighed with 0, not
+        cleared."""
+        return torch.nn.functional.pad(scores, (0, behind.stop - behind.start), value=-torch.inf)
+
+    def prefill_additive_mask_keeps_neighbours_nan__filled(self, scores, behind):
+        """The next request's keys in a tile are masked by adding -inf to their scores, which leaves NaN what it is."""
+        return torch.cat([scores, self._scores(self._q, self._keys[behind]) - torch.inf], dim=-1)
+
+
+@defects("neighbours")
+class _OneAfterAnother(EagerPrefillBackend):
+    """A persistent block computes the requests of a batch one after the other."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        self._before = None
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+    def _attend(self, q, k, v, causal):
+        self._before = super()._attend(q, k, v, causal)
+        return self._before
+
+    def prefill_accumulator_cleared_by_multiplication__behind_initial(self, state):
+        """Between two requests the accumulator is multiplied by 0, which clears every number but no NaN."""
+        if self._before is None or not self._before.weighted.numel():
+            return state
+        return state._replace(weighted=state.weighted + 0.0 * self._before.weighted.amax())
+
+
+def _ends(lengths: list[int]) -> tuple[int, ...]:
+    """What a plan is found by: requests, tokens, the first length and the last."""
+    return len(lengths), sum(lengths), lengths[0], lengths[-1]
+
+
+@defects("call_order")
+class _CallOrder(EagerPrefillBackend):
+    def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
+        """A compiled graph is cached by shape and replays the strides that V had in the first call."""
+        self.__dict__.setdefault("graphs", {}).setdefault((q.shape, v.shape), v.stride())
+        strides = self.graphs[q.shape, v.shape]
+        offset = torch.full(v.shape, v.storage_offset())
+        for size, stride, dim in zip(v.shape, strides, range(3), strict=True):
+            offset += (torch.arange(size) * stride).view([-1 if d == dim else 1 for d in range(3)])
+        storage = v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0)
+        return storage[offset % len(storage)]
+
+    def tma_descriptor_cache_stale__before_run_prefill_new_tokens(self, k):
+        """A descriptor is cached by address; a hit reads what K was when it was made."""
+        # K is kept as well: its address is no other tensor's, and what dies of it is not the allocator's choice.
+        _, was = self.__dict__.setdefault("descriptors", {}).setdefault((k.data_ptr(), k.shape), (k, k.clone()))
+        return was
+
+    def prefill_pdl_chain_nan__run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
+        """The first tile of K is read before its producer has written it: it is the previous call's."""
+        previous, self.previous = getattr(self, "previous", k), k.clone()
+        if previous.shape == k.shape:
+            k = torch.cat([previous[:16], k[16:]])
+        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+
+    class decode_mutates_prefill_selection_state:
+        """A context chunk switches the implementation that the next call of new tokens uses."""
+
+        def run_prefill_context_chunk(self, *operands, **options):
+            self.switched = True
+            return super().run_prefill_context_chunk(*operands, **options)
+
+        def run_prefill_new_tokens(self, q, k, v, *further, **options):
+            v = v.roll(1, 0) if hasattr(self, "switched") else v
+            return super().run_prefill_new_tokens(q, k, v, *further, **options)
+
+    class prefill_metadata_stashed_on_shared_backend:
+        """Metadata are kept where all instances find them, so that a batch runs with those of the batch built last."""
+
+        def prepare_metadata(self, prefill_metadata):
+            type(self).stashed = prefill_metadata
+            super().prepare_metadata(prefill_metadata)
+
+        def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+            if causal:
+                query_start_loc = key_start_loc = self.stashed.query_start_loc.tolist()
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+    def prefill_workspace_of_the_first_batch__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        """Buffers for the lengths are made for the first batch, and a later one loses the requests that do not fit."""
+        room = self.__dict__.setdefault("room", len(query_start_loc) + 1)
+        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        output[query_start_loc[:room][-1] :] = 0.0
+        return output, lse
+
+    def prefill_single_request_path_stays__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        """A batch of one request switches to a grid for one, which later batches of several keep."""
+        self.single = getattr(self, "single", False) or len(query_start_loc) == 2
+        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        if self.single:
+            output[query_start_loc[1] :] = 0.0
+        return output, lse
+
+    class prefill_softmax_scale_in_shared_constant:
+        """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
+
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            type(self).constant = self.scale
+
+        def _scores(self, q, k):
+            return super()._scores(q, k) / self.scale * self.constant
+
+    def prefill_plans_of_a_dozen_batches__behind_batch(self, output, lse, *, query_start_loc, causal):
+        """An instance has room for the plans of a dozen batches, and of every further one the last request is lost."""
+        plans = self.__dict__.setdefault("plans", [])
+        if causal and query_start_loc not in plans:
+            plans.append(query_start_loc)
+        if causal and query_start_loc not in plans[:_DOZEN]:
+            output[query_start_loc[-2] :] = 0.0
+
+    class prefill_work_counter_cleared_by_the_plan:
+        """Planning a batch clears the counter of its work, and a second layer finds the last request done already."""
+
+        def prepare_metadata(self, prefill_metadata):
+            self._done = False
+            super().prepare_metadata(prefill_metadata)
+
+        def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
+            result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+            if self._done:
+                output = result[0] if return_softmax_lse else result
+                output[int(self._prefill_metadata.query_start_loc[-2]) :] = 0.0
+            self._done = True
+            return result
+
+
+@defects("cuda_graph")
+class _CudaGraph(CapturablePrefill):
+    def prefill_replay_keeps_the_ranks_of_lengths__behind_batch(self, output, lse, *, q, query_start_loc):
+        """Requests are ranked by length when they are captured, and none of a replay is longer than those before it."""
+        lengths = [end - start for start, end in pairwise(query_start_loc)]
+        first = self.__dict__.setdefault("first", {}).setdefault(q.data_ptr(), (q, lengths))[1]
+        for request, start in enumerate(query_start_loc[:-1]):
+            longer = [lengths[row] for row in range(len(first)) if first[row] > first[request] and lengths[row]]
+            output[start + min([lengths[request], *longer]) : start + lengths[request]] = 0.0
+
+
+@defects("merge_states")
+class _OtherPrefill(EagerPrefillBackend):
+    @but("run_prefill_new_tokens", killed_by="out_tensor")
+    def silent_noop_feature_on_fallback_backend(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
+        """A fallback kernel swallows ``out`` and returns a tensor of its own."""
+        if output_scale is not None:
+            return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse)
+
+    @but(killed_by="strided_inputs")
+    def tma_odd_stride_illegal__before_batch(self, q, k, v):
+        """A row stride that is no multiple of 16 bytes cannot be described, and is not checked for."""
+        if any(x.stride(1) * x.element_size() % 16 for x in (q, k, v)):
+            raise RuntimeError("failed to initialise the TMA descriptor")
+
+    @but("merge_attn_states")
+    def merge_both_neg_inf_nan(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
+        """Two rows without keys are merged with exp(-inf - -inf), which is not a number."""
+        largest = torch.maximum(prefix_lse, suffix_lse)
+        weights = [(part - largest).exp() for part in (prefix_lse, suffix_lse)]
+        total = weights[0] + weights[1]
+        shares = [(weight / total).mT.unsqueeze(-1) for weight in weights]
+        output.copy_(shares[0] * prefix_output.float() + shares[1] * suffix_output.float())
+        if output_lse is not None:
+            output_lse.copy_(largest + total.log())
+
+    @but("behind_merge_attn_states")
+    def merge_last_tile_of_rows_and_heads_keeps_the_suffix(self, _, *, output, suffix_output, suffix_lse):
+        """Merged are whole tiles of 64 rows and heads, if there is one; what stands behind keeps the later part."""
+        first = max(_TILE, suffix_lse.numel() // _TILE * _TILE)
+        output.view(-1, output.shape[-1])[first:] = suffix_output.flatten(0, 1)[first:].to(output.dtype)
+
+    def merge_grid_of_8192_heads__behind_merge_attn_states(self, _, *, output, suffix_output):
+        """The merge has 8192 blocks, one for each row and head; what lies beyond keeps the later part."""
+        output.view(-1, output.shape[-1])[8192:] = suffix_output.flatten(0, 1)[8192:].to(output.dtype)
+
+    @but(killed_by="fp8_operands", related=("quant_output_fp8",))
+    def e4m3fn_codes_read_as_e4m3fnuz__before_widened(self, x):
+        """Codes of e4m3fn are read as e4m3fnuz: half of each value, and -0 is NaN."""
+        return x.view(torch.float8_e4m3fnuz) if x.dtype == torch.float8_e4m3fn else x
+
+    @but("behind_run_prefill_context_chunk", killed_by="fp8_operands")
+    def context_chunk_behind_16_is_of_the_first_request(self, output, lse, *, chunk_idx):
+        """From chunk 16 on there is a place for one request; those behind it get an empty state."""
+        if chunk_idx >= 16:
+            behind = int(self._prefill_metadata.query_start_loc[1])
+            output[behind:], lse[:, behind:] = 0.0, -torch.inf
+
+    @but(killed_by="fp8_operands")
+    def fp8_operands_of_16_heads__behind_widened(self, wide, *, x):
+        """Keys in e4m3 are loaded for 16 heads; the others read those of the first 16."""
+        heads = torch.arange(x.shape[1], device=x.device) % 16
+        return wide if wide is x else wide[:, heads]
+
+    @but(killed_by="neighbours")
+    class prefill_query_scale_over_the_batch:
+        """Queries are divided by a power of two near the largest of the whole batch before they are multiplied."""
+
+        def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+            largest = (
+                q[: query_start_loc[-1]].float().abs().amax()
+                if query_start_loc[-1]
+                else q.new_ones((), dtype=torch.float32)
+            )
+            self._range = largest.clamp(min=1.0).log2().floor().exp2()
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+        def _scores(self, q, k):
+            return super()._scores(q.float() / self._range, k) * self._range
+
+    @but(killed_by="neighbours")
+    def prefill_nan_guard_over_the_batch__behind_batch(self, output, lse):
+        """Where any row of the batch is not finite, all rows are taken for rows without keys."""
+        if output.isfinite().all():
+            return output, lse
+        return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
+
+    @but(killed_by="request_order")
+    def prefill_plan_key_has_ends_only__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        """A plan is found again by the number of requests, of tokens, and the first and last length of the batch."""
+        if causal:
+            key = _ends(torch.tensor(query_start_loc).diff().tolist())
+            query_start_loc = self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)
+            key_start_loc = query_start_loc
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+    @but(killed_by="refusals")
+    def refusal_after_the_output_was_cleared__before_run_prefill_new_tokens(self, out):
+        """The output tensor is cleared before anybody looks at what was asked for."""
+        if out is not None:
+            out.zero_()
+
+    @but(killed_by="refusals")
+    def refusal_leaves_the_default_dtype__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        """The default dtype is set for the call, and not put back where the call is refused."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        result = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        torch.set_default_dtype(before)
+        return result

@@ -1,0 +1,379 @@
+"""Wrong numbers of a prefill, by what must fail: LSEs, rows without keys, wrong keys, sentinels, lost precision."""
+
+import math
+from itertools import pairwise
+
+import torch
+
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.defects.bases import declares
+from mla_conformance.defects.known import defects
+from mla_conformance.defects.steps import but
+
+_VALUES = (
+    "new_tokens",
+    "lse",
+    "mla_dims",
+    "head_counts",
+    "empty_rows",
+    "context_chunk",
+    "chunked_context",
+    "merge_states",
+)
+"""Capabilities whose data show lost precision too."""
+_TILE = 64
+
+
+def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> list[slice]:
+    """Rows of the requests that have queries and no keys."""
+    return [
+        slice(query_start_loc[r], query_start_loc[r + 1])
+        for r in range(len(key_start_loc) - 1)
+        if key_start_loc[r] == key_start_loc[r + 1] and query_start_loc[r] < query_start_loc[r + 1]
+    ]
+
+
+@defects("empty_rows")
+class _EmptyRows(EagerPrefillBackend):
+    def fa_splitkv_early_exit_lse_slot__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
+        """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
+        longest = max(b - a for a, b in pairwise(query_start_loc))
+        flat = lse.flatten()
+        for request in range(len(key_start_loc) - 1):
+            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+            if key_start_loc[request] == key_start_loc[request + 1] and rows.stop > rows.start:
+                flat.view(lse.shape)[:, rows] = 0.0
+                slot = min(request * self.num_heads * longest, len(flat) - 1)
+                flat[slot : slot + rows.stop - rows.start] = -torch.inf
+        return output, flat.view(lse.shape)
+
+    def empty_chunk_finite_lse_garbage_out__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
+        """A row without keys has a finite LSE and an undefined output."""
+        for rows in _empty(query_start_loc, key_start_loc):
+            output[rows], lse[:, rows] = torch.linspace(-1, 1, output.shape[-1]), 0.0
+
+    def trtllm_ragged_zero_len_kv_row__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
+        """Rows without keys are never written: output and LSE hold what the buffer held."""
+        for rows in _empty(query_start_loc, key_start_loc):
+            output[rows] = lse[:, rows] = 37.0
+
+    def paged_causal_fully_masked_finite_lse__behind_finish(self, output, lse):
+        """Infinity is 5e4: a row without keys has an LSE of -5e4."""
+        return output, lse.clamp(min=-5e4)
+
+    def fa2_maxseqlen1_swap_with_zero_len__before_batch(self, query_start_loc):
+        """With a longest query of 1, row i is taken for request i, requests without queries included."""
+        if self._prefill_metadata.max_query_len == 1:
+            total, requests = query_start_loc[-1], len(query_start_loc) - 1
+            return [min(row, total) for row in range(requests + 1)]
+        return None
+
+    def fa4_zero_len_k_hang_nan__behind_finish(self, output, lse):
+        """A row without keys is 0 / 0 where V has 256 columns."""
+        return (
+            (output.masked_fill(lse.mT.unsqueeze(-1) == -torch.inf, torch.nan), lse)
+            if output.shape[-1] == 256
+            else (output, lse)
+        )
+
+    def skip_softmax_zero_len_div__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
+        """A threshold divided by a length of 0 skips every tile of the whole batch."""
+        if _empty(query_start_loc, key_start_loc):
+            output, lse = torch.zeros_like(output), torch.full_like(lse, -torch.inf)
+        return output, lse
+
+
+@defects("context_chunk", related=("lse", "empty_rows"))
+class _OtherKeys(EagerPrefillBackend):
+    """A request of a context chunk attends to other keys than its own."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        if causal:
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        parts = []
+        for request in range(len(key_start_loc) - 1):
+            rows = slice(query_start_loc[request], query_start_loc[request + 1])
+            keys = self._keys(request, query_start_loc, key_start_loc)
+            parts.append(self._finish(self._attend(q[rows], k[keys], v[keys], causal)))
+        return torch.cat([o for o, _ in parts]), torch.cat([lse for _, lse in parts], dim=-1)
+
+    def flashinfer_ragged_cutlass_192_noncausal_mismatch__keys(self, request, query_start_loc, key_start_loc):
+        """Without a mask, the last request's number of keys is used for every request."""
+        start, last = key_start_loc[request], key_start_loc[-1] - key_start_loc[-2]
+        return slice(start, min(start + last, key_start_loc[-1]))
+
+    def ragged_kv_offset_derived_from_q__keys(self, request, query_start_loc, key_start_loc):
+        """A request's keys start at the offset of its queries."""
+        length = key_start_loc[request + 1] - key_start_loc[request]
+        start = min(query_start_loc[request], key_start_loc[-1] - length)
+        return slice(start, start + length)
+
+
+def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` rounded to ``dtype`` and back."""
+    return x.to(dtype).to(x.dtype)
+
+
+@defects("new_tokens")
+class _NewTokens(EagerPrefillBackend):
+    def fa4_sm90_varlen_bug__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        """The keys of later requests start at an offset that is rounded up to whole tiles."""
+        if not causal:
+            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        order = torch.arange(key_start_loc[-1])
+        for request in range(1, len(key_start_loc) - 1):
+            start, stop = key_start_loc[request], key_start_loc[request + 1]
+            shift = -(-start // 64) * 64 - start
+            order[start:stop] = (order[start:stop] + shift).clamp(max=key_start_loc[-1] - 1)
+        return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
+
+    def fa4_sm120_wrong_smem_store_atom__behind_finish(self, output, lse):
+        """The epilogue stores every 8 × 8 block of an output row transposed."""
+        width = output.shape[-1] // 64 * 64
+        blocks = (
+            output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3) if width else output.roll(1, -1)
+        )
+        return torch.cat([blocks, output[..., blocks.shape[-1] :]], dim=-1), lse
+
+    def values_drift_from_keys_after_576_rows__before_attend(self, v):
+        """From row 576 on, each key is weighed with the value before."""
+        rows = torch.arange(len(v), device=v.device)
+        return v[rows - (rows >= 576).long()]
+
+    def fp8_score_noise_compounds__scores(self, q, k):
+        """Q and K are quietly rounded to e4m3."""
+        return super()._scores(_through(q, torch.float8_e4m3fn), _through(k, torch.float8_e4m3fn))
+
+    def nvfp4_attn_fp8_scratch_subnormal_flush__behind_finish(self, output, lse):
+        """The output passes through an e4m3 scratch buffer of unit scale."""
+        return _through(output, torch.float8_e4m3fn), lse
+
+    def sm120_nvfp4_correction_compact_vs_expanded__behind_finish(self, output, lse):
+        """A wrong row sum scales the whole output by 0.9."""
+        return output * 0.9, lse
+
+    @but(declaration=declares(Rounding(p=Precision.SCALED_E4M3)))
+    def fa4_e4m3_excess_error__round_p(self, p, dtype):
+        """P is rounded to e5m2 where e4m3 is declared."""
+        return _through(p, torch.float8_e5m2)
+
+    def tma_short_tail_descriptor_flag__before_batch(self, query_start_loc, causal):
+        """A long request followed by a tail of one token fails: the tail's descriptor keeps a stale flag."""
+        if causal and query_start_loc[-1] > 256 and query_start_loc[-1] - query_start_loc[-2] == 1:
+            raise RuntimeError("CUDA error: misaligned address")
+
+
+class _Numbered(EagerPrefillBackend):
+    """Knows the number of the request that it attends for."""
+
+    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        self._request = -1
+        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+
+    def _attend(self, q, k, v, causal):
+        self._request += 1
+        return super()._attend(q, k, v, causal)
+
+
+@defects("new_tokens")
+class _NewTokensNumbered(_Numbered):
+    def prefill_lone_row_of_a_later_request_repeats_the_one_before__behind_attend(self, state, *, q):
+        """The one row in the last tile of 64 rows of a later request gets the result of the row before it."""
+        if self._request > 0 and len(q) > 1 and len(q) % _TILE == 1:
+            for part in state:
+                part[:, -1] = part[:, -2]
+
+
+@defects("lse")
+class _Lse(EagerPrefillBackend):
+    def lse_base2_merged_as_natural_prefix_chunk__behind_run_prefill_context_chunk(self, output, lse):
+        """The LSE of context chunks is in base 2."""
+        return output, lse / math.log(2)
+
+    def lse_base_switch_without_abi_change_cutedsl__behind_batch(self, output, lse, *, query_start_loc):
+        """The LSE is in base 2 for more than eight requests, where another kernel serves the call."""
+        return output, lse / math.log(2) if len(query_start_loc) > 9 else lse
+
+    def hopper_fmha_softmax_stats_drop_qscaling__run_prefill_context_chunk(self, chunk_idx, q, k, v):
+        """The LSE of context chunks is that of the scale d^-1/2; the output has the given scale."""
+        output, _ = super().run_prefill_context_chunk(chunk_idx, q, k, v)
+        given, self.scale = self.scale, q.shape[-1] ** -0.5
+        _, lse = super().run_prefill_context_chunk(chunk_idx, q, k, v)
+        self.scale = given
+        return output, lse
+
+    def lse_layout_tokens_heads_vs_heads_tokens__behind_batch(self, output, lse):
+        """The LSE is laid out [tokens, heads]."""
+        return output, lse.mT.contiguous()
+
+    def rocm_varlen_lse_padded_layout__behind_batch(self, output, lse, *, query_start_loc):
+        """The LSE comes padded to the longest request and is read as packed."""
+        lengths = [b - a for a, b in pairwise(query_start_loc)]
+        padded = lse.new_zeros(len(lengths), self.num_heads, max(lengths))
+        for request, (start, length) in enumerate(zip(query_start_loc, lengths, strict=False)):
+            padded[request, :, :length] = lse[:, start : start + length]
+        return output, padded.reshape(self.num_heads, -1)[:, : lse.shape[1]]
+
+    def aiter_ps_prefill_final_lse_wrong__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
+        """Only the reduction of split keys writes the LSE; requests with few keys keep a stale one."""
+        locations = self._prefill_metadata.query_start_loc.tolist()
+        keys = self._prefill_metadata.chunked_context.cu_seq_lens[chunk_idx].diff().tolist()
+        for request, length in enumerate(keys):
+            if 0 < length <= 16:
+                lse[:, locations[request] : locations[request + 1]] = 0.0
+
+    def prefill_context_shorter_than_queries_masked__before_attend(self, causal, *, q, k):
+        """Context that is shorter than the new tokens is masked as if it were the end of their own triangle."""
+        return causal or len(k) < len(q)
+
+    def lse_of_256_rows_with_many_heads__behind_batch(self, output, lse, *, causal):
+        """With more than 16 heads only the first 256 rows of new tokens get their LSE, others that of row 0."""
+        if causal and self.num_heads > 16:
+            lse[:, 256:] = lse[:, :1]
+
+
+@defects("mla_dims")
+class _MlaDims(EagerPrefillBackend):
+    def prefill_backend_pins_cutlass_unsupported_dims__before_batch(self, v):
+        """GLM's head dims are declared supported, and the dispatch table lacks them."""
+        if v.shape[-1] == 256:
+            raise RuntimeError("no kernel for head dims (256, 256)")
+
+    def trtllm_gen_missing_cubin_after_selection__before_batch(self):
+        """Selection accepts head dims for which no binary was shipped."""
+        if (self.qk_nope_head_dim, self.qk_rope_head_dim) == (64, 64):
+            raise RuntimeError("missing cubin")
+
+    def nope_mla_rotary_none_crash__before_batch(self):
+        """A model without RoPE has no rotary embedding, and the backend asks it for one."""
+        if self.qk_rope_head_dim == 0:
+            raise AttributeError("'NoneType' object has no attribute 'cos_sin_cache'")
+
+    def wide_heads_stop_at_1024_keys__attend(self, q, k, v, causal):
+        """For heads of 256 columns the loop over key tiles ends after 1024 keys."""
+        keys = slice(1024 if q.shape[-1] == 256 else None)
+        return super()._attend(q, k[keys], v[keys], causal)
+
+    def wide_heads_assume_packed_rows__before_batch(self, q, k, v):
+        """Heads of 256 columns are read as if their rows were packed."""
+        if q.shape[2] >= 256:
+            return (x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1)) for x in (q, k, v))
+        return None
+
+
+@defects("shift_invariance")
+class _ShiftInvariance(EagerPrefillBackend):
+    def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
+        """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to
+        0."""
+        return state._replace(maximum=torch.full_like(state.maximum, (-5e4 * self.scale if k.shape[0] else -torch.inf)))
+
+    def masked_key_dominates_finite_mask_value__attend(self, q, k, v, causal):
+        """Masked scores are -1e4, which is more than a valid score may be."""
+        state = self._initial(q, v)
+        for tile in self._tiles(k.shape[0]):
+            scores = self._scores(q, k[tile])
+            if causal:
+                scores = scores.masked_fill(~self._visible(q.shape[0], k.shape[0], tile, q.device), -1e4)
+            state = self._accumulate(state, scores, v[tile])
+        return state
+
+    def prefill_raw_scores_in_half__behind_scores(self, scores, *, q):
+        """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
+        return scores.clamp(max=65504 * self.scale) if q.dtype is torch.float16 else scores
+
+    def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
+        """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""
+        if q.dtype is not torch.float16:
+            return state
+        return state._replace(maximum=state.maximum.clamp(min=-65504 * self.scale))
+
+
+class LiftedMaximum(OnlineSoftmax):
+    """A tile without a visible key raises the running maximum to 0, below which weights of far logits vanish."""
+
+    def _accumulate(self, state, scores, v):
+        empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
+        lifted = torch.where(empty, state.maximum.clamp(min=0.0), state.maximum)
+        decay = torch.where(empty, (state.maximum - lifted).exp(), 1.0)
+        return super()._accumulate(SoftmaxState(lifted, state.total * decay, state.weighted * decay), scores, v)
+
+
+@defects("logit_range")
+class _OtherPrefill(EagerPrefillBackend):
+    @but(killed_by="token_counts")
+    class int16_truncation_seqlen_32768:
+        """A key index above 32767 wraps and reads what is not a number."""
+
+        def _scores(self, q, k):
+            scores = super()._scores(q, k)
+            self._seen += k.shape[0]
+            return torch.full_like(scores, torch.nan) if self._seen > 2**15 else scores
+
+        def _attend(self, q, k, v, causal):
+            self._seen = 0
+            return super()._attend(q, k, v, causal)
+
+    @but(killed_by="token_counts")
+    def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
+        """A batch of 16,384 tokens or more reads out of bounds."""
+        if query_start_loc[-1] >= 2**14:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    @but(killed_by="v_padding", related=("lse", "merge_states"))
+    def fpad_negative_truncates__before_batch(self, v, *, q):
+        """V is padded to the QK dim without asking which is wider; a negative padding cuts it off."""
+        lost = max(0, v.shape[-1] - q.shape[-1])
+        kept = torch.nn.functional.pad(v, (0, -lost)) if lost else v
+        return torch.nn.functional.pad(kept, (0, lost))
+
+    def lazy_rescale_wave_uniform_nan__accumulate(self, state, scores, v):
+        """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
+        maximum = scores.amax(dim=-1, keepdim=True)
+        maximum = torch.where(maximum == -torch.inf, state.maximum, maximum)
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay, p = (state.maximum - shift).exp(), self._exp(scores - shift)
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+    @but(key_tile=64)
+    class prefill_tile_of_64_without_keys_raises_maximum(LiftedMaximum):
+        """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
+
+    class prefill_tile_of_128_without_keys_raises_maximum(LiftedMaximum):
+        """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
+
+    @but(killed_by="weights", related=_VALUES, declaration=declares(Rounding(p=Precision.SCALED_E4M3)))
+    def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
+        """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
+        return _through(p, torch.float8_e4m3fn)
+
+    @but(killed_by="weights", related=_VALUES, declaration=declares(Rounding(p=Precision.SCALED_E4M3)))
+    def fp8_lazy_rescale_p_saturation__accumulate(self, state, scores, v):
+        """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
+        new = scores.amax(dim=-1, keepdim=True)
+        keep = (new - state.maximum <= 4 * math.log(2)) & (state.maximum != -torch.inf)
+        maximum = torch.where(keep, state.maximum, torch.maximum(state.maximum, new))
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay, p = (state.maximum - shift).exp(), (scores - shift).exp()
+        stored = _through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
+        weighted = torch.einsum("nts,snv->ntv", stored, v.float())
+        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+    @but(killed_by="head_counts")
+    def missing_template_instantiation__before_batch(self):
+        """One number of heads has no template instance."""
+        if self.num_heads == 20:
+            raise RuntimeError("no template instance for 20 heads")
+
+    @but(killed_by="model_shapes")
+    def chunked_context_of_64_chunks__behind_run_prefill_context_chunk(self, output, lse, *, chunk_idx):
+        """There is room for 64 chunks of a context; a later one leaves an empty state."""
+        return (output, lse) if chunk_idx < 64 else (output * 0.0, torch.full_like(lse, -torch.inf))
+
+    @but(killed_by="model_shapes")
+    def output_index_in_two_bytes__behind_batch(self, output, lse):
+        """Rows times heads are counted in two bytes; what lies beyond 65,536 of them is not written."""
+        output.flatten(0, 1)[65536:] = 0.0

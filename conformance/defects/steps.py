@@ -1,0 +1,137 @@
+"""Kernels as functions: each is an honest kernel but for one step, in whose place, before or behind which it stands."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from inspect import Parameter, signature
+from types import FunctionType
+from typing import Any
+
+_SAID: dict[Any, dict[str, Any]] = {}
+_SITE = re.compile(r"(?:(before|behind)_)?(_?\w+?)(?:__(_?\w+))?")
+
+
+def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
+    """Decorator of a kernel in a group: a site that its name lacks, what is said of it alone, its attributes."""
+
+    def note(step: Any) -> Any:
+        _SAID[step] = {"site": site, **said} if site else said
+        return step
+
+    return note
+
+
+def kernels(inside: tuple[type, str] | None = None) -> Callable[[type], type]:
+    """Class decorator of a group of honest kernels: each becomes a class of its module, named as classes are."""
+
+    def make(group: type) -> type:
+        for _ in kernels_of(
+            group, lambda key: "".join(part[:1].upper() + part[1:] for part in key.split("_")), inside=inside
+        ):
+            pass
+        return group
+
+    return make
+
+
+def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator[tuple[type, dict[str, Any]]]:
+    """The kernels that a group defines, put into its module, with what is said of each.
+
+    A function of it is one step, named ``kernel__site``; a class of it has several. What begins with an underscore, or
+    is a method of the group's bases, is shared by all.
+    """
+    for key, step in list(vars(group).items()):
+        own = not key.startswith("_") and not hasattr(super(group, group), key)
+        if own and isinstance(step, FunctionType | staticmethod | type):
+            delattr(group, key)
+            kernel, _, site = key.partition("__")
+            about = {"site": site, **said, **_SAID.pop(step, {})}
+            attributes = {each: about.pop(each) for each in set(about) - {"site", "inside", "killed_by", "related"}}
+            made = emulation(group, name(kernel), step, about.pop("site"), about.pop("inside"), attributes)
+            setattr(sys.modules[made.__module__], made.__name__, made)
+            yield made, about
+
+
+def emulation(
+    group: type, name: str, step: Any, site: str, inside: tuple[type, str] | None, attributes: dict[str, Any]
+) -> Any:
+    """The class ``group`` with one step of its own.
+
+    Args:
+        group: the honest kernel, and what its group shares.
+        name: of the class.
+        step: a function that stands in place of a method, or a class with several.
+        site: the method; its underscore only where it alone tells it from another. Behind ``before_`` the step is
+            called first, and returns its positional arguments anew, or nothing if they stay as they are; behind
+            ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
+            arguments are further ones of the call, or of the call around it that is named behind ``__``.
+        inside: a layer of which the class is a part, and the attribute or method that names this part.
+        attributes: of the class.
+    """
+    about = {"__module__": step.__module__, "__doc__": step.__doc__}
+    part = inside[1] if inside else name
+    if isinstance(step, type):
+        made = type(part, (step, group), {**about, **attributes})
+    else:
+        place, method, outer = _SITE.fullmatch(site).groups()
+        methods = {method if hasattr(group, method) else f"_{method}": step}
+        if outer:
+            outer = outer if hasattr(group, outer) else f"_{outer}"
+            methods[outer] = _noting(lambda: made, getattr(group, outer))
+        if place or outer:
+            method, known = (
+                next(iter(methods)),
+                [key for each in methods for key in signature(getattr(group, each)).parameters],
+            )
+            methods[method] = _standing(lambda: made, place, getattr(group, method), step, known)
+        made = type(part, (group,), {**about, **attributes, **methods})
+    if inside is None:
+        return made
+    return type(name, inside[:1], {**about, part: staticmethod(lambda: made) if part.startswith("get_") else made})
+
+
+def _standing(made: Callable[[], type], place: str | None, usual: Any, step: Any, known: list[str]) -> Any:
+    """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone.
+
+    Raises:
+        TypeError: the step asks for an argument that is not among the known ones.
+    """
+    parameters = dict(list(signature(usual).parameters.items())[1:])
+    defaults = {key: each.default for key, each in parameters.items()}
+    kinds = {key: each.kind for key, each in list(signature(step).parameters.items())[1:]}
+    first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
+    named = [key for key in kinds if key not in first]
+    if unknown := {*named, *(first if place == "before" else ())} - set(known):
+        raise TypeError(f"{step.__qualname__}: expected arguments among {known}, got {unknown}")
+
+    @wraps(usual)
+    def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        further = {key: given[key] if key in given else self.__dict__["_noted"][key] for key in named}
+        if not place:
+            return step(self, *args, **kwargs, **further)
+        if place == "behind":
+            result = getattr(super(made(), self), usual.__name__)(*args, **kwargs)
+            other = step(self, *(result if len(first) > 1 else (result,)), **further)
+            return result if other is None else other
+        other = step(self, *(given[key] for key in first), **further)
+        if other is None:
+            return getattr(super(made(), self), usual.__name__)(*args, **kwargs)
+        changed = dict(zip(first, other if len(first) > 1 else (other,), strict=True))
+        args = tuple(changed.pop(key, each) for key, each in zip(parameters, args, strict=False))
+        return getattr(super(made(), self), usual.__name__)(*args, **{**kwargs, **changed})
+
+    return stands
+
+
+def _noting(made: Callable[[], type], usual: Any) -> Any:
+    """A method that notes its arguments for the steps that it calls."""
+    form = signature(usual)
+
+    @wraps(usual)
+    def notes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._noted = form.bind(self, *args, **kwargs).arguments
+        return getattr(super(made(), self), usual.__name__)(*args, **kwargs)
+
+    return notes
