@@ -1,6 +1,5 @@
 """What pages show of the code, what every command's help says and each field of a case id: ``python ci/pages.py``."""
 
-import inspect
 import os
 import re
 import sys
@@ -67,9 +66,8 @@ def _names(case: type[Case]) -> set[str]:
 
 
 def _list(title: str, case: type[Case], names: set[str]) -> str:
-    reported = _attributes(case)
     entries = [
-        f"- `{field.name}{_default(field.default)}`: {reported[field.name]}"
+        f"- `{field.name}{_default(field.default)}`: {field.metadata['means']}"
         for field in fields(case)
         if field.name in names
     ]
@@ -80,16 +78,6 @@ def _default(value: object) -> str:
     """As an id would have it; nothing where an id always says it."""
     plain = int(value) if isinstance(value, bool) else value
     return f"={plain}" if isinstance(plain, int | str) and plain != "" else ""
-
-
-def _attributes(case: type[Case]) -> dict[str, str]:
-    """What the classes' descriptions say of each attribute, on one line each."""
-    found: dict[str, str] = {}
-    for base in reversed(case.__mro__):
-        text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
-        for name, meaning in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
-            found[name] = re.sub(r"\s+", " ", meaning).replace("``", "`").rstrip(".")
-    return found
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
