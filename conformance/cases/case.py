@@ -333,7 +333,9 @@ class Case(ABC):
 
     def varied(self) -> Self:
         """The same configuration with longer requests in reverse order and other values, for tests of state."""
-        lengths: dict[str, Any] = {name: tuple(n + more for n in reversed(getattr(self, name))) for name, more in self.longer.items()}
+        lengths: dict[str, Any] = {
+            name: tuple(n + more for n in reversed(getattr(self, name))) for name, more in self.longer.items()
+        }
         return replace(self, **lengths, seed=self.seed + 1)
 
     def without(self, requests: range) -> dict[str, Any]:

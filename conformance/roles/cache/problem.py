@@ -10,7 +10,6 @@ from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, block_table_of, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written_rows import WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, encode, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -28,16 +27,6 @@ _HOLES = 8
 
 Arguments = tuple[Mapping[str, torch.Tensor], Mapping[str, CacheImage | WrittenRows], Mapping[str, int]]
 """What a call reads, what it writes, and its numbers, each by the names of its arguments."""
-
-
-def cache_problem(case: CacheCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a cache operation.
-
-    Raises:
-        ProblemError: a dtype that does not exist here.
-    """
-    batch = CacheBatch(case, device, salt)
-    return Problem(case, batch.key, device, tuple(map(batch.call, range(case.ranks))))
 
 
 class CacheBatch(Draw[CacheCase]):
@@ -83,8 +72,11 @@ class CacheBatch(Draw[CacheCase]):
         """Float32 scalar on the device."""
         return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
 
+    def calls(self) -> tuple[CacheCall, ...]:
+        """One for each rank."""
+        return tuple(map(self.call, range(self.case.ranks)))
+
     def call(self, rank: int) -> CacheCall:
-        """The call of a rank."""
         case, counted = self.case, start_loc(self.case.q)
         made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else self._compute
         operands, written, numbers = made(rank)

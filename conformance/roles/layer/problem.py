@@ -12,7 +12,6 @@ from mla_conformance.problems.cache_bytes import TIE_SLACK, ExpectedCache
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc
 from mla_conformance.problems.paging import PageForm, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import REGIMES, Site
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
@@ -100,17 +99,6 @@ _TRANSFORMS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _SLICE_MARGIN = 16
 
 
-def layer_problem(case: LayerCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a layer case: one call, which ranks make together.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-        ValueError: the reference's chunk planner refuses the case.
-    """
-    batch = LayerBatch(case, device, salt)
-    return Problem(case, batch.key, device, (batch.call(),))
-
-
 class LayerBatch(Draw[LayerCase]):
     """The batch of a layer case, before and after its tokens are dealt out to ranks."""
 
@@ -189,13 +177,13 @@ class LayerBatch(Draw[LayerCase]):
         """[S, width] entries of all tokens, on the CPU."""
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
-    def call(self) -> LayerCall | RankedCall:
-        """The call of the only rank, or of all of them."""
+    def calls(self) -> tuple[LayerCall | RankedCall]:
+        """That of the only rank, or of all of them together."""
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
-        return parts[0] if self.case.ranks == 1 else RankedCall.of(parts)
+        return (parts[0] if self.case.ranks == 1 else RankedCall.of(parts),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, held = self.case, self._held(rank)
@@ -218,7 +206,7 @@ class LayerBatch(Draw[LayerCase]):
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
             padding_counts=self.case.padding_counts,
-            image=expected.image(),
+            written={"kv_cache": expected.image()},
             chunks=len(chunks),
             rank=rank,
         )

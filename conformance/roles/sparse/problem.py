@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import Role
+from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import COUNTER_SEEDS, edges, fill_normal, lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.sparse.selection import Lists, draw_lists
@@ -28,16 +30,6 @@ _GUARDS = 1
 """Blocks, or gathered rows, on either side of those that numbers name: -1 as an address leads to poison."""
 _COUNTED_ELEMENTS = 2**28
 """Elements of the queries from which they are drawn on the device."""
-
-
-def sparse_problem(case: SparseCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a sparse case: one call for each rank.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-    """
-    batch = SparseBatch(case, device, salt)
-    return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
 
 @dataclass(frozen=True)
@@ -235,3 +227,27 @@ class SparseBatch(CachedBatch[SparseCase]):
             form = PageForm(self.case.cache, self.case.page, _GUARDS)
             return write_pages(self, form, entries, lengths)
         return gather_entries(self.case, entries, lengths, self.device, _GUARDS)
+
+
+def _facts(case: SparseCase, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "call": "decode" if case.is_paged else "prefill",
+        "block_size": case.page if case.is_paged else 1,
+        "topk": case.topk,
+        "index_space": case.space,
+        "topk_length": case.length,
+        "sink": case.sink != "none",
+        "duplicates": case.repeats,
+        "extra_kv_cache_dtype": case.extra if case.has_extra else None,
+        "extra_block_size": case.extra_page if case.has_extra else 0,
+        "extra_topk": case.extra_topk if case.has_extra else 0,
+    }
+
+
+SPARSE = RoleDefinition(
+    role=Role.SPARSE,
+    batch=SparseBatch,
+    config=MLASparseSelectorConfig,
+    constructed=(*KERNEL_SIZES, "kv_cache_dtype", "extra_kv_cache_dtype"),
+    facts=_facts,
+)
