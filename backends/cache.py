@@ -12,9 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
+from mla_conformance.backends.block_size import PagedKernel
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
@@ -80,19 +79,10 @@ class MLACacheBackend(PagedKernel):
     supports_outside: ClassVar[bool] = True
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLACacheSelectorConfig
-    ) -> list[str]:
-        """Reasons why the class cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        return [*reasons, *cls._reasons(selector_config)]
-
-    @classmethod
     def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
         if config.call not in cls.supported_calls:
             yield f"{config.call} not supported"
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
+        yield from cls._page_reasons(config.block_size)
         if config.call in CACHE_CALLS[:4] and config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
         if has_tile_scales(config.kv_cache_dtype) and config.tile_scales not in cls.supported_tile_scales:

@@ -6,6 +6,7 @@ and 11.5, with expected and got.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +104,14 @@ class MLACompressBackend(PagedKernel):
         return True
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLACompressSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        config = selector_config
+    def _reasons(cls, config: MLACompressSelectorConfig) -> Iterator[str]:
         held = (
             (config.input_dtype in cls.supported_input_dtypes, f"states of {config.input_dtype}"),
             (cls.supports_compression(config.compression), f"{config.compression}"),
             (accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size), "such pages of entries"),
             (accepts_block_size(cls.supported_state_block_sizes, config.state_block_size), "such pages of states"),
         )
-        reasons = cls.requirement_reasons(device_capability, config.dtype)
-        return [*reasons, *(f"{what} not supported" for holds, what in held if not holds)]
+        return (f"{what} not supported" for holds, what in held if not holds)
 
     def __init__(self, compression: Compression, vllm_config: Any) -> None:
         self.compression, self.vllm_config = compression, vllm_config

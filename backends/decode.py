@@ -11,12 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
+from mla_conformance.backends.block_size import PagedKernel
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import AttentionKernel
-from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass
@@ -107,18 +106,20 @@ class MLADecodeBackend(PagedKernel, AttentionKernel):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLADecodeSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        dims = (selector_config.kv_lora_rank, selector_config.qk_rope_head_dim)
-        reasons.extend(cls._cache_reasons(selector_config))
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), selector_config.block_size):
-            reasons.append(f"block_size {selector_config.block_size} not supported")
+    def _reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:
+        yield from cls._cache_reasons(config)
+        yield from cls._page_reasons(config.block_size)
+        dims = (config.kv_lora_rank, config.qk_rope_head_dim)
         if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
-            reasons.append(f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})")
-        return reasons + cls._query_reasons(selector_config)
+            yield f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})"
+        if cls.supported_query_len is not None and config.max_query_len > cls.supported_query_len:
+            yield f"{config.max_query_len} query tokens a request not supported"
+        if not config.uniform and not cls.supports_nonuniform_queries:
+            yield "requests with different numbers of query tokens not supported"
+        if config.dcp_world_size > 1 and config.max_query_len > 1 and not cls.supports_causal_dcp:
+            yield "several query tokens a request not supported under decode context parallelism"
+        if config.lse and not cls.returns_lse:
+            yield NO_LSE
 
     @classmethod
     def _cache_reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:
@@ -129,19 +130,6 @@ class MLADecodeBackend(PagedKernel, AttentionKernel):
             yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
         if reason := contradiction(config.kv_cache_dtype, config.dtype):
             yield reason
-
-    @classmethod
-    def _query_reasons(cls, config: MLADecodeSelectorConfig) -> list[str]:
-        reasons = []
-        if cls.supported_query_len is not None and config.max_query_len > cls.supported_query_len:
-            reasons.append(f"{config.max_query_len} query tokens a request not supported")
-        if not config.uniform and not cls.supports_nonuniform_queries:
-            reasons.append("requests with different numbers of query tokens not supported")
-        if config.dcp_world_size > 1 and config.max_query_len > 1 and not cls.supports_causal_dcp:
-            reasons.append("several query tokens a request not supported under decode context parallelism")
-        if config.lse and not cls.returns_lse:
-            reasons.append(NO_LSE)
-        return reasons
 
     def __init__(
         self,

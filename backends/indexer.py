@@ -17,7 +17,6 @@ from torch import Tensor
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
@@ -73,33 +72,20 @@ class MLAIndexerBackend(PagedKernel):
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAIndexerSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        return [*reasons, *cls._key_reasons(selector_config), *cls._call_reasons(selector_config)]
-
-    @classmethod
-    def _key_reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
+    def _reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
         if config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
         if cls.supported_heads and config.num_heads not in cls.supported_heads:
             yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
         if cls.supported_head_dims and config.head_dim not in cls.supported_head_dims:
             yield f"head dim {config.head_dim} not supported (supported: {cls.supported_head_dims})"
-        if config.paged and not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
-
-    @classmethod
-    def _call_reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
+        if config.paged:
+            yield from cls._page_reasons(config.block_size)
         if config.call not in cls.supported_calls:
             yield f"{config.call} not supported"
-        if config.call != "topk":
-            return
-        if not accepts_block_size(cls.supported_topk, config.topk_tokens):
+        if config.call == "topk" and not accepts_block_size(cls.supported_topk, config.topk_tokens):
             yield f"topk {config.topk_tokens} not supported"
-        if config.index_space not in cls.supported_index_spaces:
+        if config.call == "topk" and config.index_space not in cls.supported_index_spaces:
             reported = ", ".join(cls.supported_index_spaces)
             yield f"selected tokens that count by {config.index_space} not supported (supported: {reported})"
 

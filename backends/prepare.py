@@ -6,6 +6,7 @@ launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.kernel import KernelBackend, expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 
 SCALE_FORMATS = ("float32", "pow2")
 """Any float32 numbers, or powers of two (UE8M0)."""
@@ -89,25 +89,20 @@ class MLAPrepareBackend(KernelBackend):
     supports_fold_scales: ClassVar[list[bool]] = [True, False]
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrepareSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        asked = selector_config.preparation
+    def _reasons(cls, config: MLAPrepareSelectorConfig) -> Iterator[str]:
+        asked = config.preparation
         if cls.supported_head_dims and asked.head_dim not in cls.supported_head_dims:
-            reasons.append(f"head dim {asked.head_dim} not supported (supported: {cls.supported_head_dims})")
+            yield f"head dim {asked.head_dim} not supported (supported: {cls.supported_head_dims})"
         if asked.scale_format not in cls.supported_scale_formats:
-            reasons.append(f"scales {asked.scale_format} not supported")
-        conventions = {
-            "is_neox_style": cls.supports_neox_style,
-            "rope_first": cls.supports_rope_first,
-            "hadamard": cls.supports_hadamard,
-            "fold_scales": cls.supports_fold_scales,
-        }
-        given = asked._asdict()
-        refused = [name for name, served in conventions.items() if given[name] not in served]
-        return reasons + [f"{name}={given[name]} not supported" for name in refused]
+            yield f"scales {asked.scale_format} not supported"
+        for name, given, served in (
+            ("is_neox_style", asked.is_neox_style, cls.supports_neox_style),
+            ("rope_first", asked.rope_first, cls.supports_rope_first),
+            ("hadamard", asked.hadamard, cls.supports_hadamard),
+            ("fold_scales", asked.fold_scales, cls.supports_fold_scales),
+        ):
+            if given not in served:
+                yield f"{name}={given} not supported"
 
     def __init__(self, num_heads: int, scale: float, preparation: IndexPreparation, vllm_config: Any) -> None:
         if preparation.scale_format not in SCALE_FORMATS:

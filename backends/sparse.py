@@ -21,7 +21,6 @@ from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import AttentionKernel
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import require_layout
 
 
@@ -145,17 +144,13 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLASparseSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        reasons.extend(cls._shape_reasons(selector_config))
-        reasons.extend(cls._list_reasons(selector_config))
-        if selector_config.call == "decode":
-            reasons.extend(cls._cache_reasons(selector_config))
-            reasons.extend(cls._extra_reasons(selector_config))
-        return reasons
+    def _reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
+        yield from cls._shape_reasons(config)
+        yield from cls._list_reasons(config)
+        if config.call == "decode":
+            yield from cls._cache_reasons(config)
+            if config.extra_kv_cache_dtype is not None:
+                yield from cls._extra_reasons(config)
 
     @classmethod
     def _shape_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
@@ -196,18 +191,13 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
             yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
         if reason := contradiction(config.kv_cache_dtype, config.dtype):
             yield reason
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
+        yield from cls._page_reasons(config.block_size)
 
     @classmethod
     def _extra_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        """About a second cache."""
-        if config.extra_kv_cache_dtype is None:
-            return
-        if layout_of(config.extra_kv_cache_dtype) not in cls.supported_extra_kv_cache_dtypes:
+        if layout_of(config.extra_kv_cache_dtype or "") not in cls.supported_extra_kv_cache_dtypes:
             yield f"a second cache of {config.extra_kv_cache_dtype} not supported"
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.extra_block_size):
-            yield f"block_size {config.extra_block_size} of a second cache not supported"
+        yield from cls._page_reasons(config.extra_block_size, " of a second cache")
         if not accepts_block_size(cls.supported_topk, config.extra_topk):
             yield f"topk {config.extra_topk} of a second cache not supported"
 

@@ -18,7 +18,6 @@ from mla_conformance.backends.cache_dtypes import contradiction
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
@@ -153,14 +152,6 @@ class MLASparseLayerBackend(PagedKernel):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLASparseLayerConfig
-    ) -> list[str]:
-        """Reasons why the layer cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        return [*reasons, *cls._reasons(selector_config)]
-
-    @classmethod
     def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
         if config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
@@ -170,8 +161,7 @@ class MLASparseLayerBackend(PagedKernel):
             yield reason
         if config.index_kv_cache_dtype not in cls.supported_index_kv_cache_dtypes:
             yield f"an index cache of {config.index_kv_cache_dtype} not supported"
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
+        yield from cls._page_reasons(config.block_size)
         if not accepts_block_size(cls.supported_topk, config.topk_tokens):
             yield f"topk {config.topk_tokens} not supported"
         if config.skip_topk and not cls.supports_skip_topk:

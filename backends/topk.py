@@ -6,6 +6,7 @@ checks each call before it launches: the refusals of SPEC 3.8, 8.10 and 11.5, wi
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass
@@ -65,18 +65,14 @@ class MLATopKBackend(KernelBackend):
     supports_pools: ClassVar[bool] = False
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLATopKSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        if not accepts_block_size(cls.supported_topk, selector_config.topk_tokens // selector_config.pool):
-            reasons.append(f"topk {selector_config.topk_tokens // selector_config.pool} not supported")
-        if selector_config.row_starts and not cls.supports_row_starts:
-            reasons.append("rows that start elsewhere than at column 0 not supported")
-        if selector_config.pool > 1 and not cls.supports_pools:
-            reasons.append("columns of several tokens not supported")
-        return reasons
+    def _reasons(cls, config: MLATopKSelectorConfig) -> Iterator[str]:
+        columns = config.topk_tokens // config.pool
+        if not accepts_block_size(cls.supported_topk, columns):
+            yield f"topk {columns} not supported"
+        if config.row_starts and not cls.supports_row_starts:
+            yield "rows that start elsewhere than at column 0 not supported"
+        if config.pool > 1 and not cls.supports_pools:
+            yield "columns of several tokens not supported"
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
