@@ -391,11 +391,16 @@ def _known(names: Iterable[str]) -> dict[str, Any]:
     Raises:
         CaseError: one of ``names`` is no field.
     """
-    types = {field.name: field.type for cls in dict.fromkeys(_CLASSES.values()) for field in _fields(cls)}
+    types = _types(tuple(dict.fromkeys(_CLASSES.values())))
     unknown = sorted(set(names) - set(types))
     if unknown:
         raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(types)}")
     return types
+
+
+@cache
+def _types(classes: tuple[type[Case], ...]) -> dict[str, Any]:
+    return {field.name: field.type for cls in classes for field in _fields(cls)}
 
 
 def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:
