@@ -17,19 +17,13 @@ from mla_conformance.problems.written_rows import WrittenRows
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCall(KernelCall):
-    """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token.
-
-    Attributes:
-        operands: the tensors that it reads, by the names of its arguments.
-        numbers: its other arguments.
-        rank: whose call it is.
-    """
+    """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token."""
 
     case: CachedCase
-    operands: Mapping[str, torch.Tensor]
+    operands: Mapping[str, torch.Tensor]  # the tensors that it reads, by the names of its arguments
     written: Mapping[str, CacheImage | WrittenRows | WrittenEntries]
-    numbers: Mapping[str, int]
-    rank: int = 0
+    numbers: Mapping[str, int]  # its other arguments
+    rank: int = 0  # whose call it is
 
     means: ClassVar = ("q", "k")
 

@@ -36,17 +36,11 @@ _FLUSHED = 2.0**-126
 
 @dataclass(frozen=True)
 class CompressStep:
-    """One of a compressor's calls over the tokens of a batch.
+    """One of a compressor's calls over the tokens of a batch."""
 
-    Attributes:
-        kv: [T, C · D] key states.
-        score: [T, C · D] gate scores.
-        metadata: of its batch.
-    """
-
-    kv: torch.Tensor
-    score: torch.Tensor
-    metadata: CompressMetadata
+    kv: torch.Tensor  # [T, C · D] key states
+    score: torch.Tensor  # [T, C · D] gate scores
+    metadata: CompressMetadata  # of its batch
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from (("kv", self.kv), ("score", self.score))

@@ -42,24 +42,15 @@ def rank_operands(
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCall(AttentionCall):
-    """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R] and [S, 1, L] in float64.
+    """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R], [S, 1, L] in float64."""
 
-    Attributes:
-        ql_nope: [T, N, L], as handed over.
-        q_pe: [T, N, R], as handed over.
-        kv_cache: [blocks, page, width].
-        k_scale: float32 scalar.
-        holds_codes: whether the cache stores codes, not values of the model's dtype.
-        lse: whether the LSE is asked for; a case that is about outputs leaves it to others.
-    """
-
-    ql_nope: torch.Tensor
-    q_pe: torch.Tensor
-    kv_cache: torch.Tensor
-    k_scale: torch.Tensor
+    ql_nope: torch.Tensor  # [T, N, L], as handed over
+    q_pe: torch.Tensor  # [T, N, R], as handed over
+    kv_cache: torch.Tensor  # [blocks, page, width]
+    k_scale: torch.Tensor  # float32 scalar
     metadata: MLACommonDecodeMetadata
-    holds_codes: bool
-    lse: bool
+    holds_codes: bool  # whether the cache stores codes, not values of the model's dtype
+    lse: bool  # whether the LSE is asked for; a case that is about outputs leaves it to others
 
     means: ClassVar = ("q", "k", "v")
     reads: ClassVar = ("ql_nope", "q_pe", "kv_cache", "k_scale")

@@ -15,21 +15,13 @@ from mla_conformance.roles.indexer.case import IndexerCase
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerCall(KernelCall):
-    """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64.
+    """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64."""
 
-    Attributes:
-        query: [T, H, D], as handed over.
-        weights: [T, H] float32.
-        stored: the keys as handed over, [blocks, page, width] or gathered [S, D].
-        k_scale: [S] float32, of gathered codes.
-        slots: [S] int64 on the CPU, where the key of each token stands.
-    """
-
-    query: torch.Tensor
-    weights: torch.Tensor
-    stored: torch.Tensor
-    k_scale: torch.Tensor | None
-    slots: torch.Tensor
+    query: torch.Tensor  # [T, H, D], as handed over
+    weights: torch.Tensor  # [T, H] float32
+    stored: torch.Tensor  # the keys as handed over, [blocks, page, width] or gathered [S, D]
+    k_scale: torch.Tensor | None  # [S] float32, of gathered codes
+    slots: torch.Tensor  # [S] int64 on the CPU, where the key of each token stands
     metadata: MLASparseMetadata
     case: IndexerCase
 

@@ -29,13 +29,9 @@ from mla_conformance.roles.indexer.selected_tokens import positions_of
 
 @dataclass(frozen=True)
 class GoldenScores(Golden):
-    """Golden scores of the judged rows.
+    """Golden scores of the judged rows."""
 
-    Attributes:
-        calls: one per call of the problem.
-    """
-
-    calls: tuple[IndexScores, ...]
+    calls: tuple[IndexScores, ...]  # one per call of the problem
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -36,29 +36,19 @@ class LayerCall(CallOfARank):
     """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
 
     Attributes:
-        query: [T, N·(P + R)], as handed over.
-        kv_c: [T, L].
-        k_pe: [T, 1, R].
-        weight: [L, N, P + V] float64 of ``kv_b_proj``.
-        latents: [S, L] float64, what k and v are projected from.
-        packed: whether ``kv_b_proj`` holds codes under another name.
-        requests: the batch.
-        padding: rows of padding behind it; -1 where no graph is used.
-        padding_counts: whether the metadata counts these rows, as requests without tokens.
-        chunks: context chunks that a prefill merges with its new tokens.
         rank: its heads are that rank's, and its requests and cache what that rank holds.
     """
 
-    query: torch.Tensor
-    kv_c: torch.Tensor
-    k_pe: torch.Tensor
-    weight: torch.Tensor
-    latents: torch.Tensor
-    requests: tuple[LayerRequest, ...]
-    padding: int
-    padding_counts: bool
-    chunks: int
-    packed: bool = False
+    query: torch.Tensor  # [T, N·(P + R)], as handed over
+    kv_c: torch.Tensor  # [T, L]
+    k_pe: torch.Tensor  # [T, 1, R]
+    weight: torch.Tensor  # [L, N, P + V] float64 of ``kv_b_proj``
+    latents: torch.Tensor  # [S, L] float64, what k and v are projected from
+    requests: tuple[LayerRequest, ...]  # the batch
+    padding: int  # rows of padding behind it; -1 where no graph is used
+    padding_counts: bool  # whether the metadata counts these rows, as requests without tokens
+    chunks: int  # context chunks that a prefill merges with its new tokens
+    packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
 
     means: ClassVar = ("q", "k", "v", "latents")
 

@@ -48,21 +48,13 @@ def _chunks(case: LayerCase) -> str | None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the shape of a batch follows from.
+    """What the shape of a batch follows from."""
 
-    Attributes:
-        queries: query tokens of its decodes, over and over; none without decodes.
-        tokens: new tokens of its longest prefill; 0 without prefills.
-        page: tokens of a page.
-        longest: tokens of its longest request, which prefills unless no prefill has a context.
-        share: tokens of a context in a chunk.
-    """
-
-    queries: Lengths
-    tokens: int
-    page: int
-    longest: int
-    share: int
+    queries: Lengths  # query tokens of its decodes, over and over; none without decodes
+    tokens: int  # new tokens of its longest prefill; 0 without prefills
+    page: int  # tokens of a page
+    longest: int  # tokens of its longest request, which prefills unless no prefill has a context
+    share: int  # tokens of a context in a chunk
 
 
 def _batches(

@@ -19,21 +19,13 @@ from mla_conformance.roles.prefill.context import LatentContext
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCall(AttentionCall):
-    """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V.
+    """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V."""
 
-    Attributes:
-        chunk_idx: the context chunk; None for new tokens.
-        metadata: of the batch, which all calls of a problem share.
-        prepares: whether it is the first of these calls, before which the metadata is handed over.
-        lse: whether new tokens are asked for the LSE.
-        out_dtype: dtype of the output tensor that is handed in; None where none is.
-    """
-
-    chunk_idx: int | None
-    metadata: MLACommonPrefillMetadata
-    prepares: bool
-    lse: bool
-    out_dtype: torch.dtype | None
+    chunk_idx: int | None  # the context chunk; None for new tokens
+    metadata: MLACommonPrefillMetadata  # of the batch, which all calls of a problem share
+    prepares: bool  # whether it is the first of these calls, before which the metadata is handed over
+    lse: bool  # whether new tokens are asked for the LSE
+    out_dtype: torch.dtype | None  # dtype of the output tensor that is handed in; None where none is
 
     @property
     def name(self) -> str:

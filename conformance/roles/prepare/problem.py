@@ -19,17 +19,11 @@ _BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCall(KernelCall):
-    """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over.
+    """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
 
-    Attributes:
-        weights: [T, H] float32 or of the model's dtype.
-        norm_weight: [D] float32.
-        norm_bias: [D] float32.
-    """
-
-    weights: torch.Tensor
-    norm_weight: torch.Tensor
-    norm_bias: torch.Tensor
+    weights: torch.Tensor  # [T, H] float32 or of the model's dtype
+    norm_weight: torch.Tensor  # [D] float32
+    norm_bias: torch.Tensor  # [D] float32
     metadata: PrepareMetadata
     case: PrepareCase
 

@@ -38,13 +38,11 @@ class GoldenPrepared(Golden):
     """What the judged rows are before they are codes.
 
     Attributes:
-        q: [n, H, D].
-        k: [n, 1, D].
         factors: [n, H] float64, what the scales of queries are multiplied by in folded weights; 1 where they are not.
     """
 
-    q: Prepared
-    k: Prepared
+    q: Prepared  # [n, H, D]
+    k: Prepared  # [n, 1, D]
     factors: torch.Tensor
 
     @property
@@ -74,21 +72,13 @@ def _turned(x: Prepared, turns: torch.Tensor, case: PrepareCase) -> Prepared:
 
 @dataclass(frozen=True)
 class _Part:
-    """Codes with their scales, and what they stand for.
+    """Codes with their scales, and what they stand for."""
 
-    Attributes:
-        name: how messages call it.
-        codes: [n, H, D] e4m3.
-        scales: [n, H, C] float64.
-        values: [n, H, D] float64, the golden ones.
-        error: [n, H, D] the largest error of a faithful kernel.
-    """
-
-    name: str
-    codes: torch.Tensor
-    scales: torch.Tensor
-    values: torch.Tensor
-    error: torch.Tensor
+    name: str  # how messages call it
+    codes: torch.Tensor  # [n, H, D] e4m3
+    scales: torch.Tensor  # [n, H, C] float64
+    values: torch.Tensor  # [n, H, D] float64, the golden ones
+    error: torch.Tensor  # [n, H, D] the largest error of a faithful kernel
 
     def blocks(self, x: torch.Tensor) -> torch.Tensor:
         """[n, H, C, columns] of [n, H, D]."""

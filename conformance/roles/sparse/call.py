@@ -17,33 +17,19 @@ _OPTIONAL = ("topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices",
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCall(AttentionCall):
-    """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, in float64.
+    """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, in float64."""
 
-    Attributes:
-        query: [T, N, D], as handed over.
-        kv_cache: [blocks, page, width], or gathered keys [S, 1, D].
-        k_scale: float32 scalar.
-        topk_indices: [T, K] int32, as handed over; the others likewise, None where there are none.
-        topk_length: [T] int32.
-        attn_sink: [N] float32.
-        extra_kv_cache: [blocks, page, width].
-        extra_topk_indices: [T, K'] int32.
-        extra_topk_length: [T] int32.
-        selected: [T, K + K'] int64 rows of k and v, or -1: what the lists mean.
-        slots: [S] int64, where the key of each token stands in ``kv_cache``.
-    """
-
-    query: torch.Tensor
-    kv_cache: torch.Tensor
-    k_scale: torch.Tensor
-    topk_indices: torch.Tensor
-    topk_length: torch.Tensor | None
-    attn_sink: torch.Tensor | None
-    extra_kv_cache: torch.Tensor | None
-    extra_topk_indices: torch.Tensor | None
-    extra_topk_length: torch.Tensor | None
-    selected: torch.Tensor
-    slots: torch.Tensor
+    query: torch.Tensor  # [T, N, D], as handed over
+    kv_cache: torch.Tensor  # [blocks, page, width], or gathered keys [S, 1, D]
+    k_scale: torch.Tensor  # float32 scalar
+    topk_indices: torch.Tensor  # [T, K] int32, as handed over; the others likewise, None where there are none
+    topk_length: torch.Tensor | None  # [T] int32
+    attn_sink: torch.Tensor | None  # [N] float32
+    extra_kv_cache: torch.Tensor | None  # [blocks, page, width]
+    extra_topk_indices: torch.Tensor | None  # [T, K'] int32
+    extra_topk_length: torch.Tensor | None  # [T] int32
+    selected: torch.Tensor  # [T, K + K'] int64 rows of k and v, or -1: what the lists mean
+    slots: torch.Tensor  # [S] int64, where the key of each token stands in ``kv_cache``
     metadata: MLASparseMetadata
     case: SparseCase
 

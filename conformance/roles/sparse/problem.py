@@ -34,19 +34,12 @@ _COUNTED_ELEMENTS = 2**28
 
 @dataclass(frozen=True)
 class _Source:
-    """Keys and the lists over them.
+    """Keys and the lists over them."""
 
-    Attributes:
-        lengths: keys of each request.
-        entries: [S, width] on the CPU; what no list names is poison if the case says so.
-        keys: [S, 1, D] float64 on the device, what they mean.
-        lists: numbers of these keys.
-    """
-
-    lengths: Sequence[int]
-    entries: torch.Tensor
-    keys: torch.Tensor
-    lists: Lists
+    lengths: Sequence[int]  # keys of each request
+    entries: torch.Tensor  # [S, width] on the CPU; what no list names is poison if the case says so
+    keys: torch.Tensor  # [S, 1, D] float64 on the device, what they mean
+    lists: Lists  # numbers of these keys
 
 
 class SparseBatch(CachedBatch[SparseCase]):

@@ -19,21 +19,13 @@ from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLayerCall(CallOfARank):
-    """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V].
+    """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V]."""
 
-    Attributes:
-        selected: [T, K] int64 rows of k and v, or -1.
-        hidden_states: [T or more, hidden], rows of padding last.
-        positions: [T or more] int64.
-        cos_sin_cache: [P, R] float32.
-        weights: of the layer.
-    """
-
-    selected: torch.Tensor
-    hidden_states: torch.Tensor
-    positions: torch.Tensor
-    cos_sin_cache: torch.Tensor
-    weights: SparseLayerWeights
+    selected: torch.Tensor  # [T, K] int64 rows of k and v, or -1
+    hidden_states: torch.Tensor  # [T or more, hidden], rows of padding last
+    positions: torch.Tensor  # [T or more] int64
+    cos_sin_cache: torch.Tensor  # [P, R] float32
+    weights: SparseLayerWeights  # of the layer
     metadata: MLASparseLayerMetadata
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase

@@ -33,17 +33,11 @@ _UNTOUCHED = 0x5A5A5A5A
 
 @dataclass(frozen=True)
 class _Cache:
-    """A cache before the new tokens are written.
+    """A cache before the new tokens are written."""
 
-    Attributes:
-        batch: of its own layout and blocks.
-        pages: where it is.
-        image: what must be in it afterwards.
-    """
-
-    batch: CachedBatch[Any]
-    pages: Pages
-    image: CacheImage
+    batch: CachedBatch[Any]  # of its own layout and blocks
+    pages: Pages  # where it is
+    image: CacheImage  # what must be in it afterwards
 
     def slots(self, padding: int) -> Tensor:
         """[T] int64 of the new tokens, -1 of padding behind them."""

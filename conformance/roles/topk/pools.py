@@ -10,19 +10,12 @@ from mla_conformance.reference.selected import NO_KEY
 
 @dataclass(frozen=True)
 class PoolTokens:
-    """What n rows named.
+    """What n rows named."""
 
-    Attributes:
-        numbers: [n, K] int64 as they were named.
-        tokens: [n] int64, tokens that each row sees.
-        pool: tokens of a pool.
-        tail: whether those of the last pool are asked for, where it is not whole.
-    """
-
-    numbers: torch.Tensor
-    tokens: torch.Tensor
-    pool: int
-    tail: bool
+    numbers: torch.Tensor  # [n, K] int64 as they were named
+    tokens: torch.Tensor  # [n] int64, tokens that each row sees
+    pool: int  # tokens of a pool
+    tail: bool  # whether those of the last pool are asked for, where it is not whole
 
     def positions(self, places: int) -> torch.Tensor:
         """[n, places] numbers of the whole pools that are named, the last first, -1 behind them."""

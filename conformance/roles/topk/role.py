@@ -29,17 +29,11 @@ from mla_conformance.roles.topk.problem import TopKBatch, TopKCall
 
 @dataclass(frozen=True)
 class GoldenWindows(Golden):
-    """What the judged rows see.
+    """What the judged rows see."""
 
-    Attributes:
-        scores: their logits.
-        starts: [n] int64, the first column of each.
-        tokens: [n] int64, tokens that each sees where columns are pools, else columns.
-    """
-
-    scores: WindowScores
-    starts: torch.Tensor
-    tokens: torch.Tensor
+    scores: WindowScores  # their logits
+    starts: torch.Tensor  # [n] int64, the first column of each
+    tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
