@@ -19,13 +19,9 @@ class MultipleOf:
 
 
 class PagedKernel(KernelBackend):
-    """A kernel over a paged cache.
+    """A kernel over a paged cache."""
 
-    Attributes:
-        supported_block_sizes: page sizes of the cache, in tokens.
-    """
-
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # page sizes of the cache, in tokens
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:

@@ -23,87 +23,54 @@ class MLACommonDecodeMetadata:
     """What a decode backend may know of the batch; B requests, T query tokens, requests end to end.
 
     A row of padding is a request of one query token, ``seq_lens`` 0 and blocks -1: it sees no key.
-
-    Attributes:
-        block_table: [B, max blocks] int32, on the device; entries past a request's last page may hold anything.
-        seq_lens: [B] int32, on the device; cached tokens of each request on this rank, its new tokens included.
-        query_start_loc: [B + 1] int32, on the device.
-        max_query_len: longest query in tokens; may exceed the true one.
-        max_seq_len: longest sequence in tokens; may exceed the true one.
-        query_lens_cpu: [B] int32, on the CPU.
-        seq_lens_cpu: [B] int32, on the CPU.
-        dcp_world_size: ranks that share the sequences' tokens.
-        dcp_rank: this rank.
-        cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
-        dcp_tot_seq_lens: [B] int32, on the device; tokens on all ranks, which the causal bound refers to. None on
-            one rank.
     """
 
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-    max_seq_len: int
-    query_lens_cpu: Tensor
-    seq_lens_cpu: Tensor
-    dcp_world_size: int = 1
-    dcp_rank: int = 0
-    cp_kv_cache_interleave_size: int = 1
+    block_table: Tensor  # [B, max blocks] int32, on the device; entries past a request's last page may hold anything
+    seq_lens: Tensor  # [B] int32, on the device; cached tokens of each request on this rank, its new tokens included
+    query_start_loc: Tensor  # [B + 1] int32, on the device
+    max_query_len: int  # longest query in tokens; may exceed the true one
+    max_seq_len: int  # longest sequence in tokens; may exceed the true one
+    query_lens_cpu: Tensor  # [B] int32, on the CPU
+    seq_lens_cpu: Tensor  # [B] int32, on the CPU
+    dcp_world_size: int = 1  # ranks that share the sequences' tokens
+    dcp_rank: int = 0  # this rank
+    cp_kv_cache_interleave_size: int = 1  # token t belongs to rank (t // this) % dcp_world_size
+    # [B] int32, on the device; tokens on all ranks, which the causal bound refers to. None on one rank
     dcp_tot_seq_lens: Tensor | None = None
 
 
 class MLADecodeSelectorConfig(NamedTuple):
-    """What a decode backend is validated against; hashable.
+    """What a decode backend is validated against; hashable."""
 
-    Attributes:
-        dtype: of the absorbed query, the rotated query and the output.
-        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``, or another name of one of these.
-        block_size: tokens of a page.
-        kv_lora_rank: L.
-        qk_rope_head_dim: R.
-        max_query_len: most query tokens of a request.
-        uniform: whether all requests have that many.
-        dcp_world_size: ranks that share a sequence.
-        tile_scales: what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two.
-        lse: whether the LSE is asked for.
-    """
-
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    block_size: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    max_query_len: int = 1
-    uniform: bool = True
-    dcp_world_size: int = 1
+    dtype: torch.dtype  # of the absorbed query, the rotated query and the output
+    kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``, or another name of one of these
+    block_size: int  # tokens of a page
+    kv_lora_rank: int  # L
+    qk_rope_head_dim: int  # R
+    max_query_len: int = 1  # most query tokens of a request
+    uniform: bool = True  # whether all requests have that many
+    dcp_world_size: int = 1  # ranks that share a sequence
+    # what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two
     tile_scales: str = "float32"
-    lse: bool = True
+    lse: bool = True  # whether the LSE is asked for
 
 
 class MLADecodeBackend(PagedKernel, AttentionKernel):
     """Decode attention over a paged cache of latents.
 
     Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
-
-    Attributes:
-        supported_kv_cache_dtypes: layouts of the cache that the kernel reads.
-        supported_tile_scales: scales of an ``fp8_ds_mla`` cache that the kernel reads as they are.
-        supported_latent_dims: pairs (L, R); empty means any.
-        supported_query_len: most query tokens of a request; None means any number.
-        supports_nonuniform_queries: whether requests may have different numbers of query tokens.
-        supports_causal_dcp: whether several query tokens are masked right on a rank that holds a part of the keys.
-        returns_lse: whether an LSE can be asked for; without it ranks cannot share the keys either.
-        cudagraph_support: what may be captured in a CUDA graph.
     """
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the cache that the kernel reads
+    # scales of an ``fp8_ds_mla`` cache that the kernel reads as they are
     supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []
-    supported_query_len: ClassVar[int | None] = 1
-    supports_nonuniform_queries: ClassVar[bool] = False
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []  # pairs (L, R); empty means any
+    supported_query_len: ClassVar[int | None] = 1  # most query tokens of a request; None means any number
+    supports_nonuniform_queries: ClassVar[bool] = False  # whether requests may have different numbers of query tokens
+    # whether several query tokens are masked right on a rank that holds a part of the keys
     supports_causal_dcp: ClassVar[bool] = False
-    returns_lse: ClassVar[bool] = True
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for; without it ranks cannot share the keys either
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # what may be captured in a CUDA graph
 
     @classmethod
     def _reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:

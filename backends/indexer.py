@@ -25,51 +25,32 @@ INDEX_LAYOUTS = ("auto", "fp8_index")
 
 
 class MLAIndexerSelectorConfig(NamedTuple):
-    """What an indexer is validated against; hashable.
+    """What an indexer is validated against; hashable."""
 
-    Attributes:
-        call: ``logits`` or ``topk``.
-        paged: whether the keys lie in a paged cache, or gathered.
-        dtype: of the model.
-        kv_cache_dtype: one of :data:`INDEX_LAYOUTS`.
-        block_size: tokens of a page; 1 of gathered keys.
-        num_heads: H, the indexer's heads.
-        head_dim: D.
-        topk_tokens: K, tokens that are selected for a query token.
-        index_space: what the selected numbers count.
-    """
-
-    call: str
-    paged: bool
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    block_size: int
-    num_heads: int
-    head_dim: int
-    topk_tokens: int
-    index_space: str = IndexSpace.POSITION
+    call: str  # ``logits`` or ``topk``
+    paged: bool  # whether the keys lie in a paged cache, or gathered
+    dtype: torch.dtype  # of the model
+    kv_cache_dtype: str  # one of :data:`INDEX_LAYOUTS`
+    block_size: int  # tokens of a page; 1 of gathered keys
+    num_heads: int  # H, the indexer's heads
+    head_dim: int  # D
+    topk_tokens: int  # K, tokens that are selected for a query token
+    index_space: str = IndexSpace.POSITION  # what the selected numbers count
 
 
 class MLAIndexerBackend(PagedKernel):
     """Scores of cached tokens, and the best of them.
 
     Symbols: T query tokens, H heads of the indexer, D their columns, K ``topk_tokens``.
-
-    Attributes:
-        supported_calls: ``logits``, ``topk`` or both; the other one is refused.
-        supported_kv_cache_dtypes: those of :data:`INDEX_LAYOUTS` that the kernel reads.
-        supported_heads: numbers of heads; empty means any.
-        supported_head_dims: columns of a key; empty means any.
-        supported_topk: numbers of tokens that are selected.
-        supported_index_spaces: what the selected numbers may count.
     """
 
-    supported_calls: ClassVar[list[str]] = ["logits", "topk"]
+    supported_calls: ClassVar[list[str]] = ["logits", "topk"]  # ``logits``, ``topk`` or both; the other one is refused
+    # those of :data:`INDEX_LAYOUTS` that the kernel reads
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]
-    supported_heads: ClassVar[list[int]] = []
-    supported_head_dims: ClassVar[list[int]] = []
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]
+    supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
+    supported_head_dims: ClassVar[list[int]] = []  # columns of a key; empty means any
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of tokens that are selected
+    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]  # what the selected numbers may count
 
     @classmethod
     def _reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:

@@ -26,14 +26,10 @@ class PrefillKernelBackend(AttentionKernel):
     """What every generation of the interface that prepares metadata on the instance has in common.
 
     Symbols: T query tokens, S key tokens, N heads on this rank, P/R/V the nope, rope and value head dims.
-
-    Attributes:
-        supported_mla_dimensions: head dims; empty means any.
-        returns_lse: whether an LSE can be asked for; without it there are no context chunks either.
     """
 
-    supported_mla_dimensions: ClassVar[list[MLADimensions]] = []
-    returns_lse: ClassVar[bool] = True
+    supported_mla_dimensions: ClassVar[list[MLADimensions]] = []  # head dims; empty means any
+    returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for; without it there are no context chunks either
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:

@@ -29,82 +29,49 @@ class MLASparseMetadata:
     """What a sparse backend may know of the batch; B requests, T query tokens, requests end to end.
 
     A row of padding is a request of one query token without keys: its list names none.
-
-    Attributes:
-        query_start_loc: [B + 1] int32, on the device.
-        req_id_per_token: [T] int32, on the device; the request of each query token.
-        seq_lens: [B] int32, on the device; tokens of each request in the cache of this rank, or among the gathered
-            keys, its new ones included.
-        block_table: [B, max blocks] int32, on the device, of a cache; None with gathered keys. Entries past a request's
-            last page may hold anything.
-        workspace_starts: [B] int32, on the device; row of the gathered keys at which each request begins. None with a
-            cache.
-        index_space: what the lists count; lists of a second cache always count its slots.
-        max_query_len: longest query in tokens; may exceed the true one.
-        max_seq_len: longest sequence in tokens; may exceed the true one.
-        query_lens_cpu: [B] int32, on the CPU.
-        seq_lens_cpu: [B] int32, on the CPU.
-        dcp_world_size: ranks that share the sequences' tokens.
-        dcp_rank: this rank.
-        cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
     """
 
-    query_start_loc: Tensor
-    req_id_per_token: Tensor
+    query_start_loc: Tensor  # [B + 1] int32, on the device
+    req_id_per_token: Tensor  # [T] int32, on the device; the request of each query token
+    # [B] int32, on the device; tokens of each request in the cache of this rank, or among the gathered keys, its new
+    # ones included
     seq_lens: Tensor
+    # [B, max blocks] int32, on the device, of a cache; None with gathered keys. Entries past a request's last page may
+    # hold anything
     block_table: Tensor | None
+    # [B] int32, on the device; row of the gathered keys at which each request begins. None with a cache
     workspace_starts: Tensor | None
-    index_space: IndexSpace
-    max_query_len: int
-    max_seq_len: int
-    query_lens_cpu: Tensor
-    seq_lens_cpu: Tensor
-    dcp_world_size: int = 1
-    dcp_rank: int = 0
-    cp_kv_cache_interleave_size: int = 1
+    index_space: IndexSpace  # what the lists count; lists of a second cache always count its slots
+    max_query_len: int  # longest query in tokens; may exceed the true one
+    max_seq_len: int  # longest sequence in tokens; may exceed the true one
+    query_lens_cpu: Tensor  # [B] int32, on the CPU
+    seq_lens_cpu: Tensor  # [B] int32, on the CPU
+    dcp_world_size: int = 1  # ranks that share the sequences' tokens
+    dcp_rank: int = 0  # this rank
+    cp_kv_cache_interleave_size: int = 1  # token t belongs to rank (t // this) % dcp_world_size
 
 
 class MLASparseSelectorConfig(NamedTuple):
-    """What a sparse backend is validated against; hashable.
+    """What a sparse backend is validated against; hashable."""
 
-    Attributes:
-        call: ``decode`` over a paged cache, or ``prefill`` over gathered keys of the queries' dtype.
-        dtype: of the queries and of the output.
-        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8``, or a name of ``reference.entry_formats``.
-        block_size: tokens of a page.
-        kv_lora_rank: L.
-        qk_rope_head_dim: R.
-        num_heads: N.
-        topk: columns of the lists.
-        index_space: what the lists count.
-        topk_length: whether lengths are handed over beside the lists.
-        sink: whether sinks are handed over.
-        duplicates: whether a list may name a key twice.
-        lse: whether the LSE is asked for.
-        extra_kv_cache_dtype: layout of a second cache; None without one.
-        extra_block_size: tokens of its pages.
-        extra_topk: columns of its lists.
-        dcp_world_size: ranks that share a sequence.
-        tile_scales: what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two.
-    """
-
-    call: str
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    block_size: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    num_heads: int
-    topk: int
-    index_space: str = IndexSpace.SLOT
-    topk_length: bool = False
-    sink: bool = False
-    duplicates: bool = False
-    lse: bool = True
-    extra_kv_cache_dtype: str | None = None
-    extra_block_size: int = 0
-    extra_topk: int = 0
-    dcp_world_size: int = 1
+    call: str  # ``decode`` over a paged cache, or ``prefill`` over gathered keys of the queries' dtype
+    dtype: torch.dtype  # of the queries and of the output
+    kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8``, or a name of ``reference.entry_formats``
+    block_size: int  # tokens of a page
+    kv_lora_rank: int  # L
+    qk_rope_head_dim: int  # R
+    num_heads: int  # N
+    topk: int  # columns of the lists
+    index_space: str = IndexSpace.SLOT  # what the lists count
+    topk_length: bool = False  # whether lengths are handed over beside the lists
+    sink: bool = False  # whether sinks are handed over
+    duplicates: bool = False  # whether a list may name a key twice
+    lse: bool = True  # whether the LSE is asked for
+    extra_kv_cache_dtype: str | None = None  # layout of a second cache; None without one
+    extra_block_size: int = 0  # tokens of its pages
+    extra_topk: int = 0  # columns of its lists
+    dcp_world_size: int = 1  # ranks that share a sequence
+    # what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two
     tile_scales: str = "float32"
 
 
@@ -112,36 +79,24 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
     """Attention to selected keys.
 
     Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
-
-    Attributes:
-        supported_calls: ``decode``, ``prefill`` or both; the other one is refused.
-        supported_kv_cache_dtypes: layouts of the cache that a decode reads.
-        supported_extra_kv_cache_dtypes: those of a second cache; none of them means no second cache.
-        supported_tile_scales: scales of an ``fp8_ds_mla`` cache that the kernel reads as they are.
-        supported_latent_dims: pairs (L, R); empty means any.
-        supported_heads: numbers of heads; empty means any.
-        supported_topk: numbers of columns of a list.
-        supported_index_spaces: what the lists may count.
-        supports_topk_length: whether lengths may be handed over beside the lists.
-        supports_sink: whether sinks may be.
-        supports_duplicates: whether a list may name a key twice, which then counts twice.
-        returns_lse: whether an LSE can be asked for.
-        cudagraph_support: what may be captured in a CUDA graph.
     """
 
+    # ``decode``, ``prefill`` or both; the other one is refused
     supported_calls: ClassVar[list[str]] = ["decode", "prefill"]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the cache that a decode reads
+    # those of a second cache; none of them means no second cache
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = []
+    # scales of an ``fp8_ds_mla`` cache that the kernel reads as they are
     supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []
-    supported_heads: ClassVar[list[int]] = []
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.SLOT]
-    supports_topk_length: ClassVar[bool] = False
-    supports_sink: ClassVar[bool] = False
-    supports_duplicates: ClassVar[bool] = True
-    returns_lse: ClassVar[bool] = True
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []  # pairs (L, R); empty means any
+    supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns of a list
+    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.SLOT]  # what the lists may count
+    supports_topk_length: ClassVar[bool] = False  # whether lengths may be handed over beside the lists
+    supports_sink: ClassVar[bool] = False  # whether sinks may be
+    supports_duplicates: ClassVar[bool] = True  # whether a list may name a key twice, which then counts twice
+    returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # what may be captured in a CUDA graph
 
     @classmethod
     def _reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:

@@ -52,25 +52,18 @@ def _nothing(case: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleDefinition:
-    """A role; by default one that asks for attention.
+    """A role; by default one that asks for attention."""
 
-    Attributes:
-        role: its name.
-        batch: makes the calls of a case, given the case, a device and a salt that is drawn with beside the case.
-        config: what its classes are validated against, a named tuple.
-        constructed: the arguments that its classes are constructed with, beside ``vllm_config``.
-        facts: what configurations and constructors are told beside :func:`facts_of`, or otherwise.
-        golden: the result that is expected of a problem.
-        judge: the steps of its verdicts.
-    """
-
-    role: Role
+    role: Role  # its name
+    # makes the calls of a case, given the case, a device and a salt that is drawn with beside the case
     batch: Callable[[Any, torch.device, str], Any]
-    config: Any
+    config: Any  # what its classes are validated against, a named tuple
+    # the arguments that its classes are constructed with, beside ``vllm_config``
     constructed: tuple[str, ...] = KERNEL_SIZES
+    # what configurations and constructors are told beside :func:`facts_of`, or otherwise
     facts: Callable[[Any, torch.dtype], dict[str, Any]] = _nothing
-    golden: Callable[[Problem], Golden] = golden_attention
-    judge: Callable[..., Steps] = AttentionJudge
+    golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
+    judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
 
     def problem(self, case: Any, device: torch.device, salt: str = "") -> Problem:
         """The inputs that a case stands for.

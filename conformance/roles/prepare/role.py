@@ -35,14 +35,11 @@ from mla_conformance.roles.prepare.problem import PrepareBatch, PrepareCall
 
 @dataclass(frozen=True)
 class GoldenPrepared(Golden):
-    """What the judged rows are before they are codes.
-
-    Attributes:
-        factors: [n, H] float64, what the scales of queries are multiplied by in folded weights; 1 where they are not.
-    """
+    """What the judged rows are before they are codes."""
 
     q: Prepared  # [n, H, D]
     k: Prepared  # [n, 1, D]
+    # [n, H] float64, what the scales of queries are multiplied by in folded weights; 1 where they are not
     factors: torch.Tensor
 
     @property
