@@ -11,11 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel
-from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.cache_dtypes import LatentKernel
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import AttentionKernel
 
 
 @dataclass
@@ -55,30 +52,21 @@ class MLADecodeSelectorConfig(NamedTuple):
     lse: bool = True  # whether the LSE is asked for
 
 
-class MLADecodeBackend(PagedKernel, AttentionKernel):
+class MLADecodeBackend(LatentKernel):
     """Decode attention over a paged cache of latents.
 
     Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
     """
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the cache that the kernel reads
-    # scales of an ``fp8_ds_mla`` cache that the kernel reads as they are
-    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []  # pairs (L, R); empty means any
     supported_query_len: ClassVar[int | None] = 1  # most query tokens of a request; None means any number
     supports_nonuniform_queries: ClassVar[bool] = False  # whether requests may have different numbers of query tokens
     # whether several query tokens are masked right on a rank that holds a part of the keys
     supports_causal_dcp: ClassVar[bool] = False
-    returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for; without it ranks cannot share the keys either
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # what may be captured in a CUDA graph
 
     @classmethod
     def _reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:
         yield from cls._cache_reasons(config)
-        yield from cls._page_reasons(config.block_size)
-        dims = (config.kv_lora_rank, config.qk_rope_head_dim)
-        if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
-            yield f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})"
+        yield from cls._latent_reasons(config)
         if cls.supported_query_len is not None and config.max_query_len > cls.supported_query_len:
             yield f"{config.max_query_len} query tokens a request not supported"
         if not config.uniform and not cls.supports_nonuniform_queries:
@@ -87,30 +75,6 @@ class MLADecodeBackend(PagedKernel, AttentionKernel):
             yield "several query tokens a request not supported under decode context parallelism"
         if config.lse and not cls.returns_lse:
             yield NO_LSE
-
-    @classmethod
-    def _cache_reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:
-        if layout_of(config.kv_cache_dtype) not in cls.supported_kv_cache_dtypes:
-            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        elif config.kv_cache_dtype == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
-            read = ", ".join(cls.supported_tile_scales)
-            yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
-        if reason := contradiction(config.kv_cache_dtype, config.dtype):
-            yield reason
-
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        kv_cache_dtype: str,
-        vllm_config: Any,
-    ) -> None:
-        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        self.kv_cache_dtype = layout_of(kv_cache_dtype)
 
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""

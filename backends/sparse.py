@@ -15,12 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
-from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.cache_dtypes import LatentKernel, layout_of
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.reference.cache_layout import require_layout
 
 
@@ -75,7 +73,7 @@ class MLASparseSelectorConfig(NamedTuple):
     tile_scales: str = "float32"
 
 
-class MLASparseBackend(PagedKernel, AttentionKernel):
+class MLASparseBackend(LatentKernel):
     """Attention to selected keys.
 
     Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
@@ -83,37 +81,29 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
 
     # ``decode``, ``prefill`` or both; the other one is refused
     supported_calls: ClassVar[list[str]] = ["decode", "prefill"]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the cache that a decode reads
     # those of a second cache; none of them means no second cache
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = []
-    # scales of an ``fp8_ds_mla`` cache that the kernel reads as they are
-    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []  # pairs (L, R); empty means any
     supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
     supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns of a list
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.SLOT]  # what the lists may count
     supports_topk_length: ClassVar[bool] = False  # whether lengths may be handed over beside the lists
     supports_sink: ClassVar[bool] = False  # whether sinks may be
     supports_duplicates: ClassVar[bool] = True  # whether a list may name a key twice, which then counts twice
-    returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # what may be captured in a CUDA graph
 
     @classmethod
     def _reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
         yield from cls._shape_reasons(config)
         yield from cls._list_reasons(config)
         if config.call == "decode":
-            yield from cls._cache_reasons(config)
+            yield from cls._cache_reasons(config, config.extra_kv_cache_dtype)
             if config.extra_kv_cache_dtype is not None:
                 yield from cls._extra_reasons(config)
 
     @classmethod
     def _shape_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        dims = (config.kv_lora_rank, config.qk_rope_head_dim)
         if config.call not in cls.supported_calls:
             yield f"sparse {config.call} not supported"
-        if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
-            yield f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})"
+        yield from cls._latent_reasons(config)
         if cls.supported_heads and config.num_heads not in cls.supported_heads:
             yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
         if config.sink and not cls.supports_sink:
@@ -132,21 +122,6 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
             yield "topk_length not supported"
         if config.duplicates and not cls.supports_duplicates:
             yield "lists that name a key twice not supported"
-
-    @classmethod
-    def _cache_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        layout = layout_of(config.kv_cache_dtype)
-        if layout not in cls.supported_kv_cache_dtypes:
-            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        elif (
-            "fp8_ds_mla" in (layout, config.extra_kv_cache_dtype)
-            and config.tile_scales not in cls.supported_tile_scales
-        ):
-            read = ", ".join(cls.supported_tile_scales)
-            yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
-        if reason := contradiction(config.kv_cache_dtype, config.dtype):
-            yield reason
-        yield from cls._page_reasons(config.block_size)
 
     @classmethod
     def _extra_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
@@ -168,8 +143,8 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
         vllm_config: Any,
         extra_kv_cache_dtype: str | None = None,
     ) -> None:
-        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        self.kv_cache_dtype = require_layout(layout_of(kv_cache_dtype))
+        sizes = (num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+        super().__init__(*sizes, require_layout(layout_of(kv_cache_dtype)), vllm_config)
         self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:

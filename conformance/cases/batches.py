@@ -134,6 +134,15 @@ def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
     )
 
 
+KINDS = ("both", "decodes", "prefills")
+KIND = measured(
+    "requests that",
+    KINDS,
+    lambda case: "prefills" if not case.decodes else "decodes" if case.decodes == len(case.q) else "both",
+)
+WITH_DECODES = Only(KIND.name, ("both", "decodes"), "nothing decodes")
+WITH_PREFILLS = Only(KIND.name, ("both", "prefills"), "nothing prefills")
+"""What the requests of a layer's batch do."""
 PAGES = Numbers({**exactly(64, 16, 32, 128, 256, 1), "other": ((8, 48, 2, 96), range(2, 256))})
 _SCANNED = 1024
 

@@ -76,14 +76,14 @@ class CachedBatch(Draw[AnyCached]):
 
     def owned(self, rank: int) -> tuple[list[int], list[int]]:
         """How many tokens of each request a rank holds, and the numbers of these tokens among those of the batch."""
-        firsts = zip(start_loc(self.totals), self.totals, strict=False)
-        rows = [[first + position for position in self._positions(total, rank)] for first, total in firsts]
-        return [len(numbers) for numbers in rows], [number for numbers in rows for number in numbers]
+        held = self.held(rank)
+        every = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
+        return list(map(len, held)), every
 
-    def _positions(self, total: int, rank: int) -> Sequence[int]:
-        if self.case.ranks == 1:
-            return range(total)
-        return local_positions(total, rank=rank, world_size=self.case.ranks, interleave=self.case.interleave)
+    def held(self, rank: int) -> list[Sequence[int]]:
+        """Positions of each request's tokens that a rank holds."""
+        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
+        return [range(total) if self.case.ranks == 1 else local_positions(total, **world) for total in self.totals]
 
 
 def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -6,12 +6,13 @@ Adding a capability is one entry in ``capabilities.toml``; if none of the proced
 
 import json
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import chain
+from typing import Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError, parse_fields
@@ -131,7 +132,7 @@ def _vocabulary() -> Iterator[Capability]:
 def _case_list(name: str) -> Iterable[Fields]:
     """A list of a role, or of those that several roles share."""
     role, _, own = name.rpartition(".")
-    found = lists_of(Role(role)) if role else vars(lists)
+    found: Mapping[str, Any] = lists_of(Role(role)) if role else vars(lists)
     if own not in found:
         raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(found)}")
     made: Iterable[Fields] = found[own] if role else found[own]()

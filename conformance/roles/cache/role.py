@@ -24,11 +24,6 @@ from mla_conformance.roles.definition import RoleDefinition
 class GoldenBytes(Golden):
     """What is expected stands in the problem's own images."""
 
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """None."""
-        return iter(())
-
 
 def golden_bytes(problem: Problem) -> GoldenBytes:
     """Every row is judged."""

@@ -91,10 +91,6 @@ def _others(case: CacheCase) -> str:
     return "alone" if len(case.q) == 1 else "equal" if len(set(batches.totals(case))) == 1 else "shorter"
 
 
-def _unused(case: CacheCase) -> str:
-    return "2^15 slots" if case.spare * case.page >= 2**15 else "few"
-
-
 def _interleave(case: CacheCase) -> str:
     return "1" if case.interleave == 1 else "page" if case.interleave == case.page else "part of a page"
 
@@ -127,8 +123,7 @@ def _dimensions() -> Iterator[Dimension]:
     yield measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS)
     yield plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS)
     yield values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value, only=_WRITTEN)
-    tails, layers, _ = storage()
-    yield from (tails, layers, measured("unused", ("few", "2^15 slots"), _unused))
+    yield from storage(most=15)
     yield PADDING
     yield POISONS
 

@@ -95,11 +95,7 @@ def _dimensions() -> Iterator[Dimension]:
     yield measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page))
     yield numbers("state page", "state_page", _STATE_PAGES)
     yield values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
-    tails, layers, _ = storage()
-    yield from (tails, layers)
-    yield measured(
-        "unused", ("few", "2^15 slots"), lambda case: "2^15 slots" if case.spare * case.page >= 2**15 else "few"
-    )
+    yield from storage(most=15)
     yield PADDING
     yield POISONS
 

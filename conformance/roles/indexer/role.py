@@ -7,24 +7,25 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.selection import SelectionSteps, selected
+from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
 from mla_conformance.judging.steps import Form, share_of, worst_of
 from mla_conformance.judging.tolerance import Tolerance, roundoffs
 from mla_conformance.judging.verdict import BudgetUse, Verdict
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
+from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.indexer.problem import IndexerBatch
-from mla_conformance.roles.indexer.selected_tokens import positions_of
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,6 @@ class GoldenScores(Golden):
     """Golden scores of the judged rows."""
 
     calls: tuple[IndexScores, ...]  # one per call of the problem
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that they consist of."""
-        return (tensor for scores in self.calls for tensor in vars(scores).values())
 
 
 def golden_scores(problem: Problem) -> GoldenScores:
@@ -48,6 +44,21 @@ def golden_scores(problem: Problem) -> GoldenScores:
         starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
         found.append(index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
     return GoldenScores(rows, tuple(found))
+
+
+def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+    """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
+    if call.case.space == IndexSpace.POSITION:
+        return numbers.where(numbers >= NO_KEY, NOTHING)
+    starts = torch.tensor(call.key_start_loc, device=numbers.device)
+    request = rows.pick(call.metadata.req_id_per_token.long())
+    first, end = starts[request].unsqueeze(1), starts[request + 1].unsqueeze(1)
+    blocks, page = call.stored.shape[:2] if call.case.is_paged else (len(call.stored), 1)
+    keys = numbers.new_full((blocks * page,), NOTHING)
+    keys[call.slots.to(numbers.device)] = torch.arange(len(call.slots), device=numbers.device)
+    key = keys[numbers.clamp(0, len(keys) - 1)].where((numbers >= 0) & (numbers < len(keys)), NOTHING)
+    own = (key >= first) & (key < end)
+    return (key - first).where(own, NOTHING).where(numbers != NO_KEY, NO_KEY)
 
 
 class IndexJudge(SelectionSteps):

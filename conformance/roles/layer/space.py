@@ -6,11 +6,12 @@ from itertools import cycle, islice, product
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
+from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers, exactly
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Pick, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.roles.layer.case import LATENTS, LayerCase, Order
 
@@ -24,16 +25,9 @@ TOKENS = Numbers(
     }
 )
 CHUNKS = Numbers({**exactly(1, 0, 2), "3 to 8": (range(3, 9),), "9 to 64": (range(9, 65),)})
-_KINDS = ("both", "decodes", "prefills")
 _MOST_KEYS = 2**20
-_WITH_DECODES = Only("requests that", ("both", "decodes"), "nothing decodes")
-_WITH_PREFILLS = Only("requests that", ("both", "prefills"), "nothing prefills")
 _TOO_MANY = f"more than {_MOST_KEYS:,} keys times heads, which the golden layer multiplies out"
 _SHORT = 17
-
-
-def _kind(case: LayerCase) -> str:
-    return "prefills" if not case.decodes else "decodes" if case.decodes == len(case.q) else "both"
 
 
 def _new(case: LayerCase) -> list[tuple[int, int]]:
@@ -170,7 +164,7 @@ LAYER = Space(
     role=Role.LAYER,
     capability="layer_combinations",
     dimensions=(
-        measured("requests that", _KINDS, _kind),
+        batches.KIND,
         values("order", "order", Order.PREFILLS_FIRST, Order.DECODES_FIRST),
         *dimensions.cache(*CACHES),
         values("dims", "dims", "r1", "glm", "32-16-32-64", "128-0-128-512", "64-16-96-64"),
@@ -179,13 +173,16 @@ LAYER = Space(
         *dimensions.ranks(),
         batches.NUMBER,
         measured(
-            "queries", batches.DECODE_QUERIES, lambda case: batches.query_class(case.decode_queries), _WITH_DECODES
+            "queries",
+            batches.DECODE_QUERIES,
+            lambda case: batches.query_class(case.decode_queries),
+            WITH_DECODES,
         ),
-        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), _WITH_PREFILLS),
+        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), WITH_PREFILLS),
         measured("others", batches.OTHERS, batches.others_class),
         *batches.TOTALS,
         *batches.pages(),
-        measured("chunks", CHUNKS, _chunks, _WITH_PREFILLS),
+        measured("chunks", CHUNKS, _chunks, WITH_PREFILLS),
         values("latents", "latents", *LATENTS),
         values("weights", "weights", "selection", "dense"),
         plain("out", {"none": {"out": False}, "given": {"out": True}}),

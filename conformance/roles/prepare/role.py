@@ -42,13 +42,6 @@ class GoldenPrepared(Golden):
     # [n, H] float64, what the scales of queries are multiplied by in folded weights; 1 where they are not
     factors: torch.Tensor
 
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that they consist of."""
-        for part in (self.q, self.k):
-            yield from (part.values, part.accumulated, part.stored)
-        yield self.factors
-
 
 def golden_prepared(problem: Problem) -> GoldenPrepared:
     """Queries and keys, computed in float64."""

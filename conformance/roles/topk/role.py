@@ -1,6 +1,6 @@
 """What the role topk is, and its judge: an indexer's, of exact scores, and what is declared beyond that (SPEC 8.7)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.reference.top_k import WindowScores, window_scores
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.topk.case import TIED, TopKCase
-from mla_conformance.roles.topk.pools import PoolTokens
 from mla_conformance.roles.topk.problem import TopKBatch, TopKCall
 
 
@@ -35,12 +34,6 @@ class GoldenWindows(Golden):
     starts: torch.Tensor  # [n] int64, the first column of each
     tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
 
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that they consist of."""
-        yield from vars(self.scores).values()
-        yield from (self.starts, self.tokens)
-
 
 def golden_windows(problem: Problem) -> GoldenWindows:
     """The logits of every judged row's window."""
@@ -50,6 +43,56 @@ def golden_windows(problem: Problem) -> GoldenWindows:
     starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
     tokens = lengths if call.metadata.token_lengths is None else rows.pick(call.metadata.token_lengths)
     return GoldenWindows(rows, window_scores(rows.pick(call.q), lengths, starts), starts.long(), tokens.long())
+
+
+@dataclass(frozen=True)
+class PoolTokens:
+    """What n rows named."""
+
+    numbers: torch.Tensor  # [n, K] int64 as they were named
+    tokens: torch.Tensor  # [n] int64, tokens that each row sees
+    pool: int  # tokens of a pool
+    tail: bool  # whether those of the last pool are asked for, where it is not whole
+
+    def positions(self, places: int) -> torch.Tensor:
+        """[n, places] numbers of the whole pools that are named, the last first, -1 behind them."""
+        named = self._counts == self.pool
+        numbered = torch.arange(named.shape[1], device=named.device).where(named, NO_KEY)
+        found = torch.nn.functional.pad(numbered, (0, places), value=NO_KEY).sort(dim=1, descending=True)
+        return found.values[:, :places]
+
+    def wrong(self) -> Iterator[tuple[Callable[[int], str], torch.Tensor]]:
+        """What may be wrong, as a clause about a row and the rows [n] bool of which it is true."""
+        strange = (self.numbers != NO_KEY) & ~self._seen
+        yield lambda row: f"{int(self.numbers[row][strange[row]][0])} is no token that it sees", strange.any(dim=1)
+        ordered = self.numbers.sort(dim=1).values
+        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)
+        yield lambda row: f"token {int(ordered[row, 1:][twice[row]][0])} is named twice", twice.any(dim=1)
+        last = (self._seen & (self.numbers >= self._whole)).sum(dim=1)
+        wanted = (self.tokens % self.pool) * self.tail
+        yield (
+            lambda row: f"{int(last[row])} tokens of the last pool are named, expected {int(wanted[row])}",
+            last != wanted,
+        )
+        parts = (self._counts > 0) & (self._counts < self.pool)
+        yield lambda row: f"not all tokens of pool {int(parts[row].int().argmax())} are named", parts.any(dim=1)
+
+    @property
+    def _seen(self) -> torch.Tensor:
+        return (self.numbers >= 0) & (self.numbers < self.tokens.unsqueeze(1))
+
+    @property
+    def _whole(self) -> torch.Tensor:
+        """[n, 1], tokens in whole pools."""
+        return (self.tokens // self.pool * self.pool).unsqueeze(1)
+
+    @property
+    def _counts(self) -> torch.Tensor:
+        """[n, W] how many tokens of each whole pool are named."""
+        width = int(self.tokens.max()) // self.pool if len(self.tokens) else 0
+        at = (self.numbers // self.pool).where(self._seen & (self.numbers < self._whole), width)
+        found = torch.zeros(len(at), width + 1, dtype=torch.int64, device=at.device)
+        return found.scatter_add_(1, at, torch.ones_like(at))[:, :width]
 
 
 class TopKJudge(SelectionSteps):
