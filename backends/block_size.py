@@ -1,6 +1,6 @@
 """Page sizes that a kernel accepts (vLLM's ``MultipleOf``)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 from mla_conformance.backends.kernel import KernelBackend
@@ -19,18 +19,19 @@ class MultipleOf:
 
 
 class PagedKernel(KernelBackend):
-    """A kernel over a paged cache.
+    """A kernel over a paged cache."""
 
-    Attributes:
-        supported_block_sizes: page sizes of the cache, in tokens.
-    """
-
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # page sizes of the cache, in tokens
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
         """Page sizes of the cache, in tokens, by vLLM's name."""
         return cls.supported_block_sizes
+
+    @classmethod
+    def _page_reasons(cls, block_size: int, where: str = "") -> Iterator[str]:
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), block_size):
+            yield f"block_size {block_size}{where} not supported"
 
 
 def accepts_block_size(supported: Sequence[int | MultipleOf], block_size: int) -> bool:

@@ -12,9 +12,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
+from mla_conformance.backends.block_size import PagedKernel
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
@@ -23,76 +22,43 @@ NO_SLOT = -1
 
 
 class MLACacheSelectorConfig(NamedTuple):
-    """What a class is validated against; hashable.
+    """What a class is validated against; hashable."""
 
-    Attributes:
-        call: one of :data:`CACHE_CALLS`.
-        dtype: of the model.
-        kv_cache_dtype: the layout, a name of ``CACHE_LAYOUTS``.
-        block_size: entries of a page.
-        kv_lora_rank: L, or the columns of an indexer's key.
-        qk_rope_head_dim: R, 0 of an indexer's key.
-        tile_scales: what the float32 scales of a layout are that is written, one of ``TILE_SCALES``.
-        slot_dtype: of a slot mapping.
-        dequantise: whether gathered entries become values of the model's dtype.
-        compress_ratio: tokens that an entry stands for.
-        dcp_world_size: ranks that share the tokens.
-        outside: whether lists name positions that the block table has no column for.
-    """
-
-    call: str
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    block_size: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    tile_scales: str = "float32"
-    slot_dtype: torch.dtype = torch.int64
-    dequantise: bool = False
-    compress_ratio: int = 1
-    dcp_world_size: int = 1
-    outside: bool = False
+    call: str  # one of :data:`CACHE_CALLS`
+    dtype: torch.dtype  # of the model
+    kv_cache_dtype: str  # the layout, a name of ``CACHE_LAYOUTS``
+    block_size: int  # entries of a page
+    kv_lora_rank: int  # L, or the columns of an indexer's key
+    qk_rope_head_dim: int  # R, 0 of an indexer's key
+    tile_scales: str = "float32"  # what the float32 scales of a layout are that is written, one of ``TILE_SCALES``
+    slot_dtype: torch.dtype = torch.int64  # of a slot mapping
+    dequantise: bool = False  # whether gathered entries become values of the model's dtype
+    compress_ratio: int = 1  # tokens that an entry stands for
+    dcp_world_size: int = 1  # ranks that share the tokens
+    outside: bool = False  # whether lists name positions that the block table has no column for
 
 
 class MLACacheBackend(PagedKernel):
     """Operations over a paged cache.
 
     Symbols: T tokens, B requests, S gathered entries, L, R and D columns of a latent, a rotated key and an index key.
-
-    Attributes:
-        supported_calls: those of :data:`CACHE_CALLS` that the class has.
-        supported_kv_cache_dtypes: layouts that it writes and gathers.
-        supported_tile_scales: what it writes as float32 scales, where it is constructed so.
-        supported_slot_dtypes: of slot mappings.
-        supports_dequantise: whether it gathers into the model's dtype.
-        supports_compression: whether an entry may stand for several tokens.
-        supports_dcp: whether it maps the tokens of one of several ranks.
-        supports_outside: whether positions beyond the block table become -1.
     """
 
-    supported_calls: ClassVar[list[str]] = list(CACHE_CALLS)
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_calls: ClassVar[list[str]] = list(CACHE_CALLS)  # those of :data:`CACHE_CALLS` that the class has
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts that it writes and gathers
+    # what it writes as float32 scales, where it is constructed so
     supported_tile_scales: ClassVar[list[str]] = ["float32"]
-    supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64]
-    supports_dequantise: ClassVar[bool] = True
-    supports_compression: ClassVar[bool] = True
-    supports_dcp: ClassVar[bool] = True
-    supports_outside: ClassVar[bool] = True
-
-    @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLACacheSelectorConfig
-    ) -> list[str]:
-        """Reasons why the class cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        return [*reasons, *cls._reasons(selector_config)]
+    supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64]  # of slot mappings
+    supports_dequantise: ClassVar[bool] = True  # whether it gathers into the model's dtype
+    supports_compression: ClassVar[bool] = True  # whether an entry may stand for several tokens
+    supports_dcp: ClassVar[bool] = True  # whether it maps the tokens of one of several ranks
+    supports_outside: ClassVar[bool] = True  # whether positions beyond the block table become -1
 
     @classmethod
     def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
         if config.call not in cls.supported_calls:
             yield f"{config.call} not supported"
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
+        yield from cls._page_reasons(config.block_size)
         if config.call in CACHE_CALLS[:4] and config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
         if has_tile_scales(config.kv_cache_dtype) and config.tile_scales not in cls.supported_tile_scales:

@@ -1,6 +1,13 @@
-"""Names that configurations have for the dtype of a latent cache: some mean the same layout."""
+"""Kernels over a latent cache, and the names that configurations have for its dtype: some mean the same layout."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
+
+from mla_conformance.backends.block_size import PagedKernel
+from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.kernel import AttentionKernel
 
 _MEANING = {"fp8_e4m3": "fp8", "bfloat16": "auto"}
 
@@ -15,3 +22,46 @@ def contradiction(kv_cache_dtype: str | None, model_dtype: torch.dtype) -> str:
     if kv_cache_dtype == "bfloat16" and model_dtype != torch.bfloat16:
         return f"kv_cache_dtype bfloat16 expects a model of bfloat16, got {model_dtype}; use auto"
     return ""
+
+
+class LatentKernel(PagedKernel, AttentionKernel):
+    """Attention to the entries of a paged cache of latents; L ``kv_lora_rank``, R ``qk_rope_head_dim``."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the cache that the kernel reads
+    # scales of an ``fp8_ds_mla`` cache that the kernel reads as they are
+    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
+    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []  # pairs (L, R); empty means any
+    returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for; without it ranks cannot share the keys either
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # what may be captured in a CUDA graph
+
+    @classmethod
+    def _cache_reasons(cls, config: Any, extra: str | None = None) -> Iterator[str]:
+        layout = layout_of(config.kv_cache_dtype)
+        if layout not in cls.supported_kv_cache_dtypes:
+            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
+        elif "fp8_ds_mla" in (layout, extra) and config.tile_scales not in cls.supported_tile_scales:
+            read = ", ".join(cls.supported_tile_scales)
+            yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
+        if reason := contradiction(config.kv_cache_dtype, config.dtype):
+            yield reason
+        yield from cls._page_reasons(config.block_size)
+
+    @classmethod
+    def _latent_reasons(cls, config: Any) -> Iterator[str]:
+        dims = (config.kv_lora_rank, config.qk_rope_head_dim)
+        if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
+            yield f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})"
+
+    def __init__(
+        self,
+        num_heads: int,
+        scale: float,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        kv_cache_dtype: str,
+        vllm_config: Any,
+    ) -> None:
+        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
+        self.kv_cache_dtype = layout_of(kv_cache_dtype)

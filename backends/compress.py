@@ -6,6 +6,7 @@ and 11.5, with expected and got.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,28 +15,18 @@ from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression:
-    """How a model compresses its keys.
+    """How a model compresses its keys."""
 
-    Attributes:
-        head_dim: D, columns of an entry.
-        rope_dim: R, of which the last ones are rotated, neighbours together; 0 where none are.
-        ratio: m, tokens that an entry stands for.
-        overlap: whether a group also takes the tokens of the one before.
-        norm: whether an entry passes through an RMSNorm before it is rotated.
-        eps: of that norm.
-    """
-
-    head_dim: int
-    rope_dim: int
-    ratio: int
-    overlap: bool
-    norm: bool
-    eps: float
+    head_dim: int  # D, columns of an entry
+    rope_dim: int  # R, of which the last ones are rotated, neighbours together; 0 where none are
+    ratio: int  # m, tokens that an entry stands for
+    overlap: bool  # whether a group also takes the tokens of the one before
+    norm: bool  # whether an entry passes through an RMSNorm before it is rotated
+    eps: float  # of that norm
 
     @property
     def columns(self) -> int:
@@ -45,58 +36,35 @@ class Compression:
 
 @dataclass
 class CompressMetadata:
-    """A batch of T rows, of which the last may pad it, over B requests.
+    """A batch of T rows, of which the last may pad it, over B requests."""
 
-    Attributes:
-        req_id_per_token: [T] int32, 0 of rows of padding.
-        positions: [T] int64 in the request's tokens.
-        query_start_loc: [B + 1] int32, without the rows of padding.
-        seq_lens: [B] int32, tokens of each request with those of this batch.
-        slot_mapping: [T] int64, of a group's last token the slot of its entry, block · page + offset; else -1.
-        block_table: [B, pages] int32, of the cache of entries; column c has the entries from c · page on.
-        state_slot_mapping: [T] int64, where a token's state may stand; -1 of rows of padding.
-        state_block_table: [B, state pages] int32; column c has the tokens from c · state page on, if it has some of a
-            group that is not complete before this batch, or with overlap of the one before that; else anything.
-    """
-
-    req_id_per_token: Tensor
-    positions: Tensor
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    slot_mapping: Tensor
-    block_table: Tensor
-    state_slot_mapping: Tensor
+    req_id_per_token: Tensor  # [T] int32, 0 of rows of padding
+    positions: Tensor  # [T] int64 in the request's tokens
+    query_start_loc: Tensor  # [B + 1] int32, without the rows of padding
+    seq_lens: Tensor  # [B] int32, tokens of each request with those of this batch
+    slot_mapping: Tensor  # [T] int64, of a group's last token the slot of its entry, block · page + offset; else -1
+    block_table: Tensor  # [B, pages] int32, of the cache of entries; column c has the entries from c · page on
+    state_slot_mapping: Tensor  # [T] int64, where a token's state may stand; -1 of rows of padding
+    # [B, state pages] int32; column c has the tokens from c · state page on, if it has some of a group that is not
+    # complete before this batch, or with overlap of the one before that; else anything
     state_block_table: Tensor
 
 
 class MLACompressSelectorConfig(NamedTuple):
-    """What a compressor is validated against; hashable.
+    """What a compressor is validated against; hashable."""
 
-    Attributes:
-        dtype: of the entries.
-        input_dtype: of key states and scores.
-        compression: conventions of the model.
-        block_size: entries of a page.
-        state_block_size: tokens of a page of states.
-    """
-
-    dtype: torch.dtype
-    input_dtype: torch.dtype
-    compression: Compression
-    block_size: int
-    state_block_size: int
+    dtype: torch.dtype  # of the entries
+    input_dtype: torch.dtype  # of key states and scores
+    compression: Compression  # conventions of the model
+    block_size: int  # entries of a page
+    state_block_size: int  # tokens of a page of states
 
 
 class MLACompressBackend(PagedKernel):
-    """Compresses keys; the pages of ``supported_block_sizes`` are those of entries.
+    """Compresses keys; the pages of ``supported_block_sizes`` are those of entries."""
 
-    Attributes:
-        supported_input_dtypes: of key states and scores.
-        supported_state_block_sizes: tokens of a page of states.
-    """
-
-    supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
-    supported_state_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
+    supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]  # of key states and scores
+    supported_state_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # tokens of a page of states
 
     @classmethod
     def supports_compression(cls, compression: Compression) -> bool:
@@ -104,19 +72,14 @@ class MLACompressBackend(PagedKernel):
         return True
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLACompressSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        config = selector_config
+    def _reasons(cls, config: MLACompressSelectorConfig) -> Iterator[str]:
         held = (
             (config.input_dtype in cls.supported_input_dtypes, f"states of {config.input_dtype}"),
             (cls.supports_compression(config.compression), f"{config.compression}"),
             (accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size), "such pages of entries"),
             (accepts_block_size(cls.supported_state_block_sizes, config.state_block_size), "such pages of states"),
         )
-        reasons = cls.requirement_reasons(device_capability, config.dtype)
-        return [*reasons, *(f"{what} not supported" for holds, what in held if not holds)]
+        return (f"{what} not supported" for holds, what in held if not holds)
 
     def __init__(self, compression: Compression, vllm_config: Any) -> None:
         self.compression, self.vllm_config = compression, vllm_config

@@ -11,12 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
-from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.cache_dtypes import LatentKernel
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import AttentionKernel
-from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass
@@ -24,138 +20,61 @@ class MLACommonDecodeMetadata:
     """What a decode backend may know of the batch; B requests, T query tokens, requests end to end.
 
     A row of padding is a request of one query token, ``seq_lens`` 0 and blocks -1: it sees no key.
-
-    Attributes:
-        block_table: [B, max blocks] int32, on the device; entries past a request's last page may hold anything.
-        seq_lens: [B] int32, on the device; cached tokens of each request on this rank, its new tokens included.
-        query_start_loc: [B + 1] int32, on the device.
-        max_query_len: longest query in tokens; may exceed the true one.
-        max_seq_len: longest sequence in tokens; may exceed the true one.
-        query_lens_cpu: [B] int32, on the CPU.
-        seq_lens_cpu: [B] int32, on the CPU.
-        dcp_world_size: ranks that share the sequences' tokens.
-        dcp_rank: this rank.
-        cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
-        dcp_tot_seq_lens: [B] int32, on the device; tokens on all ranks, which the causal bound refers to. None on
-            one rank.
     """
 
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-    max_seq_len: int
-    query_lens_cpu: Tensor
-    seq_lens_cpu: Tensor
-    dcp_world_size: int = 1
-    dcp_rank: int = 0
-    cp_kv_cache_interleave_size: int = 1
+    block_table: Tensor  # [B, max blocks] int32, on the device; entries past a request's last page may hold anything
+    seq_lens: Tensor  # [B] int32, on the device; cached tokens of each request on this rank, its new tokens included
+    query_start_loc: Tensor  # [B + 1] int32, on the device
+    max_query_len: int  # longest query in tokens; may exceed the true one
+    max_seq_len: int  # longest sequence in tokens; may exceed the true one
+    query_lens_cpu: Tensor  # [B] int32, on the CPU
+    seq_lens_cpu: Tensor  # [B] int32, on the CPU
+    dcp_world_size: int = 1  # ranks that share the sequences' tokens
+    dcp_rank: int = 0  # this rank
+    cp_kv_cache_interleave_size: int = 1  # token t belongs to rank (t // this) % dcp_world_size
+    # [B] int32, on the device; tokens on all ranks, which the causal bound refers to. None on one rank
     dcp_tot_seq_lens: Tensor | None = None
 
 
 class MLADecodeSelectorConfig(NamedTuple):
-    """What a decode backend is validated against; hashable.
+    """What a decode backend is validated against; hashable."""
 
-    Attributes:
-        dtype: of the absorbed query, the rotated query and the output.
-        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``, or another name of one of these.
-        block_size: tokens of a page.
-        kv_lora_rank: L.
-        qk_rope_head_dim: R.
-        max_query_len: most query tokens of a request.
-        uniform: whether all requests have that many.
-        dcp_world_size: ranks that share a sequence.
-        tile_scales: what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two.
-        lse: whether the LSE is asked for.
-    """
-
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    block_size: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    max_query_len: int = 1
-    uniform: bool = True
-    dcp_world_size: int = 1
+    dtype: torch.dtype  # of the absorbed query, the rotated query and the output
+    kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8`` or ``fp8_ds_mla``, or another name of one of these
+    block_size: int  # tokens of a page
+    kv_lora_rank: int  # L
+    qk_rope_head_dim: int  # R
+    max_query_len: int = 1  # most query tokens of a request
+    uniform: bool = True  # whether all requests have that many
+    dcp_world_size: int = 1  # ranks that share a sequence
+    # what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two
     tile_scales: str = "float32"
-    lse: bool = True
+    lse: bool = True  # whether the LSE is asked for
 
 
-class MLADecodeBackend(PagedKernel, AttentionKernel):
+class MLADecodeBackend(LatentKernel):
     """Decode attention over a paged cache of latents.
 
     Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
-
-    Attributes:
-        supported_kv_cache_dtypes: layouts of the cache that the kernel reads.
-        supported_tile_scales: scales of an ``fp8_ds_mla`` cache that the kernel reads as they are.
-        supported_latent_dims: pairs (L, R); empty means any.
-        supported_query_len: most query tokens of a request; None means any number.
-        supports_nonuniform_queries: whether requests may have different numbers of query tokens.
-        supports_causal_dcp: whether several query tokens are masked right on a rank that holds a part of the keys.
-        returns_lse: whether an LSE can be asked for; without it ranks cannot share the keys either.
-        cudagraph_support: what may be captured in a CUDA graph.
     """
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
-    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []
-    supported_query_len: ClassVar[int | None] = 1
-    supports_nonuniform_queries: ClassVar[bool] = False
+    supported_query_len: ClassVar[int | None] = 1  # most query tokens of a request; None means any number
+    supports_nonuniform_queries: ClassVar[bool] = False  # whether requests may have different numbers of query tokens
+    # whether several query tokens are masked right on a rank that holds a part of the keys
     supports_causal_dcp: ClassVar[bool] = False
-    returns_lse: ClassVar[bool] = True
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLADecodeSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        dims = (selector_config.kv_lora_rank, selector_config.qk_rope_head_dim)
-        reasons.extend(cls._cache_reasons(selector_config))
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), selector_config.block_size):
-            reasons.append(f"block_size {selector_config.block_size} not supported")
-        if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
-            reasons.append(f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})")
-        return reasons + cls._query_reasons(selector_config)
-
-    @classmethod
-    def _cache_reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:
-        if layout_of(config.kv_cache_dtype) not in cls.supported_kv_cache_dtypes:
-            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        elif config.kv_cache_dtype == "fp8_ds_mla" and config.tile_scales not in cls.supported_tile_scales:
-            read = ", ".join(cls.supported_tile_scales)
-            yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
-        if reason := contradiction(config.kv_cache_dtype, config.dtype):
-            yield reason
-
-    @classmethod
-    def _query_reasons(cls, config: MLADecodeSelectorConfig) -> list[str]:
-        reasons = []
+    def _reasons(cls, config: MLADecodeSelectorConfig) -> Iterator[str]:
+        yield from cls._cache_reasons(config)
+        yield from cls._latent_reasons(config)
         if cls.supported_query_len is not None and config.max_query_len > cls.supported_query_len:
-            reasons.append(f"{config.max_query_len} query tokens a request not supported")
+            yield f"{config.max_query_len} query tokens a request not supported"
         if not config.uniform and not cls.supports_nonuniform_queries:
-            reasons.append("requests with different numbers of query tokens not supported")
+            yield "requests with different numbers of query tokens not supported"
         if config.dcp_world_size > 1 and config.max_query_len > 1 and not cls.supports_causal_dcp:
-            reasons.append("several query tokens a request not supported under decode context parallelism")
+            yield "several query tokens a request not supported under decode context parallelism"
         if config.lse and not cls.returns_lse:
-            reasons.append(NO_LSE)
-        return reasons
-
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        kv_cache_dtype: str,
-        vllm_config: Any,
-    ) -> None:
-        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        self.kv_cache_dtype = layout_of(kv_cache_dtype)
+            yield NO_LSE
 
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""

@@ -17,7 +17,6 @@ from torch import Tensor
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
@@ -26,80 +25,48 @@ INDEX_LAYOUTS = ("auto", "fp8_index")
 
 
 class MLAIndexerSelectorConfig(NamedTuple):
-    """What an indexer is validated against; hashable.
+    """What an indexer is validated against; hashable."""
 
-    Attributes:
-        call: ``logits`` or ``topk``.
-        paged: whether the keys lie in a paged cache, or gathered.
-        dtype: of the model.
-        kv_cache_dtype: one of :data:`INDEX_LAYOUTS`.
-        block_size: tokens of a page; 1 of gathered keys.
-        num_heads: H, the indexer's heads.
-        head_dim: D.
-        topk_tokens: K, tokens that are selected for a query token.
-        index_space: what the selected numbers count.
-    """
-
-    call: str
-    paged: bool
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    block_size: int
-    num_heads: int
-    head_dim: int
-    topk_tokens: int
-    index_space: str = IndexSpace.POSITION
+    call: str  # ``logits`` or ``topk``
+    paged: bool  # whether the keys lie in a paged cache, or gathered
+    dtype: torch.dtype  # of the model
+    kv_cache_dtype: str  # one of :data:`INDEX_LAYOUTS`
+    block_size: int  # tokens of a page; 1 of gathered keys
+    num_heads: int  # H, the indexer's heads
+    head_dim: int  # D
+    topk_tokens: int  # K, tokens that are selected for a query token
+    index_space: str = IndexSpace.POSITION  # what the selected numbers count
 
 
 class MLAIndexerBackend(PagedKernel):
     """Scores of cached tokens, and the best of them.
 
     Symbols: T query tokens, H heads of the indexer, D their columns, K ``topk_tokens``.
-
-    Attributes:
-        supported_calls: ``logits``, ``topk`` or both; the other one is refused.
-        supported_kv_cache_dtypes: those of :data:`INDEX_LAYOUTS` that the kernel reads.
-        supported_heads: numbers of heads; empty means any.
-        supported_head_dims: columns of a key; empty means any.
-        supported_topk: numbers of tokens that are selected.
-        supported_index_spaces: what the selected numbers may count.
     """
 
-    supported_calls: ClassVar[list[str]] = ["logits", "topk"]
+    supported_calls: ClassVar[list[str]] = ["logits", "topk"]  # ``logits``, ``topk`` or both; the other one is refused
+    # those of :data:`INDEX_LAYOUTS` that the kernel reads
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]
-    supported_heads: ClassVar[list[int]] = []
-    supported_head_dims: ClassVar[list[int]] = []
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]
+    supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
+    supported_head_dims: ClassVar[list[int]] = []  # columns of a key; empty means any
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of tokens that are selected
+    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION]  # what the selected numbers may count
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAIndexerSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        return [*reasons, *cls._key_reasons(selector_config), *cls._call_reasons(selector_config)]
-
-    @classmethod
-    def _key_reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
+    def _reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
         if config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
             yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
         if cls.supported_heads and config.num_heads not in cls.supported_heads:
             yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
         if cls.supported_head_dims and config.head_dim not in cls.supported_head_dims:
             yield f"head dim {config.head_dim} not supported (supported: {cls.supported_head_dims})"
-        if config.paged and not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
-
-    @classmethod
-    def _call_reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
+        if config.paged:
+            yield from cls._page_reasons(config.block_size)
         if config.call not in cls.supported_calls:
             yield f"{config.call} not supported"
-        if config.call != "topk":
-            return
-        if not accepts_block_size(cls.supported_topk, config.topk_tokens):
+        if config.call == "topk" and not accepts_block_size(cls.supported_topk, config.topk_tokens):
             yield f"topk {config.topk_tokens} not supported"
-        if config.index_space not in cls.supported_index_spaces:
+        if config.call == "topk" and config.index_space not in cls.supported_index_spaces:
             reported = ", ".join(cls.supported_index_spaces)
             yield f"selected tokens that count by {config.index_space} not supported (supported: {reported})"
 

@@ -1,6 +1,7 @@
 """The abstract MLA prefill backend: names and keywords of vLLM's ``v1.attention.backends.mla.prefill.base``."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 
 from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -26,14 +26,10 @@ class PrefillKernelBackend(AttentionKernel):
     """What every generation of the interface that prepares metadata on the instance has in common.
 
     Symbols: T query tokens, S key tokens, N heads on this rank, P/R/V the nope, rope and value head dims.
-
-    Attributes:
-        supported_mla_dimensions: head dims; empty means any.
-        returns_lse: whether an LSE can be asked for; without it there are no context chunks either.
     """
 
-    supported_mla_dimensions: ClassVar[list[MLADimensions]] = []
-    returns_lse: ClassVar[bool] = True
+    supported_mla_dimensions: ClassVar[list[MLADimensions]] = []  # head dims; empty means any
+    returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for; without it there are no context chunks either
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
@@ -50,16 +46,11 @@ class PrefillKernelBackend(AttentionKernel):
         return True
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        if not cls.supports_mla_dimensions(selector_config.mla_dimensions):
+    def _reasons(cls, config: MLAPrefillSelectorConfig) -> Iterator[str]:
+        if not cls.supports_mla_dimensions(config.mla_dimensions):
             supported = ", ".join(map(str, cls.supported_mla_dimensions))
             listing = f" (supported: {supported})" if supported else ""
-            reasons.append(f"MLA dimensions {selector_config.mla_dimensions} not supported{listing}")
-        return reasons
+            yield f"MLA dimensions {config.mla_dimensions} not supported{listing}"
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         """Take the metadata of the next calls, of the generation's own class; called once per batch."""

@@ -1,6 +1,7 @@
 """What every kernel behind an interface says of itself, prefill and decode alike."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +88,16 @@ class KernelBackend(ABC):
             missing = "; ".join(cls.missing_dependencies())
             reasons.append("required dependencies not available" + (f": {missing}" if missing else ""))
         return reasons
+
+    @classmethod
+    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
+        """Reasons why the class cannot be used for a configuration of its role; an empty list means that it can."""
+        return [*cls.requirement_reasons(device_capability, selector_config.dtype), *cls._reasons(selector_config)]
+
+    @classmethod
+    def _reasons(cls, config: Any) -> Iterator[str]:
+        """What of a configuration a class does not declare, beside its device and dtype."""
+        return iter(())
 
 
 class AttentionSizes:

@@ -13,46 +13,27 @@ from mla_conformance.reference.chunking import ContextChunk
 
 @dataclass
 class ChunkedContextMetadata:
-    """The chunks in which cached context is attended to; B requests, C chunks.
+    """The chunks in which cached context is attended to; B requests, C chunks."""
 
-    Attributes:
-        cu_seq_lens: [C, B + 1] int32, on the device; row c delimits chunk c's keys per request.
-        starts: [C, B] int32, on the device; first context position of each request in the chunk.
-        seq_tot: keys of each chunk.
-        max_seq_lens: longest request of each chunk, in keys.
-        seq_lens: [C, B] int32, on the CPU.
-        workspace: [workspace tokens, L + R], receives a chunk's gathered latents.
-    """
-
-    cu_seq_lens: Tensor
-    starts: Tensor
-    seq_tot: list[int]
-    max_seq_lens: list[int]
-    seq_lens: Tensor
-    workspace: Tensor
+    cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; row c delimits chunk c's keys per request
+    starts: Tensor  # [C, B] int32, on the device; first context position of each request in the chunk
+    seq_tot: list[int]  # keys of each chunk
+    max_seq_lens: list[int]  # longest request of each chunk, in keys
+    seq_lens: Tensor  # [C, B] int32, on the CPU
+    workspace: Tensor  # [workspace tokens, L + R], receives a chunk's gathered latents
 
 
 @dataclass
 class MLACommonPrefillMetadata:
-    """What a prefill backend may know of the batch.
+    """What a prefill backend may know of the batch."""
 
-    Attributes:
-        block_table: [B, max blocks] int32; physical block of each page of a request's context.
-        query_start_loc: [B + 1] int32, on the device.
-        max_query_len: longest query in tokens.
-        chunked_context: None when no request has cached context.
-        q_data_type: dtype of the queries.
-        output_dtype: dtype of the unquantised output.
-        query_lens_cpu: [B] int32, on the CPU.
-    """
-
-    block_table: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-    chunked_context: ChunkedContextMetadata | None = None
-    q_data_type: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    query_lens_cpu: Tensor | None = None
+    block_table: Tensor  # [B, max blocks] int32; physical block of each page of a request's context
+    query_start_loc: Tensor  # [B + 1] int32, on the device
+    max_query_len: int  # longest query in tokens
+    chunked_context: ChunkedContextMetadata | None = None  # None when no request has cached context
+    q_data_type: torch.dtype | None = None  # dtype of the queries
+    output_dtype: torch.dtype | None = None  # dtype of the unquantised output
+    query_lens_cpu: Tensor | None = None  # [B] int32, on the CPU
 
 
 def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:

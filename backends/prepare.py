@@ -6,6 +6,7 @@ launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.kernel import KernelBackend, expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 
 SCALE_FORMATS = ("float32", "pow2")
 """Any float32 numbers, or powers of two (UE8M0)."""
@@ -22,92 +22,60 @@ BLOCK = 128
 
 
 class IndexPreparation(NamedTuple):
-    """The conventions of a model's indexer, as data.
+    """The conventions of a model's indexer, as data."""
 
-    Attributes:
-        head_dim: D, columns of a query head and of a key.
-        rope_dim: R, columns that are rotated.
-        rope_first: whether they are the first R columns, not the last.
-        is_neox_style: whether pairs are R/2 columns apart, not neighbours.
-        hadamard: whether queries and keys pass through the orthonormal Hadamard transform, in Sylvester's order.
-        scale_format: one of :data:`SCALE_FORMATS`.
-        fold_scales: whether the weights take the scales of the queries; else these are returned.
-        eps: of the keys' LayerNorm.
-    """
-
-    head_dim: int
-    rope_dim: int
-    rope_first: bool
-    is_neox_style: bool
-    hadamard: bool
-    scale_format: str
-    fold_scales: bool
-    eps: float
+    head_dim: int  # D, columns of a query head and of a key
+    rope_dim: int  # R, columns that are rotated
+    rope_first: bool  # whether they are the first R columns, not the last
+    is_neox_style: bool  # whether pairs are R/2 columns apart, not neighbours
+    hadamard: bool  # whether queries and keys pass through the orthonormal Hadamard transform, in Sylvester's order
+    scale_format: str  # one of :data:`SCALE_FORMATS`
+    fold_scales: bool  # whether the weights take the scales of the queries; else these are returned
+    eps: float  # of the keys' LayerNorm
 
 
 class MLAPrepareSelectorConfig(NamedTuple):
-    """What a preparation is validated against; hashable.
+    """What a preparation is validated against; hashable."""
 
-    Attributes:
-        dtype: of the model.
-        num_heads: H.
-        preparation: the model's conventions.
-    """
-
-    dtype: torch.dtype
-    num_heads: int
-    preparation: IndexPreparation
+    dtype: torch.dtype  # of the model
+    num_heads: int  # H
+    preparation: IndexPreparation  # the model's conventions
 
 
 @dataclass
 class PrepareMetadata:
-    """The positions of a batch's tokens, which all layers of a step share.
+    """The positions of a batch's tokens, which all layers of a step share."""
 
-    Attributes:
-        positions: [T] int64.
-        cos_sin_cache: [P, R] float32, for each position the cosines of the R/2 pairs, then the sines.
-    """
-
-    positions: Tensor
-    cos_sin_cache: Tensor
+    positions: Tensor  # [T] int64
+    cos_sin_cache: Tensor  # [P, R] float32, for each position the cosines of the R/2 pairs, then the sines
 
 
 class MLAPrepareBackend(KernelBackend):
-    """Index queries and keys in codes. Symbols: T tokens, H heads of the indexer, D their columns, C blocks of them.
+    """Index queries and keys in codes. Symbols: T tokens, H heads of the indexer, D their columns, C blocks of them."""
 
-    Attributes:
-        supported_head_dims: columns of a head; empty means any.
-        supported_scale_formats: those of :data:`SCALE_FORMATS` that it writes.
-        supports_neox_style: values of ``is_neox_style`` that it rotates by; and so for the other conventions.
-    """
-
-    supported_head_dims: ClassVar[list[int]] = []
-    supported_scale_formats: ClassVar[list[str]] = list(SCALE_FORMATS)
+    supported_head_dims: ClassVar[list[int]] = []  # columns of a head; empty means any
+    supported_scale_formats: ClassVar[list[str]] = list(SCALE_FORMATS)  # those of :data:`SCALE_FORMATS` that it writes
+    # values of ``is_neox_style`` that it rotates by; and so for the other conventions
     supports_neox_style: ClassVar[list[bool]] = [True, False]
     supports_rope_first: ClassVar[list[bool]] = [True, False]
     supports_hadamard: ClassVar[list[bool]] = [True, False]
     supports_fold_scales: ClassVar[list[bool]] = [True, False]
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrepareSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        asked = selector_config.preparation
+    def _reasons(cls, config: MLAPrepareSelectorConfig) -> Iterator[str]:
+        asked = config.preparation
         if cls.supported_head_dims and asked.head_dim not in cls.supported_head_dims:
-            reasons.append(f"head dim {asked.head_dim} not supported (supported: {cls.supported_head_dims})")
+            yield f"head dim {asked.head_dim} not supported (supported: {cls.supported_head_dims})"
         if asked.scale_format not in cls.supported_scale_formats:
-            reasons.append(f"scales {asked.scale_format} not supported")
-        conventions = {
-            "is_neox_style": cls.supports_neox_style,
-            "rope_first": cls.supports_rope_first,
-            "hadamard": cls.supports_hadamard,
-            "fold_scales": cls.supports_fold_scales,
-        }
-        given = asked._asdict()
-        refused = [name for name, served in conventions.items() if given[name] not in served]
-        return reasons + [f"{name}={given[name]} not supported" for name in refused]
+            yield f"scales {asked.scale_format} not supported"
+        for name, given, served in (
+            ("is_neox_style", asked.is_neox_style, cls.supports_neox_style),
+            ("rope_first", asked.rope_first, cls.supports_rope_first),
+            ("hadamard", asked.hadamard, cls.supports_hadamard),
+            ("fold_scales", asked.fold_scales, cls.supports_fold_scales),
+        ):
+            if given not in served:
+                yield f"{name}={given} not supported"
 
     def __init__(self, num_heads: int, scale: float, preparation: IndexPreparation, vllm_config: Any) -> None:
         if preparation.scale_format not in SCALE_FORMATS:

@@ -23,23 +23,14 @@ from mla_conformance.backends.sparse_checks import (
 
 @dataclass(frozen=True)
 class Selected:
-    """Lists over one cache, or over gathered keys, which are a cache of pages of one token.
+    """Lists over one cache, or over gathered keys, which are a cache of pages of one token."""
 
-    Attributes:
-        cache: [blocks, page, width], or gathered keys [S, 1, D].
-        paged: whether it is a cache.
-        layout: what its entries are; ``auto`` of gathered keys.
-        indices: [T, K] int32.
-        length: [T] int32, or None.
-        space: what the lists count.
-    """
-
-    cache: Tensor
-    paged: bool
-    layout: str
-    indices: Tensor
-    length: Tensor | None
-    space: IndexSpace
+    cache: Tensor  # [blocks, page, width], or gathered keys [S, 1, D]
+    paged: bool  # whether it is a cache
+    layout: str  # what its entries are; ``auto`` of gathered keys
+    indices: Tensor  # [T, K] int32
+    length: Tensor | None  # [T] int32, or None
+    space: IndexSpace  # what the lists count
 
     def rows(self, rows: slice) -> "Selected":
         """The lists of some rows."""

@@ -15,13 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
-from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.cache_dtypes import LatentKernel, layout_of
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import AttentionKernel
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.reference.cache_layout import require_layout
 
 
@@ -30,140 +27,83 @@ class MLASparseMetadata:
     """What a sparse backend may know of the batch; B requests, T query tokens, requests end to end.
 
     A row of padding is a request of one query token without keys: its list names none.
-
-    Attributes:
-        query_start_loc: [B + 1] int32, on the device.
-        req_id_per_token: [T] int32, on the device; the request of each query token.
-        seq_lens: [B] int32, on the device; tokens of each request in the cache of this rank, or among the gathered
-            keys, its new ones included.
-        block_table: [B, max blocks] int32, on the device, of a cache; None with gathered keys. Entries past a request's
-            last page may hold anything.
-        workspace_starts: [B] int32, on the device; row of the gathered keys at which each request begins. None with a
-            cache.
-        index_space: what the lists count; lists of a second cache always count its slots.
-        max_query_len: longest query in tokens; may exceed the true one.
-        max_seq_len: longest sequence in tokens; may exceed the true one.
-        query_lens_cpu: [B] int32, on the CPU.
-        seq_lens_cpu: [B] int32, on the CPU.
-        dcp_world_size: ranks that share the sequences' tokens.
-        dcp_rank: this rank.
-        cp_kv_cache_interleave_size: token t belongs to rank (t // this) % dcp_world_size.
     """
 
-    query_start_loc: Tensor
-    req_id_per_token: Tensor
+    query_start_loc: Tensor  # [B + 1] int32, on the device
+    req_id_per_token: Tensor  # [T] int32, on the device; the request of each query token
+    # [B] int32, on the device; tokens of each request in the cache of this rank, or among the gathered keys, its new
+    # ones included
     seq_lens: Tensor
+    # [B, max blocks] int32, on the device, of a cache; None with gathered keys. Entries past a request's last page may
+    # hold anything
     block_table: Tensor | None
+    # [B] int32, on the device; row of the gathered keys at which each request begins. None with a cache
     workspace_starts: Tensor | None
-    index_space: IndexSpace
-    max_query_len: int
-    max_seq_len: int
-    query_lens_cpu: Tensor
-    seq_lens_cpu: Tensor
-    dcp_world_size: int = 1
-    dcp_rank: int = 0
-    cp_kv_cache_interleave_size: int = 1
+    index_space: IndexSpace  # what the lists count; lists of a second cache always count its slots
+    max_query_len: int  # longest query in tokens; may exceed the true one
+    max_seq_len: int  # longest sequence in tokens; may exceed the true one
+    query_lens_cpu: Tensor  # [B] int32, on the CPU
+    seq_lens_cpu: Tensor  # [B] int32, on the CPU
+    dcp_world_size: int = 1  # ranks that share the sequences' tokens
+    dcp_rank: int = 0  # this rank
+    cp_kv_cache_interleave_size: int = 1  # token t belongs to rank (t // this) % dcp_world_size
 
 
 class MLASparseSelectorConfig(NamedTuple):
-    """What a sparse backend is validated against; hashable.
+    """What a sparse backend is validated against; hashable."""
 
-    Attributes:
-        call: ``decode`` over a paged cache, or ``prefill`` over gathered keys of the queries' dtype.
-        dtype: of the queries and of the output.
-        kv_cache_dtype: ``auto`` (the model's dtype), ``fp8``, or a name of ``reference.entry_formats``.
-        block_size: tokens of a page.
-        kv_lora_rank: L.
-        qk_rope_head_dim: R.
-        num_heads: N.
-        topk: columns of the lists.
-        index_space: what the lists count.
-        topk_length: whether lengths are handed over beside the lists.
-        sink: whether sinks are handed over.
-        duplicates: whether a list may name a key twice.
-        lse: whether the LSE is asked for.
-        extra_kv_cache_dtype: layout of a second cache; None without one.
-        extra_block_size: tokens of its pages.
-        extra_topk: columns of its lists.
-        dcp_world_size: ranks that share a sequence.
-        tile_scales: what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two.
-    """
-
-    call: str
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    block_size: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    num_heads: int
-    topk: int
-    index_space: str = IndexSpace.SLOT
-    topk_length: bool = False
-    sink: bool = False
-    duplicates: bool = False
-    lse: bool = True
-    extra_kv_cache_dtype: str | None = None
-    extra_block_size: int = 0
-    extra_topk: int = 0
-    dcp_world_size: int = 1
+    call: str  # ``decode`` over a paged cache, or ``prefill`` over gathered keys of the queries' dtype
+    dtype: torch.dtype  # of the queries and of the output
+    kv_cache_dtype: str  # ``auto`` (the model's dtype), ``fp8``, or a name of ``reference.entry_formats``
+    block_size: int  # tokens of a page
+    kv_lora_rank: int  # L
+    qk_rope_head_dim: int  # R
+    num_heads: int  # N
+    topk: int  # columns of the lists
+    index_space: str = IndexSpace.SLOT  # what the lists count
+    topk_length: bool = False  # whether lengths are handed over beside the lists
+    sink: bool = False  # whether sinks are handed over
+    duplicates: bool = False  # whether a list may name a key twice
+    lse: bool = True  # whether the LSE is asked for
+    extra_kv_cache_dtype: str | None = None  # layout of a second cache; None without one
+    extra_block_size: int = 0  # tokens of its pages
+    extra_topk: int = 0  # columns of its lists
+    dcp_world_size: int = 1  # ranks that share a sequence
+    # what the scales of an ``fp8_ds_mla`` cache are: ``float32`` numbers, or ``pow2``, powers of two
     tile_scales: str = "float32"
 
 
-class MLASparseBackend(PagedKernel, AttentionKernel):
+class MLASparseBackend(LatentKernel):
     """Attention to selected keys.
 
     Symbols: T query tokens, N heads on this rank, K ``topk``, L ``kv_lora_rank``, R ``qk_rope_head_dim``, D = L + R.
-
-    Attributes:
-        supported_calls: ``decode``, ``prefill`` or both; the other one is refused.
-        supported_kv_cache_dtypes: layouts of the cache that a decode reads.
-        supported_extra_kv_cache_dtypes: those of a second cache; none of them means no second cache.
-        supported_tile_scales: scales of an ``fp8_ds_mla`` cache that the kernel reads as they are.
-        supported_latent_dims: pairs (L, R); empty means any.
-        supported_heads: numbers of heads; empty means any.
-        supported_topk: numbers of columns of a list.
-        supported_index_spaces: what the lists may count.
-        supports_topk_length: whether lengths may be handed over beside the lists.
-        supports_sink: whether sinks may be.
-        supports_duplicates: whether a list may name a key twice, which then counts twice.
-        returns_lse: whether an LSE can be asked for.
-        cudagraph_support: what may be captured in a CUDA graph.
     """
 
+    # ``decode``, ``prefill`` or both; the other one is refused
     supported_calls: ClassVar[list[str]] = ["decode", "prefill"]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    # those of a second cache; none of them means no second cache
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = []
-    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = []
-    supported_heads: ClassVar[list[int]] = []
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.SLOT]
-    supports_topk_length: ClassVar[bool] = False
-    supports_sink: ClassVar[bool] = False
-    supports_duplicates: ClassVar[bool] = True
-    returns_lse: ClassVar[bool] = True
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    supported_heads: ClassVar[list[int]] = []  # numbers of heads; empty means any
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns of a list
+    supported_index_spaces: ClassVar[list[str]] = [IndexSpace.SLOT]  # what the lists may count
+    supports_topk_length: ClassVar[bool] = False  # whether lengths may be handed over beside the lists
+    supports_sink: ClassVar[bool] = False  # whether sinks may be
+    supports_duplicates: ClassVar[bool] = True  # whether a list may name a key twice, which then counts twice
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLASparseSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        reasons.extend(cls._shape_reasons(selector_config))
-        reasons.extend(cls._list_reasons(selector_config))
-        if selector_config.call == "decode":
-            reasons.extend(cls._cache_reasons(selector_config))
-            reasons.extend(cls._extra_reasons(selector_config))
-        return reasons
+    def _reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
+        yield from cls._shape_reasons(config)
+        yield from cls._list_reasons(config)
+        if config.call == "decode":
+            yield from cls._cache_reasons(config, config.extra_kv_cache_dtype)
+            if config.extra_kv_cache_dtype is not None:
+                yield from cls._extra_reasons(config)
 
     @classmethod
     def _shape_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        dims = (config.kv_lora_rank, config.qk_rope_head_dim)
         if config.call not in cls.supported_calls:
             yield f"sparse {config.call} not supported"
-        if cls.supported_latent_dims and dims not in cls.supported_latent_dims:
-            yield f"latent dims (L, R) = {dims} not supported (supported: {cls.supported_latent_dims})"
+        yield from cls._latent_reasons(config)
         if cls.supported_heads and config.num_heads not in cls.supported_heads:
             yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
         if config.sink and not cls.supports_sink:
@@ -184,30 +124,10 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
             yield "lists that name a key twice not supported"
 
     @classmethod
-    def _cache_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        layout = layout_of(config.kv_cache_dtype)
-        if layout not in cls.supported_kv_cache_dtypes:
-            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        elif (
-            "fp8_ds_mla" in (layout, config.extra_kv_cache_dtype)
-            and config.tile_scales not in cls.supported_tile_scales
-        ):
-            read = ", ".join(cls.supported_tile_scales)
-            yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
-        if reason := contradiction(config.kv_cache_dtype, config.dtype):
-            yield reason
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
-
-    @classmethod
     def _extra_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        """About a second cache."""
-        if config.extra_kv_cache_dtype is None:
-            return
-        if layout_of(config.extra_kv_cache_dtype) not in cls.supported_extra_kv_cache_dtypes:
+        if layout_of(config.extra_kv_cache_dtype or "") not in cls.supported_extra_kv_cache_dtypes:
             yield f"a second cache of {config.extra_kv_cache_dtype} not supported"
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.extra_block_size):
-            yield f"block_size {config.extra_block_size} of a second cache not supported"
+        yield from cls._page_reasons(config.extra_block_size, " of a second cache")
         if not accepts_block_size(cls.supported_topk, config.extra_topk):
             yield f"topk {config.extra_topk} of a second cache not supported"
 
@@ -223,8 +143,8 @@ class MLASparseBackend(PagedKernel, AttentionKernel):
         vllm_config: Any,
         extra_kv_cache_dtype: str | None = None,
     ) -> None:
-        super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
-        self.kv_cache_dtype = require_layout(layout_of(kv_cache_dtype))
+        sizes = (num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim)
+        super().__init__(*sizes, require_layout(layout_of(kv_cache_dtype)), vllm_config)
         self.extra_kv_cache_dtype = extra_kv_cache_dtype and require_layout(layout_of(extra_kv_cache_dtype))
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:

@@ -18,7 +18,6 @@ from mla_conformance.backends.cache_dtypes import contradiction
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
 from mla_conformance.backends.kernel import expect, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
@@ -26,139 +25,74 @@ from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 @dataclass
 class SparseIndexerWeights:
-    """Weights of an indexer, matrices [out, in] of the model's dtype, those of the norm float32.
+    """Weights of an indexer, matrices [out, in] of the model's dtype, those of the norm float32."""
 
-    Attributes:
-        wq_b: [heads · D, q_lora_rank].
-        wk: [D, hidden].
-        k_norm_weight: [D].
-        k_norm_bias: [D].
-        weights_proj: [heads, hidden].
-    """
-
-    wq_b: Tensor
-    wk: Tensor
-    k_norm_weight: Tensor
-    k_norm_bias: Tensor
-    weights_proj: Tensor
+    wq_b: Tensor  # [heads · D, q_lora_rank]
+    wk: Tensor  # [D, hidden]
+    k_norm_weight: Tensor  # [D]
+    k_norm_bias: Tensor  # [D]
+    weights_proj: Tensor  # [heads, hidden]
 
 
 @dataclass
 class SparseLayerWeights:
-    """Weights of a layer, matrices [out, in], all of the model's dtype.
+    """Weights of a layer, matrices [out, in], all of the model's dtype."""
 
-    Attributes:
-        q_a_proj: [q_lora_rank, hidden].
-        q_a_layernorm: [q_lora_rank].
-        q_b_proj: [N · (P + R), q_lora_rank].
-        kv_a_proj_with_mqa: [L + R, hidden].
-        kv_a_layernorm: [L].
-        kv_b_proj: [N · (P + V), L].
-        o_proj: [hidden, N · V].
-        indexer: None with ``skip_topk``.
-    """
-
-    q_a_proj: Tensor
-    q_a_layernorm: Tensor
-    q_b_proj: Tensor
-    kv_a_proj_with_mqa: Tensor
-    kv_a_layernorm: Tensor
-    kv_b_proj: Tensor
-    o_proj: Tensor
-    indexer: SparseIndexerWeights | None
+    q_a_proj: Tensor  # [q_lora_rank, hidden]
+    q_a_layernorm: Tensor  # [q_lora_rank]
+    q_b_proj: Tensor  # [N · (P + R), q_lora_rank]
+    kv_a_proj_with_mqa: Tensor  # [L + R, hidden]
+    kv_a_layernorm: Tensor  # [L]
+    kv_b_proj: Tensor  # [N · (P + V), L]
+    o_proj: Tensor  # [hidden, N · V]
+    indexer: SparseIndexerWeights | None  # None with ``skip_topk``
 
 
 @dataclass
 class MLASparseLayerMetadata:
-    """What a layer may know of the batch: requests that decode stand before those that prefill, padding behind both.
+    """What a layer may know of the batch: requests that decode stand before those that prefill, padding behind both."""
 
-    Attributes:
-        attention: of the latent cache; lists count positions.
-        index: of the index cache, which has blocks and a block table of its own.
-        slot_mapping: [T] int64, the slot of each token in the latent cache; -1 writes nothing.
-        index_slot_mapping: [T] int64, that in the index cache.
-        num_decodes: requests that decode.
-    """
-
-    attention: MLASparseMetadata
-    index: MLASparseMetadata
-    slot_mapping: Tensor
-    index_slot_mapping: Tensor
-    num_decodes: int
+    attention: MLASparseMetadata  # of the latent cache; lists count positions
+    index: MLASparseMetadata  # of the index cache, which has blocks and a block table of its own
+    slot_mapping: Tensor  # [T] int64, the slot of each token in the latent cache; -1 writes nothing
+    index_slot_mapping: Tensor  # [T] int64, that in the index cache
+    num_decodes: int  # requests that decode
 
 
 class MLASparseLayerConfig(NamedTuple):
-    """What a layer is; hashable.
+    """What a layer is; hashable."""
 
-    Attributes:
-        dtype: of the model.
-        num_heads: N, of this rank where several share the heads.
-        scale: softmax scale.
-        qk_nope_head_dim: P.
-        qk_rope_head_dim: R, columns of queries and keys that are rotated.
-        v_head_dim: V.
-        kv_lora_rank: L.
-        is_neox_style: whether pairs of the layer's rotation are R/2 columns apart, not neighbours.
-        rms_norm_eps: of the norms of both latents.
-        preparation: conventions of the indexer, D among them.
-        index_n_heads: its heads.
-        topk_tokens: K, tokens that are selected for each query token.
-        skip_topk: whether the layer has no indexer, and reuses the selection of an earlier one.
-        kv_cache_dtype: layout of the latent cache.
-        tile_scales: of its ``fp8_ds_mla`` entries.
-        index_kv_cache_dtype: layout of the index cache.
-        block_size: tokens of a page of either.
-        tp_size: ranks that share the heads; what has no heads of theirs, the indexer among it, each of them has whole.
-        tp_rank: which of them this is.
-    """
-
-    dtype: torch.dtype
-    num_heads: int
-    scale: float
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    kv_lora_rank: int
-    is_neox_style: bool
-    rms_norm_eps: float
-    preparation: IndexPreparation
-    index_n_heads: int
-    topk_tokens: int
-    skip_topk: bool
-    kv_cache_dtype: str
-    tile_scales: str
-    index_kv_cache_dtype: str
-    block_size: int
+    dtype: torch.dtype  # of the model
+    num_heads: int  # N, of this rank where several share the heads
+    scale: float  # softmax scale
+    qk_nope_head_dim: int  # P
+    qk_rope_head_dim: int  # R, columns of queries and keys that are rotated
+    v_head_dim: int  # V
+    kv_lora_rank: int  # L
+    is_neox_style: bool  # whether pairs of the layer's rotation are R/2 columns apart, not neighbours
+    rms_norm_eps: float  # of the norms of both latents
+    preparation: IndexPreparation  # conventions of the indexer, D among them
+    index_n_heads: int  # its heads
+    topk_tokens: int  # K, tokens that are selected for each query token
+    skip_topk: bool  # whether the layer has no indexer, and reuses the selection of an earlier one
+    kv_cache_dtype: str  # layout of the latent cache
+    tile_scales: str  # of its ``fp8_ds_mla`` entries
+    index_kv_cache_dtype: str  # layout of the index cache
+    block_size: int  # tokens of a page of either
+    # ranks that share the heads; what has no heads of theirs, the indexer among it, each of them has whole
     tp_size: int = 1
-    tp_rank: int = 0
+    tp_rank: int = 0  # which of them this is
 
 
 class MLASparseLayerBackend(PagedKernel):
-    """A layer with selected keys. Symbols: T tokens, N heads, K tokens that are selected for each.
+    """A layer with selected keys. Symbols: T tokens, N heads, K tokens that are selected for each."""
 
-    Attributes:
-        supported_kv_cache_dtypes: layouts of the latent cache.
-        supported_tile_scales: what it writes as scales of ``fp8_ds_mla``.
-        supported_index_kv_cache_dtypes: layouts of the index cache.
-        supported_topk: numbers of tokens that are selected.
-        supports_skip_topk: whether it runs without an indexer of its own.
-        cudagraph_support: what may be captured in a CUDA graph.
-    """
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
-    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    supported_index_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    supports_skip_topk: ClassVar[bool] = True
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
-    @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLASparseLayerConfig
-    ) -> list[str]:
-        """Reasons why the layer cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        return [*reasons, *cls._reasons(selector_config)]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # layouts of the latent cache
+    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]  # what it writes as scales of ``fp8_ds_mla``
+    supported_index_kv_cache_dtypes: ClassVar[list[str]] = ["fp8_index"]  # layouts of the index cache
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of tokens that are selected
+    supports_skip_topk: ClassVar[bool] = True  # whether it runs without an indexer of its own
+    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER  # what may be captured in a CUDA graph
 
     @classmethod
     def _reasons(cls, config: MLASparseLayerConfig) -> Iterator[str]:
@@ -170,8 +104,7 @@ class MLASparseLayerBackend(PagedKernel):
             yield reason
         if config.index_kv_cache_dtype not in cls.supported_index_kv_cache_dtypes:
             yield f"an index cache of {config.index_kv_cache_dtype} not supported"
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
-            yield f"block_size {config.block_size} not supported"
+        yield from cls._page_reasons(config.block_size)
         if not accepts_block_size(cls.supported_topk, config.topk_tokens):
             yield f"topk {config.topk_tokens} not supported"
         if config.skip_topk and not cls.supports_skip_topk:

@@ -6,6 +6,7 @@ checks each call before it launches: the refusals of SPEC 3.8, 8.10 and 11.5, wi
 """
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,69 +15,45 @@ from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, require_declared
-from mla_conformance.backends.platform import DeviceCapability
 
 
 @dataclass
 class TopKMetadata:
-    """The windows of a batch's rows, which all layers of a step share.
+    """The windows of a batch's rows, which all layers of a step share."""
 
-    Attributes:
-        lengths: [T] int32, columns that each row sees; 0 of rows of padding.
-        row_starts: [T] int32, the first of them; None where every row begins at column 0.
-        max_seq_len: no length is larger.
-        token_lengths: [T] int32, tokens that each row sees, where columns are pools; None where they are not.
-    """
-
-    lengths: Tensor
-    row_starts: Tensor | None
-    max_seq_len: int
+    lengths: Tensor  # [T] int32, columns that each row sees; 0 of rows of padding
+    row_starts: Tensor | None  # [T] int32, the first of them; None where every row begins at column 0
+    max_seq_len: int  # no length is larger
+    # [T] int32, tokens that each row sees, where columns are pools; None where they are not
     token_lengths: Tensor | None = None
 
 
 class MLATopKSelectorConfig(NamedTuple):
-    """What a top-k is validated against; hashable.
+    """What a top-k is validated against; hashable."""
 
-    Attributes:
-        dtype: of the logits.
-        topk_tokens: K, columns that are selected for a row, or their tokens.
-        row_starts: whether windows begin elsewhere than at column 0.
-        pool: tokens that a column stands for.
-    """
-
-    dtype: torch.dtype
-    topk_tokens: int
-    row_starts: bool
-    pool: int = 1
+    dtype: torch.dtype  # of the logits
+    topk_tokens: int  # K, columns that are selected for a row, or their tokens
+    row_starts: bool  # whether windows begin elsewhere than at column 0
+    pool: int = 1  # tokens that a column stands for
 
 
 class MLATopKBackend(KernelBackend):
-    """The columns with the largest logits, of each row within its window.
-
-    Attributes:
-        supported_topk: numbers of columns that are selected.
-        supports_row_starts: whether a window may begin elsewhere than at column 0.
-        supports_pools: whether it has ``run_pool_top_k_per_row``.
-    """
+    """The columns with the largest logits, of each row within its window."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32]
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]
-    supports_row_starts: ClassVar[bool] = True
-    supports_pools: ClassVar[bool] = False
+    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # numbers of columns that are selected
+    supports_row_starts: ClassVar[bool] = True  # whether a window may begin elsewhere than at column 0
+    supports_pools: ClassVar[bool] = False  # whether it has ``run_pool_top_k_per_row``
 
     @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLATopKSelectorConfig
-    ) -> list[str]:
-        """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
-        if not accepts_block_size(cls.supported_topk, selector_config.topk_tokens // selector_config.pool):
-            reasons.append(f"topk {selector_config.topk_tokens // selector_config.pool} not supported")
-        if selector_config.row_starts and not cls.supports_row_starts:
-            reasons.append("rows that start elsewhere than at column 0 not supported")
-        if selector_config.pool > 1 and not cls.supports_pools:
-            reasons.append("columns of several tokens not supported")
-        return reasons
+    def _reasons(cls, config: MLATopKSelectorConfig) -> Iterator[str]:
+        columns = config.topk_tokens // config.pool
+        if not accepts_block_size(cls.supported_topk, columns):
+            yield f"topk {columns} not supported"
+        if config.row_starts and not cls.supports_row_starts:
+            yield "rows that start elsewhere than at column 0 not supported"
+        if config.pool > 1 and not cls.supports_pools:
+            yield "columns of several tokens not supported"
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config

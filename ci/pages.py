@@ -1,6 +1,5 @@
 """What pages show of the code, what every command's help says and each field of a case id: ``python ci/pages.py``."""
 
-import inspect
 import os
 import re
 import sys
@@ -66,22 +65,12 @@ def _names(case: type[Case]) -> set[str]:
 
 
 def _list(title: str, case: type[Case], names: set[str]) -> str:
-    reported, entries = _attributes(case), []
+    entries = []
     for field in (field for field in fields(case) if field.name in names):
         plain = int(field.default) if isinstance(field.default, bool) else field.default
         default = f"={plain}" if isinstance(plain, int | str) and plain != "" else ""  # none where an id always says it
-        entries.append(f"- `{field.name}{default}`: {reported[field.name]}")
+        entries.append(f"- `{field.name}{default}`: {field.metadata['means']}")
     return "\n".join([f"### {title}", "", *entries])
-
-
-def _attributes(case: type[Case]) -> dict[str, str]:
-    """What the classes' descriptions say of each attribute, on one line each."""
-    found: dict[str, str] = {}
-    for base in reversed(case.__mro__):
-        text = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
-        for name, meaning in re.findall(r"^    (\w+): (.*(?:\n     .*)*)", text, flags=re.MULTILINE):
-            found[name] = re.sub(r"\s+", " ", meaning).replace("``", "`").rstrip(".")
-    return found
 
 
 def sections(root: Path) -> Iterator[tuple[Section, str]]:

@@ -59,50 +59,27 @@ class FunctionPrefill(_AsksAnything, MLAPrefillBackend):
         """Whatever a case asks."""
         return True
 
-    def run_prefill_new_tokens(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        return_softmax_lse: bool,
-        out: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
+    # A call hands over by keyword what is optional.
+    def run_prefill_new_tokens(  # type: ignore[override]
+        self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **further: Any
     ) -> Any:
         """Causal attention among new tokens."""
         metadata = self._prefill_metadata
-        starts, longest = metadata.query_start_loc, metadata.max_query_len
-        optional = _given(out=out, output_scale=output_scale)
-        result = self._attend(q, k, v, starts, longest, causal=True, **optional)
+        keys = {"cu_seqlens_k": metadata.query_start_loc, "max_seqlen_k": metadata.max_query_len, "causal": True}
+        result = self._attend(q, k, v, **keys, **_given(**further))
         return result if return_softmax_lse else output_of(result)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         """Attention to a chunk of context, without a mask."""
         context = self._prefill_metadata.chunked_context
         assert context is not None, "a chunk is of a context"
-        return self._attend(
-            q, k, v, context.cu_seq_lens[chunk_idx], context.max_seq_lens[chunk_idx], causal=False
-        )  # fmt: skip
+        starts, longest = context.cu_seq_lens[chunk_idx], context.max_seq_lens[chunk_idx]
+        return self._attend(q, k, v, cu_seqlens_k=starts, max_seqlen_k=longest, causal=False)
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens_k: torch.Tensor,
-        max_seqlen_k: int,
-        **further: Any,
-    ) -> Any:
-        return self.function(
-            q=q,
-            k=k,
-            v=v,
-            cu_seqlens_q=self._prefill_metadata.query_start_loc,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=self._prefill_metadata.max_query_len,
-            max_seqlen_k=max_seqlen_k,
-            scale=self.scale,
-            **further,
-        )
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keys: Any) -> Any:
+        metadata = self._prefill_metadata
+        queries = {"cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len}
+        return self.function(q=q, k=k, v=v, scale=self.scale, **queries, **keys)
 
 
 class FunctionDecode(_AsksAnything, MLADecodeBackend):
@@ -138,43 +115,19 @@ class FunctionDecode(_AsksAnything, MLADecodeBackend):
 class FunctionSparse(_AsksAnything, MLASparseBackend):
     """A function of absorbed queries, keys and lists of them."""
 
-    def run_sparse_decode(
-        self,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        k_scale: torch.Tensor,
-        topk_indices: torch.Tensor,
-        return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
-        extra_kv_cache: torch.Tensor | None = None,
-        extra_topk_indices: torch.Tensor | None = None,
-        extra_topk_length: torch.Tensor | None = None,
+    def run_sparse_decode(  # type: ignore[override]
+        self, q: Any, kv_cache: Any, k_scale: Any, topk_indices: Any, return_softmax_lse: bool, **lists: Any
     ) -> Any:
         """Attention to entries of a paged cache."""
-        extra = _given(
-            topk_length=topk_length,
-            attn_sink=attn_sink,
-            extra_kv_cache=extra_kv_cache,
-            extra_kv_cache_dtype=self.extra_kv_cache_dtype,
-            extra_topk_indices=extra_topk_indices,
-            extra_topk_length=extra_topk_length,
-        )
         cache = {"kv_cache": kv_cache, "kv_cache_dtype": self.kv_cache_dtype, "k_scale": k_scale}
-        return self._attend(q, topk_indices, return_softmax_lse, **cache, **extra)
+        second = {"extra_kv_cache_dtype": self.extra_kv_cache_dtype}
+        return self._attend(q, topk_indices, return_softmax_lse, **cache, **_given(**lists, **second))
 
-    def run_sparse_prefill(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        topk_indices: torch.Tensor,
-        return_softmax_lse: bool,
-        topk_length: torch.Tensor | None = None,
-        attn_sink: torch.Tensor | None = None,
+    def run_sparse_prefill(  # type: ignore[override]
+        self, q: Any, kv: Any, topk_indices: Any, return_softmax_lse: bool, **lists: Any
     ) -> Any:
         """Attention to gathered keys."""
-        optional = _given(topk_length=topk_length, attn_sink=attn_sink)
-        return self._attend(q, topk_indices, return_softmax_lse, kv=kv, **optional)
+        return self._attend(q, topk_indices, return_softmax_lse, kv=kv, **_given(**lists))
 
     def _attend(self, q: torch.Tensor, topk_indices: torch.Tensor, return_softmax_lse: bool, **further: Any) -> Any:
         metadata = self._sparse_metadata

@@ -114,19 +114,35 @@ def _product_class(product: int) -> str:
     return "up to 16" if product <= 16 else "17 to 63" if product < 64 else "beyond 64"
 
 
+NUMBER = measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
+TOTALS = (
+    measured("longest", LONGEST, lambda case: LONGEST.class_of(max(totals(case)))),
+    measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case)))),
+)
+"""Dimensions of every batch: how many requests, and the longest of them."""
+
+
 def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
     """Heads, these first, query tokens of these classes, requests and lengths."""
     return (
         measured("heads", dict.fromkeys((usual_heads, *HEADS)), lambda case: HEADS.class_of(case.heads)),
         measured("queries", queries, lambda case: query_class(case.q)),
         measured("rows x heads", ROWS_AND_HEADS, rows_and_heads_class),
-        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        NUMBER,
         measured("others", OTHERS, others_class),
-        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(totals(case)))),
-        measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case)))),
+        *TOTALS,
     )
 
 
+KINDS = ("both", "decodes", "prefills")
+KIND = measured(
+    "requests that",
+    KINDS,
+    lambda case: "prefills" if not case.decodes else "decodes" if case.decodes == len(case.q) else "both",
+)
+WITH_DECODES = Only(KIND.name, ("both", "decodes"), "nothing decodes")
+WITH_PREFILLS = Only(KIND.name, ("both", "prefills"), "nothing prefills")
+"""What the requests of a layer's batch do."""
 PAGES = Numbers({**exactly(64, 16, 32, 128, 256, 1), "other": ((8, 48, 2, 96), range(2, 256))})
 _SCANNED = 1024
 
@@ -236,11 +252,22 @@ LONE_RULES: tuple[Rule, ...] = (
     never("one request has no mixed queries", {"others": ("alone",), "queries": (MIXED,)}),
 )
 """Of batches of one request."""
+
+
+def in_both(least: int) -> Rule:
+    """That a length of so many tokens or more is as long and ends so."""
+
+    def holds(longest: str, tile: str) -> bool:
+        return bool(lengths(longest, tile, least))
+
+    return Rule("no length is in both classes", ("longest", "tile"), holds)
+
+
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,
     Rule("no numbers with such a product", SHAPE[:3], lambda *classes: bool(rows_and_heads(*classes))),
-    Rule("no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))),
+    in_both(1),
     Rule("no such length has room for the query tokens", ("queries", "others", "longest", "tile"), _long_enough),
     Rule("no such length has room for the query tokens", SHAPE, _exists),
     Rule(
@@ -249,12 +276,12 @@ BATCH_RULES: tuple[Rule, ...] = (
         lambda n, others, longest: others != "equal" or REQUESTS.least(n) * LONGEST.least(longest) <= MOST_TOKENS,
     ),
 )
-PAGE_RULES: tuple[Rule, ...] = (
+END_RULES: tuple[Rule, ...] = (
     Rule("no page of this size is filled so far", ("page", "last page"), fills),
     Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
     Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
-    Rule("no such length has room for the query tokens", PAGED_SHAPE, _exists),
 )
+PAGE_RULES = (*END_RULES, Rule("no such length has room for the query tokens", PAGED_SHAPE, _exists))
 
 
 LONE_PADDING = never(

@@ -1,42 +1,42 @@
 """What cases over a paged cache of latents have in common: its layout, its scale, its blocks."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from mla_conformance.cases.case import Case, at_least, one_of
-from mla_conformance.cases.grammar import CaseError
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 CACHES = ("auto", "fp8", "fp8_ds_mla")
 TAILS = ("stale", "null", "minus", "huge")
-_LONGER = 3
 _USUAL_PAGE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachedCase(Case):
-    """A question over a paged cache.
+    """A question over a paged cache."""
 
-    Attributes:
-        cache: layout of the latent cache.
-        kscale: scale of an fp8 cache in millionths; handed over with every layout.
-        scales: what the float32 scales of a cache's tiles are, any numbers or powers of two.
-        tails: what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has.
-        layers: layers that share one buffer, so that the stride between blocks is so many packed blocks.
-        spare: blocks of the cache that no request holds; ids are drawn from all.
-        ranks: ranks of decode context parallelism; each is a call of a kernel, a layer's make one together.
-        interleave: token t belongs to rank (t // interleave) % ranks.
-    """
+    cache: str = one_of(CACHES, "auto", "layout of the latent cache")
+    kscale: int = at_least(1, 13000, "scale of an fp8 cache in millionths; handed over with every layout")
+    scales: str = one_of(
+        TILE_SCALES, "float32", "what the float32 scales of a cache's tiles are, any numbers or powers of two"
+    )
+    tails: str = one_of(
+        TAILS,
+        "stale",
+        "what the block table holds past a request's last page: blocks of others, 0, -1, or what no cache has",
+    )
+    layers: int = at_least(
+        1, 1, "layers that share one buffer, so that the stride between blocks is so many packed blocks"
+    )
+    spare: int = at_least(0, 3, "blocks of the cache that no request holds; ids are drawn from all")
+    ranks: int = at_least(
+        1, 1, "ranks of decode context parallelism; each is a call of a kernel, a layer's make one together"
+    )
+    interleave: int = at_least(1, 1, "token t belongs to rank (t // interleave) % ranks")
 
-    cache: str = one_of(CACHES, "auto")
-    kscale: int = at_least(1, 13000)
-    scales: str = one_of(TILE_SCALES, "float32")
-    tails: str = one_of(TAILS, "stale")
-    layers: int = at_least(1, 1)
-    spare: int = at_least(0, 3)
-    ranks: int = at_least(1, 1)
-    interleave: int = at_least(1, 1)
-
+    # Query lengths stay as they are in varied cases, since several tokens a request are another configuration.
+    longer: ClassVar[Mapping[str, int]] = {"kv": 3}
     least_new: ClassVar[int] = 1
     """New tokens that each request has at least."""
 
@@ -76,40 +76,31 @@ class CachedCase(Case):
             "dcp" if self.ranks > 1 else "",
         )
 
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Tokens of each request, its new ones included."""
+        return tuple(q + kv for q, kv in zip(self.q, self.kv, strict=True))
+
     def varied(self) -> Self:
-        """Longer contexts in reverse order, other values and another scale of the cache.
+        """With another scale of the cache as well."""
+        return replace(super().varied(), kscale=3 * self.kscale)
 
-        Query lengths stay, since several tokens a request are another configuration.
-        """
-        kv = tuple(length + _LONGER for length in reversed(self.kv))
-        return replace(self, kv=kv, kscale=3 * self.kscale, seed=self.seed + 1)
-
-    def validate(self) -> None:
-        """Hold every field against what it may be; each request has query tokens, and the layout fits the model.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
-        super().validate()
+    def contradictions(self) -> Iterator[str]:
+        """Each request has query tokens, and the layout fits the model."""
+        yield from super().contradictions()
         if min(self.q) < self.least_new:
-            raise CaseError(f"{self.call} expects at least one query token a request, got q={list(self.q)}")
+            yield f"{self.call} expects at least one query token a request, got q={list(self.q)}"
         form = TILED_FORMATS.get(self.cache)
         if self.scales != "float32" and (form is None or form.scales != "float32"):
-            raise CaseError(f"field scales: the entries of cache {self.cache} have no float32 scales")
-        self.require_room(self.cache)
+            yield f"field scales: the entries of cache {self.cache} have no float32 scales"
+        yield from self.too_large_for(self.cache)
 
-    def require_room(self, layout: str) -> None:
-        """Hold the head dims and the dtype against what an entry of a layout has room for.
-
-        Raises:
-            CaseError: it has none.
-        """
+    def too_large_for(self, layout: str) -> Iterator[str]:
+        """Why an entry of a layout has no room for the head dims and the dtype."""
         form = TILED_FORMATS.get(layout)
-        if form is None:
-            return
-        if self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16")):
+        if form and (self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16"))):
             held = " or ".join(f"{latent} + {rope}" for latent, rope in form.dims)
-            raise CaseError(f"{layout} holds {held} values of a 16-bit model, got {self.latent_dims} of {self.dtype}")
+            yield f"{layout} holds {held} values of a 16-bit model, got {self.latent_dims} of {self.dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,20 +114,12 @@ class CacheOperation(CachedCase):
 
     @property
     def is_causal(self) -> bool:
-        """Nothing attends here."""
         return False
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
-        """Nothing is attended to."""
         return (0,) * len(self.q)
 
     @property
     def is_merged(self) -> bool:
-        """Ranks are judged one by one."""
-        return False
-
-    @property
-    def profile(self) -> str:
-        """The entry that is driven, since a kernel may have one alone."""
-        return self.call
+        return False  # ranks are judged one by one

@@ -6,11 +6,11 @@ No tensor and no torch: a case is written into journals, file names and bug repo
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.grammar import (
@@ -25,7 +25,20 @@ from mla_conformance.cases.grammar import (
 )
 from mla_conformance.reference.dimensions import MLADimensions
 
-__all__ = ["CASE_FORMAT", "DTYPES", "FAR", "Call", "Case", "CaseError", "Layout", "at_least", "one_of", "parse_fields"]
+__all__ = [
+    "CASE_FORMAT",
+    "DTYPES",
+    "FAR",
+    "Call",
+    "Case",
+    "CaseError",
+    "Layout",
+    "Sizes",
+    "at_least",
+    "given",
+    "one_of",
+    "parse_fields",
+]
 CASE_FORMAT = 1
 """Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
 
@@ -73,14 +86,35 @@ POISON = ("nan", "inf", "large")
 FAR = ("none", *(operand + bits for bits in ("31", "32") for operand in ("q", "k", "v", "rows", "cache")))
 
 
-def one_of(allowed: Iterable[str], default: str) -> Any:
-    """A field that has one of the ``allowed`` values."""
-    return field(default=default, metadata={"allowed": tuple(allowed)})
+def one_of(allowed: Iterable[str], default: str, means: str = "") -> Any:
+    """A field that has one of the ``allowed`` values; ``means`` is what docs/case-ids.md says of it."""
+    return field(default=default, metadata={"allowed": tuple(allowed), "means": means})
 
 
-def at_least(least: int, default: int) -> Any:
+def at_least(least: int, default: int, means: str = "") -> Any:
     """A field that is a number of ``least``, 0 or 1, or more."""
-    return field(default=default, metadata={"least": least})
+    return field(default=default, metadata={"least": least, "means": means})
+
+
+def given(default: Any, means: str) -> Any:
+    """A field that no law of its own binds: text, a flag, lengths."""
+    return field(default=default, metadata={"means": means})
+
+
+class Sizes(NamedTuple):
+    """What tells the work of a case, in elements.
+
+    Attributes:
+        columns: of a head, that q·k and p·v take together.
+        row: of a row's query and output.
+        output: of a row's output.
+        key: of a key and its value.
+    """
+
+    columns: int
+    row: int
+    output: int
+    key: int
 
 
 _CLASSES: dict[str, type["Case"]] = {}
@@ -95,50 +129,51 @@ class Case(ABC):
         role: what of a backend the cases of a class are for.
         calls: the entries that they may drive.
         follows: own fields of a class that do not stand behind the common ones in ids, each with the one before it.
-        capability: the capability that the case decides; the prefix of the id.
-        call: entry that is driven; by default the one that the capability is named after, else new_tokens.
-        dtype: dtype of q, k and v.
-        dims: a preset of the reference, or ``P-R-V-L``.
-        heads: query heads on this rank.
-        q: new tokens of each request.
-        kv: context tokens of each request; empty for new_tokens. A decode finds q + kv tokens in the cache.
-        page: tokens of a page of the latent cache.
-        workspace: tokens of the context workspace, which decides the chunks.
-        scale: softmax scale in percent of (P + R)^-1/2; YaRN's factor included, 159 is DeepSeek-V2-Lite's and 187
-            DeepSeek-R1's.
-        data: name of the data regime.
-        layout: memory layout of the operands.
-        lse: whether new_tokens or a decode is asked for the LSE; of a context chunk or of several ranks it always is.
-        pad: poisoned rows after the last counted token; of a decode, requests that pad a graph's batch.
-        poison: what excluded bytes hold.
-        inflate: factor of the maxima in the metadata over the true ones.
-        seed: another draw of the same case.
-        far: what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, the rows before the
-            judged ones, or the blocks of the cache.
+        longer: how much longer requests are in :meth:`varied`.
     """
 
     role: ClassVar[Role]
     calls: ClassVar[tuple[Call, ...]] = ()
     follows: ClassVar[Mapping[str, str]] = {}
+    longer: ClassVar[Mapping[str, int]] = {}
 
-    capability: str
-    call: str = ""
-    dtype: str = one_of(DTYPES, "bf16")
-    dims: str = "r1"
-    heads: int = at_least(1, 4)
-    q: tuple[int, ...] = ()
-    kv: tuple[int, ...] = ()
-    page: int = at_least(1, 16)
-    workspace: int = at_least(1, 256)
-    scale: int = at_least(1, 159)
-    data: str = one_of(Data, Data.NORMAL)
-    layout: str = one_of(Layout, Layout.KV_B_PROJ)
-    lse: bool = True
-    pad: int = at_least(0, 0)
-    poison: str = one_of(POISON, "nan")
-    inflate: int = at_least(1, 1)
-    seed: int = 0
-    far: str = one_of(FAR, "none")
+    capability: str = field(metadata={"means": "the capability that the case decides; the prefix of the id"})
+    call: str = given(
+        "", "entry that is driven; by default the one that the capability is named after, else new_tokens"
+    )
+    dtype: str = one_of(DTYPES, "bf16", "dtype of q, k and v")
+    dims: str = given("r1", "a preset of the reference, or `P-R-V-L`")
+    heads: int = at_least(1, 4, "query heads on this rank")
+    q: tuple[int, ...] = given((), "new tokens of each request")
+    kv: tuple[int, ...] = given(
+        (), "context tokens of each request; empty for new_tokens. A decode finds q + kv tokens in the cache"
+    )
+    page: int = at_least(1, 16, "tokens of a page of the latent cache")
+    workspace: int = at_least(1, 256, "tokens of the context workspace, which decides the chunks")
+    scale: int = at_least(
+        1,
+        159,
+        "softmax scale in percent of (P + R)^-1/2; YaRN's factor included, 159 is DeepSeek-V2-Lite's and 187 "
+        "DeepSeek-R1's",
+    )
+    data: str = one_of(Data, Data.NORMAL, "name of the data regime")
+    layout: str = one_of(Layout, Layout.KV_B_PROJ, "memory layout of the operands")
+    lse: bool = given(
+        True,
+        "whether new_tokens or a decode is asked for the LSE; of a context chunk or of several ranks it always is",
+    )
+    pad: int = at_least(
+        0, 0, "poisoned rows after the last counted token; of a decode, requests that pad a graph's batch"
+    )
+    poison: str = one_of(POISON, "nan", "what excluded bytes hold")
+    inflate: int = at_least(1, 1, "factor of the maxima in the metadata over the true ones")
+    seed: int = given(0, "another draw of the same case")
+    far: str = one_of(
+        FAR,
+        "none",
+        "what reaches beyond 2^31 or 2^32 elements: rows of q, k or v, the rows before the judged ones, or the blocks "
+        "of the cache",
+    )
 
     def __init_subclass__(cls) -> None:
         _CLASSES.update(dict.fromkeys(cls.calls, cls))
@@ -146,7 +181,8 @@ class Case(ABC):
     def __post_init__(self) -> None:
         if not self.call:
             object.__setattr__(self, "call", _default_call(self.capability))
-        self.validate()
+        for reason in self.contradictions():
+            raise CaseError(reason)
 
     @staticmethod
     def of(*, capability: str, call: str = "", **values: Any) -> "Case":
@@ -280,61 +316,46 @@ class Case(ABC):
         return self.kv or (0,) * len(self.q)
 
     @property
-    @abstractmethod
     def profile(self) -> str:
-        """What the must-pass profiles of its cases begin with; empty for the core."""
+        """What must-pass profiles of its cases begin with, since a kernel may have one entry; empty for the core."""
+        return self.call
 
     @property
-    def columns(self) -> int:
-        """Columns of a head that q·k and p·v take together."""
-        return self.dimensions.qk_head_dim + self.dimensions.v_head_dim
-
-    @property
-    def row_elements(self) -> int:
-        """Elements of a row's query and output."""
-        return self.heads * self.columns
-
-    @property
-    def output_elements(self) -> int:
-        """Elements of a row's output."""
-        return self.heads * self.dimensions.v_head_dim
-
-    @property
-    def key_elements(self) -> int:
-        """Elements of a key and its value."""
-        return self.heads * self.columns
+    def sizes(self) -> Sizes:
+        """What tells its work."""
+        columns = self.dimensions.qk_head_dim + self.dimensions.v_head_dim
+        return Sizes(columns, self.heads * columns, self.heads * self.dimensions.v_head_dim, self.heads * columns)
 
     @property
     @abstractmethod
     def asks(self) -> tuple[str, ...]:
         """What is asked for beyond the plainest case of the role, as profiles of the must-pass list name it."""
 
-    @abstractmethod
     def varied(self) -> Self:
-        """The same configuration with other lengths and values, for tests of state."""
+        """The same configuration with longer requests in reverse order and other values, for tests of state."""
+        lengths: dict[str, Any] = {
+            name: tuple(n + more for n in reversed(getattr(self, name))) for name, more in self.longer.items()
+        }
+        return replace(self, **lengths, seed=self.seed + 1)
 
     def without(self, requests: range) -> dict[str, Any]:
         """The fields that differ without these requests."""
         kept = [index for index in range(len(self.q)) if index not in requests]
         return {name: tuple(x[i] for i in kept) for name, x in (("q", self.q), ("kv", self.kv)) if x}
 
-    def validate(self) -> None:
-        """Hold every field against what it may be.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
+    def contradictions(self) -> Iterator[str]:
+        """Every field against what it may be and against others: why there is no such case, the first reason first."""
         if self.call not in self.calls:
-            raise CaseError(f"field call: expected one of {', '.join(self.calls)}, got {self.call!r}")
+            yield f"field call: expected one of {', '.join(self.calls)}, got {self.call!r}"
         for part in _fields(type(self)):
             _require_value(part.name, getattr(self, part.name), part.metadata)
         dimensions_of(self.dims)
         if not self.q or min(self.q) < 0 or (self.kv and min(self.kv) < 0):
-            raise CaseError(f"expected one non-negative length per request, got {self._lengths}")
+            yield f"expected one non-negative length per request, got {self._lengths}"
         if self.has_context and len(self.kv) != len(self.q):
-            raise CaseError(f"{self.call} expects one context length per request, got {self._lengths}")
+            yield f"{self.call} expects one context length per request, got {self._lengths}"
         if sum(self.q) + sum(self.kv) > LARGEST:
-            raise CaseError(f"expected at most {LARGEST:,} tokens, got {sum(self.q):,} new ones and {sum(self.kv):,}")
+            yield f"expected at most {LARGEST:,} tokens, got {sum(self.q):,} new ones and {sum(self.kv):,}"
 
     @property
     def _lengths(self) -> str:
@@ -370,11 +391,16 @@ def _known(names: Iterable[str]) -> dict[str, Any]:
     Raises:
         CaseError: one of ``names`` is no field.
     """
-    types = {field.name: field.type for cls in dict.fromkeys(_CLASSES.values()) for field in _fields(cls)}
+    types = _types(tuple(dict.fromkeys(_CLASSES.values())))
     unknown = sorted(set(names) - set(types))
     if unknown:
         raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(types)}")
     return types
+
+
+@cache
+def _types(classes: tuple[type[Case], ...]) -> dict[str, Any]:
+    return {field.name: field.type for cls in classes for field in _fields(cls)}
 
 
 def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:

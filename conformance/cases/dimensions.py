@@ -55,12 +55,22 @@ LSE = plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
 MAXIMA = numbers("maxima", "inflate", Numbers({"true": ((1,),), "loose": ((100,), range(2, 2**31))}))
 
 
-def storage(only: Only = ALWAYS) -> tuple[Dimension, ...]:
-    """What stands behind a block table's rows, layers that share a buffer, and slots that no request holds."""
+def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
+    """What stands behind a block table's rows, layers that share a buffer, and slots that no request holds.
+
+    Args:
+        only: where they have a say.
+        most: the slots that are told apart, in powers of two.
+    """
+    powers = range(most, 14, -1)
+
+    def unused(case: CachedCase) -> str:
+        return next((f"2^{power} slots" for power in powers if case.spare * case.page >= 2**power), "few")
+
     return (
         values("tails", "tails", *TAILS, only=only),
         numbers("layers", "layers", Numbers({"1": ((1,),), "several": (range(2, 9),)}), only),
-        measured("unused", ("few", "2^15 slots", "2^16 slots"), _unused, only),
+        measured("unused", ("few", *(f"2^{power} slots" for power in powers[::-1])), unused, only),
     )
 
 
@@ -77,11 +87,6 @@ def room(layout: str, dims: str, dtype: str) -> bool:
     head, rank = dimensions_of(dims)
     latent = (rank, head.qk_rope_head_dim)
     return form is None or (latent in form.dims and (not form.plain or dtype in ("bf16", "fp16")))
-
-
-def _unused(case: CachedCase) -> str:
-    slots = case.spare * case.page
-    return next((f"2^{power} slots" for power in (16, 15) if slots >= 2**power), "few")
 
 
 def spare_blocks(row: Row, page: int) -> Fields:

@@ -24,7 +24,7 @@ def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) ->
     """
     causal = sum(length * (length + 1) / 2 for length in new) if case.is_causal else 0.0
     pairs = causal + sum(queries * keys for queries, keys in zip(new, context, strict=True))
-    return 2.0 * case.columns * case.heads * pairs * (2 if case.is_merged else 1)
+    return 2.0 * case.sizes.columns * case.heads * pairs * (2 if case.is_merged else 1)
 
 
 def operations_of(case: Case) -> float:
@@ -34,7 +34,7 @@ def operations_of(case: Case) -> float:
 
 def work_of(case: Case) -> float:
     """Operations, and elements of queries, results, keys and caches, calls and their requests as so many more."""
-    elements = sum(case.q) * case.row_elements + (sum(case.q) + sum(case.kv)) * case.key_elements
+    elements = sum(case.q) * case.sizes.row + (sum(case.q) + sum(case.kv)) * case.sizes.key
     calls = case.ranks if isinstance(case, CachedCase) else 1 + _chunks(case)
     if isinstance(case, CachedCase):
         elements += case.spare * case.page * case.layers * (case.kv_lora_rank + case.dimensions.qk_rope_head_dim)

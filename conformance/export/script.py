@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.call import DecodeCall
-from mla_conformance.roles.decode.role import decode_kernel
-from mla_conformance.roles.prefill.role import prefill_kernel
+from mla_conformance.roles.table import definition_of
 from mla_conformance.version import __version__
 
 MOST_LINES = 120
@@ -104,14 +103,13 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
 def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dict[str, torch.Tensor]]:
     """The call as a new instance makes it, and what the backend was handed, by the names that the program gives it."""
     case, call = found.problem.case, found.call
-    create: Callable[..., Any] = decode_kernel if isinstance(call, DecodeCall) else prefill_kernel
     out = call.output_buffer()
     tensors = named_tensors(call) | ({"out": out.view} if out else {})
     with Recorder() as recorder:
         loaded: Any = found.subject.class_of(case.role)
         if own is not None:
             loaded = Handle(loaded, recorder, own.module, f".{loaded.__name__}")
-        instance = create(loaded, case)
+        instance = definition_of(case.role).kernel(loaded, case, found.problem.dtype, found.problem.device)
         call.prepare(instance)
         value = call.invoke(instance, out)
     return written(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value]), tensors

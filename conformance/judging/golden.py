@@ -1,9 +1,10 @@
 """What the reference expects of a problem: golden states with error terms, per call and of the whole."""
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 
@@ -95,9 +96,18 @@ class Golden(ABC):
     rows: JudgedRows
 
     @property
-    @abstractmethod
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that they consist of."""
+        """Everything that they consist of, in the order of its declaration."""
+        return _tensors(tuple(getattr(self, each.name) for each in fields(self) if each.name != "rows"))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        yield from chain.from_iterable(map(_tensors, value))
+    elif is_dataclass(value):
+        yield from _tensors(tuple(vars(value).values()))
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,12 @@ def needed_bytes(case: Case) -> int:
     reach = Reach.of(case)
     if reach.operand != "rows":
         return 2 * _FAR_ITEM_BYTES * reach.elements + _MARGIN_BYTES
-    return _FAR_ITEM_BYTES * rows_before(case) * (case.row_elements + case.output_elements) + _MARGIN_BYTES
+    return _FAR_ITEM_BYTES * rows_before(case) * (case.sizes.row + case.sizes.output) + _MARGIN_BYTES
 
 
 def rows_before(case: Case) -> int:
     """Rows whose output, narrower than the queries, reaches as far as the case says."""
-    return -(-Reach.of(case).elements // case.output_elements)
+    return -(-Reach.of(case).elements // case.sizes.output)
 
 
 MOST_OPERATIONS = {"cpu": 1e12}
@@ -60,13 +60,13 @@ def memory_need(case: Case, device_type: str) -> int:
     """Bytes that judging a case takes at most, generously: inputs and their copies, results in float64, workspaces."""
     dims = case.dimensions
     rows, keys = sum(case.q) + case.pad, sum(case.q) + sum(case.kv)
-    elements = rows * case.row_elements + keys * case.key_elements
+    elements = rows * case.sizes.row + keys * case.sizes.key
     inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * elements
     projected = 3 * 8 * min(case.workspace, keys) * case.heads * (dims.qk_nope_head_dim + dims.v_head_dim)
     judged = min(rows, TELLING_ROWS + DRAWN_ROWS) if operations_of(case) > FULL_OPERATIONS[device_type] else rows
     ranks = case.ranks if isinstance(case, CachedCase) and case.is_merged else 0
     copies = _RESULT_COPIES + _RANK_COPIES * ranks
-    results = copies * 8 * judged * case.output_elements
+    results = copies * 8 * judged * case.sizes.output
     far = 0 if case.far == "none" else needed_bytes(case)
     return far + _WORKSPACE + inputs + results + (projected if case.call == Call.CHUNKED_CONTEXT else 0)
 

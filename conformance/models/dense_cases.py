@@ -2,10 +2,9 @@
 
 from mla_conformance.cases.grammar import Listed, for_capability
 from mla_conformance.models.profile import ModelProfile
-from mla_conformance.roles.decode.lists import decode, single
-from mla_conformance.roles.layer.case import Order
-from mla_conformance.roles.layer.lists import layer
-from mla_conformance.roles.prefill.lists import chunk, chunked, new
+from mla_conformance.roles.decode.case import decode, single
+from mla_conformance.roles.layer.case import Order, layer
+from mla_conformance.roles.prefill.case import chunk, chunked, new
 
 
 def prefills() -> Listed:

@@ -3,8 +3,8 @@
 from mla_conformance.cases.grammar import Fields, Listed, for_capability, with_fields
 from mla_conformance.models.profile import Indexer, Selection
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.roles.indexer.lists import best, scores
-from mla_conformance.roles.sparse.lists import decode, prefill, single
+from mla_conformance.roles.indexer.case import best, scores
+from mla_conformance.roles.sparse.case import decode, prefill, single
 
 _FEWEST_KERNEL_HEADS = 64
 """Heads that engines fill up to where a sparse kernel takes no fewer (vLLM, ``_compute_fp8_decode_padded_heads``)."""

@@ -1,7 +1,6 @@
 """The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -77,14 +76,14 @@ class CachedBatch(Draw[AnyCached]):
 
     def owned(self, rank: int) -> tuple[list[int], list[int]]:
         """How many tokens of each request a rank holds, and the numbers of these tokens among those of the batch."""
-        firsts = zip(start_loc(self.totals), self.totals, strict=False)
-        rows = [[first + position for position in self._positions(total, rank)] for first, total in firsts]
-        return [len(numbers) for numbers in rows], [number for numbers in rows for number in numbers]
+        held = self.held(rank)
+        every = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
+        return list(map(len, held)), every
 
-    def _positions(self, total: int, rank: int) -> Sequence[int]:
-        if self.case.ranks == 1:
-            return range(total)
-        return local_positions(total, rank=rank, world_size=self.case.ranks, interleave=self.case.interleave)
+    def held(self, rank: int) -> list[Sequence[int]]:
+        """Positions of each request's tokens that a rank holds."""
+        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
+        return [range(total) if self.case.ranks == 1 else local_positions(total, **world) for total in self.totals]
 
 
 def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -121,19 +120,4 @@ def sparse_metadata(
         dcp_world_size=case.ranks,
         dcp_rank=rank,
         cp_kv_cache_interleave_size=case.interleave,
-    )
-
-
-def regrouped_metadata(metadata: MLASparseMetadata, requests: Sequence[int]) -> MLASparseMetadata:
-    """Metadata of some of a batch's requests, in the given order; the maxima stay as they are."""
-    rows = list(requests)
-    query_lens = metadata.query_lens_cpu[rows]
-    per_request = ("seq_lens", "seq_lens_cpu", "block_table", "workspace_starts")
-    picked = {name: getattr(metadata, name)[rows] for name in per_request if getattr(metadata, name) is not None}
-    return replace(
-        metadata,
-        **picked,
-        query_start_loc=torch.tensor(start_loc(query_lens.tolist())).to(metadata.query_start_loc),
-        req_id_per_token=torch.arange(len(rows)).repeat_interleave(query_lens).to(metadata.req_id_per_token),
-        query_lens_cpu=query_lens,
     )

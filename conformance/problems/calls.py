@@ -1,14 +1,15 @@
 """Calls of a backend's interface, most of them also seen as attention of queries to keys and values."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
 from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.reference.terms import Projection
 
 
@@ -43,21 +44,45 @@ class AttentionOperands:
     sink: torch.Tensor | None = None
 
 
+_PER_REQUEST = ("block_table", "workspace_starts", "seq_lens", "seq_lens_cpu", "query_lens_cpu")
+_PER_ROW = ("lengths", "row_starts", "token_lengths", "positions")
+AnyMetadata = TypeVar("AnyMetadata")
+
+
 @dataclass(frozen=True, kw_only=True)
 class KernelCall(ABC):
-    """One call: what it is about, and how a backend is asked.
+    """One call: what it is about, and how a backend is asked. A role's call names its tensors; the rest follows.
 
     Attributes:
         q: [T, N, D].
         k: [S, N, D], or [S, 1, D] shared by all heads.
         query_start_loc: first query of each request, and the end.
         key_start_loc: first key of each request, and the end.
+        metadata: of the batch, handed over before every call; None where every argument is in the call.
+        written: the memory that the call writes, by the names of its arguments, with what must stand in it afterwards.
+        token_dims: the dimension in which each part of a result counts tokens, as an output and an LSE do.
+        means: names of the tensors that say what the operands stand for, and are handed to no backend.
+        reads: names of those that a backend may read and must not write.
+        queries: names of the queries as they are handed over, tokens first.
+        per_row: names of the tensors with a row for each query token.
+        per_key: names of those with a row for each key.
+        called: what messages call some of them otherwise.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     query_start_loc: tuple[int, ...]
     key_start_loc: tuple[int, ...]
+    metadata: Any = None
+    written: Mapping[str, Any] = field(default_factory=dict)
+
+    token_dims: ClassVar[tuple[int, ...]] = (0, 1)
+    means: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()
+    queries: ClassVar[tuple[str, ...]] = ("q",)
+    per_row: ClassVar[tuple[str, ...]] = ("q",)
+    per_key: ClassVar[tuple[str, ...]] = ()
+    called: ClassVar[Mapping[str, str]] = {}
 
     @property
     @abstractmethod
@@ -69,11 +94,6 @@ class KernelCall(ABC):
     def result_shape(self) -> tuple[int, ...]:
         """Shape of what the call returns first."""
 
-    token_dims: ClassVar[tuple[int, ...]] = (0, 1)
-    """The dimension in which each part of a result counts tokens, as an output and an LSE do."""
-    means: ClassVar[tuple[str, ...]] = ()
-    """Names of the tensors that say what the operands stand for, and are handed to no backend."""
-
     @property
     def key_lens(self) -> tuple[int, ...]:
         """Keys that a query of each request may see."""
@@ -84,56 +104,98 @@ class KernelCall(ABC):
         """What the operands stand for."""
         return self.q, self.k
 
-    @abstractmethod
     def owned(self) -> dict[str, torch.Tensor]:
-        """Tensors of this call that a backend may read and must not write, by name."""
+        """Tensors that a backend may read and must not write, those of the metadata among them, by name."""
+        named = {name: getattr(self, name) for name in self.reads}
+        named |= vars(self.metadata) if self.metadata is not None else {}
+        return {
+            f"{self.called.get(name, name)} of {self.name}": x
+            for name, x in named.items()
+            if isinstance(x, torch.Tensor)
+        }
 
     @property
     def reached(self) -> Iterable[torch.Tensor]:
         """Memory that is handed over, and looked at afterwards."""
-        return self.owned().values()
+        return [*self.owned().values(), *(image.cache for image in self.written.values())]
 
     def handed(self) -> Self:
-        """The call as a backend may know it: of what its operands mean, the form alone."""
+        """The call as a backend may know it: of what its operands mean, the form alone; not what it must write."""
         known = {name: getattr(self, name) for name in self.means}
-        return replace(self, **{name: x.to("meta") for name, x in known.items() if x is not None})
+        meta = {name: x.to("meta") for name, x in known.items() if x is not None}
+        return replace(self, **meta, written={name: image.handed() for name, image in self.written.items()})
 
     def query_operands(self) -> tuple[torch.Tensor, ...]:
         """The queries as they are handed over, tokens first."""
-        return (self.q,)
+        return tuple(getattr(self, name) for name in self.queries)
 
-    @abstractmethod
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """The given requests in the given order; of new tokens the first ``queries`` of each, where that is not None.
+
+        What is stored, such as a cache, stays as it is.
 
         Args:
             case: what the call was made from.
             requests: numbers of requests.
             queries: new tokens of each that are kept, with their keys; only a prefill is cut.
         """
+        rows, keys = (rows_of(starts, requests) for starts in (self.query_start_loc, self.key_start_loc))
+        each = [(name, rows) for name in self.per_row] + [(name, keys) for name in self.per_key]
+        there = [(name, at, x) for name, at in each if (x := getattr(self, name)) is not None]
+        new, seen = (
+            start_loc([starts[request + 1] - starts[request] for request in requests])
+            for starts in (self.query_start_loc, self.key_start_loc)
+        )
+        return replace(
+            self,
+            **{name: x[at.to(x.device)] for name, at, x in there},
+            query_start_loc=new,
+            key_start_loc=seen,
+            metadata=regrouped_metadata(self.metadata, requests, rows),
+        )
 
     def overwritten(self, other: Self) -> Self:
-        """This call with the contents of another one of the same shapes, at its own addresses."""
+        """This call with the contents of another one of the same shapes, at its own addresses, and what they mean."""
         theirs = other.owned()
         for name, tensor in self.owned().items():
             tensor.copy_(theirs[name])
-        return self
+        return replace(self, **{name: getattr(other, name) for name in self.means})
 
     def output_buffer(self) -> Guarded | None:
         """A fresh output tensor for the call; None where it takes none."""
         return None
 
-    @abstractmethod
     def prepare(self, backend: Any) -> None:
         """Hand over what the backend must know before the call, if it was not handed over before an earlier one."""
+        if self.metadata is not None:
+            backend.prepare_metadata(self.metadata)
 
     @abstractmethod
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
         """Make the call; what the backend returns."""
 
+    def reset(self) -> None:
+        """What is written, as it was before."""
+        for image in self.written.values():
+            image.reset()
+
     def wrong_writes(self) -> str:
-        """One sentence about memory that the last call should have written otherwise; empty if there is none."""
-        return ""
+        """The first thing that the last call wrote otherwise than it must, in a sentence; empty if there is none."""
+        return next(filter(None, (image.difference() for image in self.written.values())), "")
+
+
+def regrouped_metadata(metadata: AnyMetadata, requests: Sequence[int], rows: torch.Tensor) -> AnyMetadata:
+    """Metadata of some of a batch's requests, in the given order, whose rows these are; the maxima stay as they are."""
+    held = {name: x for name, x in vars(metadata).items() if isinstance(x, torch.Tensor)}
+    found = {name: held[name][list(requests)] for name in _PER_REQUEST if name in held}
+    found |= {name: held[name][rows.to(held[name].device)] for name in _PER_ROW if name in held}
+    if "query_start_loc" in held:
+        starts = start_loc(found["query_lens_cpu"].tolist())
+        found["query_start_loc"] = torch.tensor(starts).to(held["query_start_loc"])
+    if "req_id_per_token" in held:
+        own = torch.arange(len(requests)).repeat_interleave(found["query_lens_cpu"])
+        found["req_id_per_token"] = own.to(held["req_id_per_token"])
+    return replace(metadata, **found)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -32,10 +32,13 @@ class Draw(Generic[AnyCase]):
 
     Attributes:
         salt: what they are drawn with beside the case, so that nobody who has the case can know them; empty for none.
+        whole: attention to the keys of all calls at once, where it is known before they are divided.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
+
+    whole: Any = None
 
     def __init__(self, case: AnyCase, device: torch.device, salt: str = "") -> None:
         dtype = TORCH_DTYPES[case.dtype]

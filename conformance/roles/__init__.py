@@ -1,4 +1,4 @@
-"""Roles, a folder for each: its cases, lists and space (no torch), its problem and calls, and what judges it.
+"""Roles, a folder for each: its cases, their lists and space (no torch), its problem and calls, and what judges it.
 
 ``role.py`` of a folder says in one value what the role is; ``table.py`` lists them.
 

@@ -1,4 +1,4 @@
-"""What a role is: one value, from which everything that differs between roles is taken."""
+"""What a role is: one table, from which everything that differs between roles is taken."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,55 +10,86 @@ from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.golden import Golden, golden_attention
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.steps import Steps
 from mla_conformance.problems.problem import Problem
 
-Reasons = Callable[[Any, Any, torch.dtype, DeviceCapability | None], list[str]]
+KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""The arguments that the constructors of attention kernels have in common."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoleDefinition:
-    """A role; by default one that asks for attention.
-
-    Attributes:
-        role: its name.
-        problem: makes the inputs of a case on a device, drawn with a salt beside the case.
-        kernel: an instance of a class for a case, its dtype and its device.
-        reasons: what of a case a class declares unsupported, whatever the device has.
-        declared: what a class declares.
-        golden: the result that is expected of a problem.
-        judge: the steps of its verdicts.
-    """
-
-    role: Role
-    problem: Callable[[Any, torch.device, str], Problem]
-    kernel: Callable[[Any, Any, torch.dtype, torch.device], Any]
-    reasons: Reasons
-    declared: Callable[[Any], Declaration] = declaration_of
-    golden: Callable[[Problem], Golden] = golden_attention
-    judge: Callable[..., Steps] = AttentionJudge
-
-
-def validated(config: Callable[[Any, torch.dtype], Any]) -> Reasons:
-    """The reasons of a role whose classes judge a case by its configuration alone."""
-
-    def reasons(kernel: Any, case: Case, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        return reasons_of(kernel.validate_configuration(capability, config(case, dtype)))
-
-    return reasons
-
-
-def kernel_sizes(case: Case) -> dict[str, Any]:
-    """The arguments that the constructors of attention kernels have in common."""
+def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
+    """What is told of a case of any role, by the names that configurations and constructors have for it."""
     dims = case.dimensions
-    return {
+    found = {
+        "call": case.call,
+        "dtype": dtype,
         "num_heads": case.heads,
         "scale": case.softmax_scale,
+        "lse": case.lse,
         "kv_lora_rank": case.kv_lora_rank,
+        "mla_dimensions": dims,
         "qk_nope_head_dim": dims.qk_nope_head_dim,
         "qk_rope_head_dim": dims.qk_rope_head_dim,
         "v_head_dim": dims.v_head_dim,
     }
+    if isinstance(case, CachedCase):
+        found |= {
+            "kv_cache_dtype": case.cache,
+            "tile_scales": case.scales,
+            "block_size": case.page,
+            "dcp_world_size": case.ranks,
+        }
+    return found
+
+
+def _nothing(case: Any, dtype: torch.dtype) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleDefinition:
+    """A role; by default one that asks for attention."""
+
+    role: Role  # its name
+    # makes the calls of a case, given the case, a device and a salt that is drawn with beside the case
+    batch: Callable[[Any, torch.device, str], Any]
+    config: Any  # what its classes are validated against, a named tuple
+    # the arguments that its classes are constructed with, beside ``vllm_config``
+    constructed: tuple[str, ...] = KERNEL_SIZES
+    # what configurations and constructors are told beside :func:`facts_of`, or otherwise
+    facts: Callable[[Any, torch.dtype], dict[str, Any]] = _nothing
+    golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
+    judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
+
+    def problem(self, case: Any, device: torch.device, salt: str = "") -> Problem:
+        """The inputs that a case stands for.
+
+        Raises:
+            ProblemError: a regime or dtype that does not exist here.
+            ValueError: the reference's chunk planner or cache refuses the case.
+        """
+        batch = self.batch(case, device, salt)
+        return Problem(case, batch.key, device, batch.calls(), batch.whole)
+
+    def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
+        """What a case asks of a class; some of it otherwise."""
+        told = facts_of(case, dtype) | self.facts(case, dtype) | otherwise
+        return self.config(**{name: told[name] for name in self.config._fields})
+
+    def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """An instance of a class for a case, its dtype and its device."""
+        told = facts_of(case, dtype) | self.facts(case, dtype)
+        given = {name: told[name] for name in self.constructed if told[name] is not None}
+        return kernel(**given, vllm_config=None)
+
+    def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+        """What of a case a class declares unsupported, whatever the device has."""
+        return reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
+
+    def declared(self, kernel: Any) -> Declaration:
+        """What a class declares."""
+        return declaration_of(kernel)

@@ -12,14 +12,14 @@ from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.cache.role import CACHE
-from mla_conformance.roles.compress.role import COMPRESS
-from mla_conformance.roles.decode.role import DECODE
+from mla_conformance.roles.compress.problem import COMPRESS
+from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.role import INDEXER
 from mla_conformance.roles.layer.role import LAYER
 from mla_conformance.roles.prefill.role import PREFILL
 from mla_conformance.roles.prepare.role import PREPARE
-from mla_conformance.roles.sparse.role import SPARSE
+from mla_conformance.roles.sparse.problem import SPARSE
 from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
 from mla_conformance.roles.topk.role import TOPK
 

@@ -13,7 +13,7 @@ from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonP
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Case
-from mla_conformance.roles.definition import kernel_sizes
+from mla_conformance.roles.definition import KERNEL_SIZES, facts_of
 from mla_conformance.roles.sparse.case import SparseCase
 
 Function = Callable[..., Any]
@@ -104,7 +104,8 @@ def as_function(kernel: Any, case: Case) -> Function:
 
 
 def _instance(kernel: Any, case: Case, x: Inputs, **further: Any) -> Any:
-    sizes = kernel_sizes(case) | {"num_heads": x["q"].shape[1], "scale": x["scale"]}
+    told = facts_of(case, x["q"].dtype)
+    sizes = {name: told[name] for name in KERNEL_SIZES} | {"num_heads": x["q"].shape[1], "scale": x["scale"]}
     return kernel(**sizes, **further, vllm_config=None)
 
 

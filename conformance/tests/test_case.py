@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.tests.drawn import any_case
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, find_capability, find_tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, find_capability, find_tier, lists_of
 
 plain = settings(max_examples=150, deadline=None, derandomize=True, database=None)
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
@@ -51,6 +52,8 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
     assert len({case.id for case in ALL_CASES}) == len(ALL_CASES)
     assert {name for name, capability in CAPABILITIES.items() if not capability.cases} == set()
     assert all(case.capability == name for name, entry in CAPABILITIES.items() for case in entry.cases)
+    used = {name for entry in CAPABILITIES.values() for name in entry.lists if "." in name}
+    assert used == {f"{role}.{name}" for role in Role for name in lists_of(role)}
 
 
 def test_defaults_stay_out_of_the_id() -> None:

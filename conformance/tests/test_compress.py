@@ -16,10 +16,8 @@ from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
 from mla_conformance.reference.prepare_index import Prepared
-from mla_conformance.roles.compress.call import CompressCall
 from mla_conformance.roles.compress.case import CompressCase
-from mla_conformance.roles.compress.problem import EPS, CompressBatch
-from mla_conformance.roles.compress.role import COMPRESS
+from mla_conformance.roles.compress.problem import COMPRESS, EPS, CompressBatch, CompressCall
 from mla_conformance.roles.compress.state_pages import StatePages
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
@@ -38,7 +36,7 @@ def parsed(text: str) -> CompressCase:
 
 
 def called(text: str) -> CompressCall:
-    return CompressBatch(parsed(text), CPU).call()
+    return CompressBatch(parsed(text), CPU).calls()[0]
 
 
 def status(kernel: type, text: str) -> Status:

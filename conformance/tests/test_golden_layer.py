@@ -33,7 +33,7 @@ def test_the_golden_result_is_that_of_the_layer_that_is_proven(text: str, path: 
     case = Case.parse(text)
     assert isinstance(case, LayerCase)
     made, expected = LayerBatch(case, CPU, ""), golden_of(build_problem(case, CPU))
-    made.call()
+    made.calls()
     hidden, context = states_of(made)
     spec, weights = picking_layer(made, hidden.shape[1])
     positions, starts = torch.arange(len(hidden)), made.query_start_loc

@@ -11,7 +11,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.problem import Problem
-from mla_conformance.roles.indexer.judge import golden_scores
+from mla_conformance.roles.indexer.role import golden_scores
 from mla_conformance.roles.table import build_problem, judge
 
 CPU = torch.device("cpu")

@@ -42,7 +42,7 @@ LISTED = [case for name in ("sparse_layer", "sparse_layer_caches") for case in C
 def batch(text: str) -> SparseLayerBatch:
     """What a case is made of."""
     made = SparseLayerBatch(case_of(text), CPU, "")
-    made.call()
+    made.calls()
     return made
 
 

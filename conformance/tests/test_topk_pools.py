@@ -11,7 +11,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.known import known_defects
 from mla_conformance.judging.verdict import Status
 from mla_conformance.roles.topk.case import TopKCase
-from mla_conformance.roles.topk.pools import PoolTokens
+from mla_conformance.roles.topk.role import PoolTokens
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject

@@ -6,16 +6,16 @@ Adding a capability is one entry in ``capabilities.toml``; if none of the proced
 
 import json
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
-from importlib import import_module
 from importlib.resources import files
 from itertools import chain
+from typing import Any
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError, parse_fields
 from mla_conformance.cases.covering import choose
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Space
@@ -68,7 +68,7 @@ class Capability:
         name: as in ids, markers and reports.
         clause: clause of SPEC.md that the definition rests on.
         definition: one sentence.
-        lists: the functions that list its cases; none where they are a covering array.
+        lists: the names of lists of its cases; none where they are a covering array.
         procedure: what is done with a backend, by its name in ``trials/procedures.py``.
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
         needs: the attribute of a declaration without which it is unsupported; empty if there is none.
@@ -91,7 +91,7 @@ class Capability:
         """The cases that decide it, the most telling first."""
         if self.is_array:
             return array_of(self.name)
-        made = chain.from_iterable(_case_list(function)() for function in self.lists)
+        made = chain.from_iterable(map(_case_list, self.lists))
         return tuple(Case.of(capability=self.name, **fields) for fields in made)
 
     @cached_property
@@ -129,19 +129,40 @@ def _vocabulary() -> Iterator[Capability]:
         yield Capability(name, lists=tuple(entry.pop("cases", ())), **entry)
 
 
-def _case_list(name: str) -> Callable[[], Iterable[Fields]]:
-    """A function of a role's lists, or of those that several roles share."""
-    role, _, function = name.rpartition(".")
-    module = import_module(f"mla_conformance.roles.{Role(role)}.lists") if role else lists
-    made: Callable[[], Iterable[Fields]] = getattr(module, function)
+def _case_list(name: str) -> Iterable[Fields]:
+    """A list of a role, or of those that several roles share."""
+    role, _, own = name.rpartition(".")
+    found: Mapping[str, Any] = lists_of(Role(role)) if role else vars(lists)
+    if own not in found:
+        raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(found)}")
+    made: Iterable[Fields] = found[own] if role else found[own]()
     return made
 
 
+@cache
+def lists_of(role: Role) -> dict[str, list[Fields]]:
+    """The lists in a role's ``cases.txt``, by name.
+
+    Raises:
+        CaseError: a line that is no case, or of no list; names it.
+    """
+    found: dict[str, list[Fields]] = {}
+    text = (files(f"mla_conformance.roles.{role}") / "cases.txt").read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("["):
+            found[line.strip("[]")] = []
+        elif case := line.partition("#")[0].strip():
+            try:
+                found[[*found][-1]].append(parse_fields(case))
+            except (CaseError, IndexError) as error:
+                raise CaseError(f"{role}/cases.txt, line {number}: {error}") from error
+    return found
+
+
 def load_lists() -> None:
-    """Import every module that lists cases, which otherwise is when the first case of its capability is asked for."""
-    for entry in CAPABILITIES.values():
-        for name in entry.lists:
-            _case_list(name)
+    """Read every list of cases, which otherwise is when the first case of its capability is asked for."""
+    for role in Role:
+        lists_of(role)
 
 
 CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _vocabulary()}

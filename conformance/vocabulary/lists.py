@@ -8,9 +8,8 @@ from functools import partial
 
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.grammar import Fields, each
-from mla_conformance.roles.decode.lists import decode, single
-from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.roles.prefill.lists import chunk, chunked, new
+from mla_conformance.roles.decode.case import decode, single
+from mla_conformance.roles.prefill.case import PrefillCase, chunk, chunked, new
 
 _NARROW = "16-8-40-32"
 

@@ -1,7 +1,7 @@
 """A call of a cache operation: what it reads, and the memory of its caller that it writes."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,47 +17,27 @@ from mla_conformance.problems.written_rows import WrittenRows
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCall(KernelCall):
-    """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token.
-
-    Attributes:
-        case: what it was made from.
-        operands: the tensors that it reads, by the names of its arguments.
-        written: the memory that it writes, by the names of its arguments.
-        numbers: its other arguments.
-        rank: whose call it is.
-    """
+    """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token."""
 
     case: CachedCase
-    operands: Mapping[str, torch.Tensor]
+    operands: Mapping[str, torch.Tensor]  # the tensors that it reads, by the names of its arguments
     written: Mapping[str, CacheImage | WrittenRows | WrittenEntries]
-    numbers: Mapping[str, int]
-    rank: int = 0
+    numbers: Mapping[str, int]  # its other arguments
+    rank: int = 0  # whose call it is
 
     means: ClassVar = ("q", "k")
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         name = str(self.case.call).replace("_", " ")
         return f"{name} on rank {self.rank}" if self.case.ranks > 1 else name
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """Of what is written for each token."""
         return tuple(self.q.shape)
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """What is read; what is written is compared with what it must be."""
         return {f"{name} of {self.name}": x for name, x in self.operands.items()}
-
-    @property
-    def reached(self) -> Iterable[torch.Tensor]:
-        """All memory that is handed over."""
-        return [*self.owned().values(), *(image.cache for image in self.written.values())]
-
-    def handed(self) -> Self:
-        """Without what must stand in the memory after the call."""
-        return replace(super().handed(), written={name: image.handed() for name, image in self.written.items()})
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: what a call writes goes by the whole batch.
@@ -67,16 +47,8 @@ class CacheCall(KernelCall):
         """
         raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
 
-    def prepare(self, backend: Any) -> None:
-        """Nothing: every argument is in the call."""
-
     def invoke(self, backend: Any, out: Guarded | None) -> None:
         """The call that the case names, on memory as it was before."""
-        for image in self.written.values():
-            image.reset()
+        self.reset()
         given = {name: image.cache for name, image in self.written.items()}
         getattr(backend, f"run_{self.case.call}")(**given, **self.operands, **self.numbers)
-
-    def wrong_writes(self) -> str:
-        """The first thing that the last call wrote otherwise than it must; empty if there is none."""
-        return next(filter(None, (image.difference() for image in self.written.values())), "")

@@ -1,12 +1,13 @@
 """Cases of cache operations: entries written to slots, gathered from pages, and slots computed from positions."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, at_least, one_of
-from mla_conformance.cases.grammar import CaseError, Data
+from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
+from mla_conformance.cases.grammar import Data
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
 
@@ -25,48 +26,24 @@ _USUAL_PAGE, _SHUFFLED_PAGE = 64, 16
 
 @dataclass(frozen=True, kw_only=True)
 class CacheCase(CacheOperation):
-    """A question about a paged cache; q are the tokens that are written, gathered or mapped, kv those before them.
-
-    Attributes:
-        cache: layout of the entries.
-        latents: what they are like.
-        slots: dtype of a slot mapping.
-        dequantise: whether latents are gathered as values of the model's dtype.
-        ratio: tokens that an entry stands for; a gather's q counts entries.
-        topk: columns of a list of positions.
-        outside: whether lists name positions that the block table has no column for.
-    """
+    """A question about a paged cache; q are the tokens that are written, gathered or mapped, kv those before them."""
 
     role: ClassVar[Role] = Role.CACHE
     calls: ClassVar[tuple[Call, ...]] = (*WRITES, *GATHERS, *COMPUTES)
 
-    cache: str = one_of((*LATENT_CACHES, *INDEX_CACHES), "auto")
-    latents: str = one_of(LATENTS, Data.NORMAL)
-    slots: str = one_of(SLOT_DTYPES, "int64")
-    dequantise: bool = False
-    ratio: int = at_least(1, 1)
-    topk: int = at_least(1, 16)
-    outside: bool = False
+    cache: str = one_of((*LATENT_CACHES, *INDEX_CACHES), "auto", "layout of the entries")
+    latents: str = one_of(LATENTS, Data.NORMAL, "what they are like")
+    slots: str = one_of(SLOT_DTYPES, "int64", "dtype of a slot mapping")
+    dequantise: bool = given(False, "whether latents are gathered as values of the model's dtype")
+    ratio: int = at_least(1, 1, "tokens that an entry stands for; a gather's q counts entries")
+    topk: int = at_least(1, 16, "columns of a list of positions")
+    outside: bool = given(False, "whether lists name positions that the block table has no column for")
 
     @property
-    def width(self) -> int:
-        """Values of an entry."""
-        return sum(self.latent_dims)
-
-    @property
-    def row_elements(self) -> int:
-        """What stands for a token."""
-        return self.topk if self.call == Call.GLOBAL_SLOTS else self.width
-
-    @property
-    def output_elements(self) -> int:
-        """The same."""
-        return self.row_elements
-
-    @property
-    def key_elements(self) -> int:
-        """Values of an entry, where there are any."""
-        return 1 if self.call in COMPUTES else self.width
+    def sizes(self) -> Sizes:
+        width = sum(self.latent_dims)
+        row = self.topk if self.call == Call.GLOBAL_SLOTS else width
+        return super().sizes._replace(row=row, output=row, key=1 if self.call in COMPUTES else width)
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -82,40 +59,26 @@ class CacheCase(CacheOperation):
             self.slots if self.slots != SLOT_DTYPES[0] else "",
         )
 
-    def validate(self) -> None:
-        """Hold every field against what it may be, and against the other fields.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
-        super().validate()
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         layouts = INDEX_CACHES if self.call in _OF_INDEX else LATENT_CACHES
         if self.cache not in layouts:
-            raise CaseError(f"field cache: {self.call} expects one of {', '.join(layouts)}, got {self.cache!r}")
+            yield f"field cache: {self.call} expects one of {', '.join(layouts)}, got {self.cache!r}"
         small = ("tiny_tiles",) if self.cache in INDEX_CACHES else SMALL_LATENTS
         if self.cache in SMALL_DIFFER and self.latents in small:
-            raise CaseError(
-                f"field latents: writers of {self.cache} differ in the scales of {self.latents}; expected others"
-            )
+            yield (f"field latents: writers of {self.cache} differ in the scales of {self.latents}; expected others")
         if self.dequantise and self.call != Call.GATHER_LATENT:
-            raise CaseError(f"field dequantise: only gather_latent does so, got call {self.call}")
+            yield f"field dequantise: only gather_latent does so, got call {self.call}"
         if self.ratio > 1 and self.call not in _COMPRESSED:
-            raise CaseError(f"field ratio: expected 1 of {self.call}, which counts entries, got {self.ratio}")
+            yield f"field ratio: expected 1 of {self.call}, which counts entries, got {self.ratio}"
         if self.ranks > 1 and self.call not in (*WRITES, Call.SLOT_MAPPING):
-            raise CaseError(f"field ranks: expected 1 of {self.call}, got {self.ranks}")
+            yield f"field ranks: expected 1 of {self.call}, got {self.ranks}"
         if self.page % self.interleave:
-            raise CaseError(f"field interleave: expected a divisor of page {self.page}, got {self.interleave}")
-        self._require_pages()
-
-    def _require_pages(self) -> None:
+            yield f"field interleave: expected a divisor of page {self.page}, got {self.interleave}"
         form = TILED_FORMATS.get(self.cache)
         if form is not None and form.shuffled and self.page % _SHUFFLED_PAGE:
-            raise CaseError(f"field page: {self.cache} expects a multiple of {_SHUFFLED_PAGE}, got {self.page}")
-        blocks = self.spare + sum(-(-(q + kv) // self.page) for q, kv in zip(self.q, self.kv, strict=True)) + 1
-        if self.call in COMPUTES and (blocks + 1) * self.page > 2**31 and "int32" in (self.slots, self._counted):
-            raise CaseError(f"field slots: {blocks} blocks of {self.page} have slots beyond int32; expected int64")
-
-    @property
-    def _counted(self) -> str:
-        """Of the slots that lists become."""
-        return "int32" if self.call == Call.GLOBAL_SLOTS else ""
+            yield f"field page: {self.cache} expects a multiple of {_SHUFFLED_PAGE}, got {self.page}"
+        blocks = self.spare + sum(-(-total // self.page) for total in self.totals) + 1
+        narrow = self.slots == "int32" or self.call == Call.GLOBAL_SLOTS
+        if self.call in COMPUTES and (blocks + 1) * self.page > 2**31 and narrow:
+            yield f"field slots: {blocks} blocks of {self.page} have slots beyond int32; expected int64"

@@ -6,15 +6,13 @@ from functools import cached_property
 import torch
 
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
-from mla_conformance.problems.cached_batch import int32
+from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw, edges, segments, start_loc
+from mla_conformance.problems.operands import edges, segments, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, block_table_of, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written_rows import WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, encode, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.reference.kv_cache import local_positions
 from mla_conformance.roles.cache.call import CacheCall
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
 from mla_conformance.roles.layer.problem import lay_out_latents, shaped
@@ -30,17 +28,7 @@ Arguments = tuple[Mapping[str, torch.Tensor], Mapping[str, CacheImage | WrittenR
 """What a call reads, what it writes, and its numbers, each by the names of its arguments."""
 
 
-def cache_problem(case: CacheCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a cache operation.
-
-    Raises:
-        ProblemError: a dtype that does not exist here.
-    """
-    batch = CacheBatch(case, device, salt)
-    return Problem(case, batch.key, device, tuple(map(batch.call, range(case.ranks))))
-
-
-class CacheBatch(Draw[CacheCase]):
+class CacheBatch(CachedBatch[CacheCase]):
     """The batch of a cache operation, before its entries are dealt out to ranks."""
 
     @cached_property
@@ -78,13 +66,11 @@ class CacheBatch(Draw[CacheCase]):
         """[S, width] of all entries, on the CPU."""
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
-    @property
-    def k_scale(self) -> torch.Tensor:
-        """Float32 scalar on the device."""
-        return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
+    def calls(self) -> tuple[CacheCall, ...]:
+        """One for each rank."""
+        return tuple(map(self.call, range(self.case.ranks)))
 
     def call(self, rank: int) -> CacheCall:
-        """The call of a rank."""
         case, counted = self.case, start_loc(self.case.q)
         made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else self._compute
         operands, written, numbers = made(rank)
@@ -101,20 +87,15 @@ class CacheBatch(Draw[CacheCase]):
             rank=rank,
         )
 
-    def _held(self, rank: int) -> list[Sequence[int]]:
-        """Numbers of each request's entries that a rank stores."""
-        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
-        return [local_positions(total, **world) for total in self.totals]
-
     def _pages(self, rows: Sequence[int], lengths: Sequence[int]) -> Pages:
         form = PageForm(self.case.cache, self.case.page, _GUARDS)
         return write_pages(self, form, self.entries[list(rows)], (*lengths, *(0,) * self.case.pad))
 
     def _write(self, rank: int) -> Arguments:
         """Of the new tokens, in order; rows of padding have no slot, and as many rows more no number."""
-        case, held = self.case, self._held(rank)
-        stored = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
-        pages = self._pages(stored, list(map(len, held)))
+        case, held = self.case, self.held(rank)
+        lengths, stored = self.owned(rank)
+        pages = self._pages(stored, lengths)
         is_new = [[at >= total - q for at in own] for own, total, q in zip(held, self.totals, case.q, strict=True)]
         image = ExpectedCache(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored])).image()
         slots = torch.full((sum(self.totals),), -1)
@@ -173,7 +154,7 @@ class CacheBatch(Draw[CacheCase]):
 
     def _compute(self, rank: int) -> Arguments:
         """Slots of a table alone: its blocks may have any number, since no cache is there."""
-        held = self._held(rank)
+        held = self.held(rank)
         counts = torch.tensor([-(-len(own) // self.case.page) for own in (*held, *((),) * self.case.pad)])
         order = (
             torch.randperm(int(counts.sum()) + _FURTHER, generator=self.drawing(self.case.seed)) + 1 + self.case.spare

@@ -1,50 +1,73 @@
-"""What the role cache is: how its classes are validated and made, and what its writes are judged by."""
+"""What the role cache is, and its judge: every byte of what their caller handed over to be written (SPEC 9)."""
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
 from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.roles import Role
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.steps import Form, Steps
+from mla_conformance.judging.verdict import Check, Verdict
+from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.cache.case import CacheCase
-from mla_conformance.roles.cache.judge import CacheJudge, golden_bytes
-from mla_conformance.roles.cache.problem import SLOT_DTYPES, cache_problem
-from mla_conformance.roles.definition import RoleDefinition, validated
+from mla_conformance.roles.cache.problem import SLOT_DTYPES, CacheBatch
+from mla_conformance.roles.definition import RoleDefinition
 
 
-def _config(case: CacheCase, dtype: torch.dtype) -> MLACacheSelectorConfig:
-    return MLACacheSelectorConfig(
-        call=case.call,
-        dtype=dtype,
-        kv_cache_dtype=case.cache,
-        block_size=case.page,
-        kv_lora_rank=case.kv_lora_rank,
-        qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
-        tile_scales=case.scales,
-        slot_dtype=SLOT_DTYPES[case.slots],
-        dequantise=case.dequantise,
-        compress_ratio=case.ratio,
-        dcp_world_size=case.ranks,
-        outside=case.outside,
-    )
+@dataclass(frozen=True)
+class GoldenBytes(Golden):
+    """What is expected stands in the problem's own images."""
 
 
-def _kernel(kernel: Any, case: CacheCase, *_: Any) -> Any:
-    """A new instance for the entries of ``case``."""
-    return kernel(
-        kv_lora_rank=case.kv_lora_rank,
-        qk_rope_head_dim=case.dimensions.qk_rope_head_dim,
-        kv_cache_dtype=case.cache,
-        tile_scales=case.scales,
-        vllm_config=None,
-    )
+def golden_bytes(problem: Problem) -> GoldenBytes:
+    """Every row is judged."""
+    return GoldenBytes(JudgedRows(problem.query_start_loc))
+
+
+class CacheJudge(Steps):
+    """The steps of the verdict on a cache operation, whose result is what it has written."""
+
+    writes: ClassVar = Check.WRITTEN
+
+    def __init__(self, problem: Problem, expectation: GoldenBytes, *_: Any) -> None:
+        super().__init__(problem, expectation)
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """No numbers are returned."""
+        return iter(())
+
+    def _form(self, returned: Returned) -> Verdict | None:
+        """Whatever a call returns, nobody looks at it."""
+        return None
+
+    def _expected_form(self, returned: Returned) -> Form:
+        return []
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        return iter(())
+
+
+def _facts(case: CacheCase, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "slot_dtype": SLOT_DTYPES[case.slots],
+        "dequantise": case.dequantise,
+        "compress_ratio": case.ratio,
+        "outside": case.outside,
+    }
 
 
 CACHE = RoleDefinition(
     role=Role.CACHE,
-    problem=cache_problem,
-    kernel=_kernel,
-    reasons=validated(_config),
+    batch=CacheBatch,
+    config=MLACacheSelectorConfig,
+    constructed=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "tile_scales"),
+    facts=_facts,
     golden=golden_bytes,
     judge=CacheJudge,
 )

@@ -3,22 +3,7 @@
 from collections.abc import Iterator
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import (
-    LAST_PAGES,
-    LONE_RULES,
-    LONGEST,
-    PAGES,
-    REQUESTS,
-    TILE_CLASSES,
-    context_of,
-    ends,
-    ends_anywhere,
-    fills,
-    last_page,
-    lengths,
-    tile_class,
-    totals,
-)
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.cases.classes import Numbers, exactly
 from mla_conformance.cases.columns import COLUMNS
@@ -59,13 +44,13 @@ _MOST_ENTRIES, _MOST_LISTED = 2**17, 2**18
 
 
 def _share(case: CacheCase) -> str:
-    longest = max(range(len(case.q)), key=lambda number: totals(case)[number])
+    longest = max(range(len(case.q)), key=lambda number: batches.totals(case)[number])
     q, kv = case.q[longest], case.kv[longest]
     return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
 
 
 def _longest(case: CacheCase) -> str | None:
-    label = LONGEST.class_of(max(totals(case)))
+    label = batches.LONGEST.class_of(max(batches.totals(case)))
     return label if label in _LENGTHS else None
 
 
@@ -75,14 +60,14 @@ def _asked(share: str, longest: int) -> int:
 
 def _members(row: Row) -> Iterator[tuple[int, int]]:
     """Pages and lengths of the longest request."""
-    for page in PAGES.some[row["page"]]:
-        for longest in lengths(row["longest"], row["tile"], 4, page, row["last page"]):
+    for page in batches.PAGES.some[row["page"]]:
+        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"]):
             yield page, longest
 
 
 def _fields(row: Row, pick: Pick) -> Fields:
     page, longest = pick(tuple(_members(row)))
-    requests, asked = REQUESTS.first(row["requests"]), _asked(row["share"], longest)
+    requests, asked = batches.REQUESTS.first(row["requests"]), _asked(row["share"], longest)
     whole = [
         longest if row["others"] == "equal" else _other(row, number, requests, longest) for number in range(requests)
     ]
@@ -99,15 +84,11 @@ def _listed(row: Row) -> Fields:
 
 def _other(row: Row, number: int, requests: int, longest: int) -> int:
     """Tokens of a request that is not the longest."""
-    return context_of(row["others"], number, requests, longest - 1)
+    return batches.context_of(row["others"], number, requests, longest - 1)
 
 
 def _others(case: CacheCase) -> str:
-    return "alone" if len(case.q) == 1 else "equal" if len(set(totals(case))) == 1 else "shorter"
-
-
-def _unused(case: CacheCase) -> str:
-    return "2^15 slots" if case.spare * case.page >= 2**15 else "few"
+    return "alone" if len(case.q) == 1 else "equal" if len(set(batches.totals(case))) == 1 else "shorter"
 
 
 def _interleave(case: CacheCase) -> str:
@@ -129,12 +110,11 @@ def _dimensions() -> Iterator[Dimension]:
     yield plain("key dims", {"128": {"dims": "128-0-128-128"}}, _INDEX)
     yield values("dtype", "dtype", "bf16", "fp16", "fp32", only=_ENTRIES)
     yield values("latents", "latents", *LATENTS, only=_ENTRIES)
-    yield measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
+    yield batches.NUMBER
     yield measured("others", ("shorter", "alone", "equal"), _others)
     yield measured("longest", _LENGTHS, _longest)
-    yield measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case))))
-    yield measured("page", PAGES, lambda case: PAGES.class_of(case.page))
-    yield measured("last page", LAST_PAGES, lambda case: last_page(max(totals(case)), case.page))
+    yield batches.TOTALS[1]
+    yield from batches.pages()
     yield measured("share", _SHARES, _share)
     yield numbers("ranks", "ranks", Numbers({**exactly(1, 2, 3), "4 to 8": ((4,), range(4, 9))}), _MAPPED)
     yield measured("interleave", _RUNS, _interleave, Only("ranks", ("2", "3", "4 to 8"), "one rank has all"))
@@ -143,18 +123,17 @@ def _dimensions() -> Iterator[Dimension]:
     yield measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS)
     yield plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS)
     yield values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value, only=_WRITTEN)
-    tails, layers, _ = storage()
-    yield from (tails, layers, measured("unused", ("few", "2^15 slots"), _unused))
+    yield from storage(most=15)
     yield PADDING
     yield POISONS
 
 
 def _few(requests: str, others: str, longest: str) -> bool:
-    return others != "equal" or REQUESTS.least(requests) * LONGEST.least(longest) <= _MOST_ENTRIES
+    return others != "equal" or batches.REQUESTS.least(requests) * batches.LONGEST.least(longest) <= _MOST_ENTRIES
 
 
 def _few_listed(requests: str, share: str, longest: str, columns: str) -> bool:
-    rows = REQUESTS.least(requests) + _asked(share, LONGEST.least(longest))
+    rows = batches.REQUESTS.least(requests) + _asked(share, batches.LONGEST.least(longest))
     return rows * COLUMNS.first(columns) <= _MOST_LISTED
 
 
@@ -175,13 +154,9 @@ CACHE = Space(
         never("a run of several is part of a usual page", {"page": ("other",), "interleave": _RUNS[2:]}),
         never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
         never("something is asked for", {"share": ("none",), "requests": ("1",)}),
-        *(rule for rule in LONE_RULES if "queries" not in rule.over),
-        Rule(
-            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 4))
-        ),
-        Rule("no page of this size is filled so far", ("page", "last page"), fills),
-        Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
-        Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
+        *(rule for rule in batches.LONE_RULES if "queries" not in rule.over),
+        batches.in_both(4),
+        *batches.END_RULES,
         Rule(f"more than {_MOST_ENTRIES:,} entries", ("requests", "others", "longest"), _few),
         Rule(f"more than {_MOST_LISTED:,} numbers in lists", ("requests", "share", "longest", "columns"), _few_listed),
     ),

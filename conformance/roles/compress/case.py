@@ -6,13 +6,13 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, at_least, one_of
-from mla_conformance.cases.grammar import CaseError
+from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
 _USUAL_PAGE = 64
 _STEPS = 8
+"""Each column of a token's states is drawn, stored, read and judged in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,15 +20,6 @@ class CompressCase(CacheOperation):
     """A question to a compressor: the ``kv`` tokens of each request in one call, then its ``q`` in one or several.
 
     An entry has P + R columns of ``dims``, of which R are rotated; a page holds entries.
-
-    Attributes:
-        data: what key states and scores are like.
-        ratio: tokens of an entry.
-        overlap: whether groups take the one before as well.
-        norm: whether entries are normalised.
-        inputs: dtype of key states and scores.
-        state_page: tokens of a page of states.
-        chunk: new tokens in a call; 0 for all.
     """
 
     role: ClassVar[Role] = Role.COMPRESS
@@ -36,13 +27,13 @@ class CompressCase(CacheOperation):
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
-    data: str = one_of(VALUES, "normal")
-    ratio: int = at_least(2, 4)
-    overlap: bool = False
-    norm: bool = True
-    inputs: str = one_of(("float32", "model"), "float32")
-    state_page: int = at_least(1, 4)
-    chunk: int = at_least(0, 0)
+    data: str = one_of(VALUES, "normal", "what key states and scores are like")
+    ratio: int = at_least(2, 4, "tokens of an entry")
+    overlap: bool = given(False, "whether groups take the one before as well")
+    norm: bool = given(True, "whether entries are normalised")
+    inputs: str = one_of(("float32", "model"), "float32", "dtype of key states and scores")
+    state_page: int = at_least(1, 4, "tokens of a page of states")
+    chunk: int = at_least(0, 0, "new tokens in a call; 0 for all")
 
     @property
     def head_dim(self) -> int:
@@ -55,9 +46,9 @@ class CompressCase(CacheOperation):
         return self.dimensions.qk_rope_head_dim
 
     @property
-    def totals(self) -> tuple[int, ...]:
-        """Tokens of each request."""
-        return tuple(q + kv for q, kv in zip(self.q, self.kv, strict=True))
+    def columns(self) -> int:
+        """C · D, columns of a token's key state and of its scores."""
+        return self.head_dim * (2 if self.overlap else 1)
 
     def steps(self) -> Iterator[dict[int, range]]:
         """The tokens of each request that has some, call by call."""
@@ -72,19 +63,9 @@ class CompressCase(CacheOperation):
             }
 
     @property
-    def row_elements(self) -> int:
-        """Columns of a token's states, each drawn, stored, read and judged in float64."""
-        return _STEPS * self.head_dim * (2 if self.overlap else 1)
-
-    @property
-    def output_elements(self) -> int:
-        """Those of an entry."""
-        return self.head_dim
-
-    @property
-    def key_elements(self) -> int:
-        """The same for the tokens before."""
-        return self.row_elements
+    def sizes(self) -> Sizes:
+        states = _STEPS * self.columns
+        return super().sizes._replace(row=states, output=self.head_dim, key=states)
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -100,14 +81,9 @@ class CompressCase(CacheOperation):
             f"state_page_{self.state_page}" if self.state_page != 4 else "",
         )
 
-    def validate(self) -> None:
-        """Hold every field against what it may be, and against the other fields.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
-        super().validate()
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.cache != "auto" or self.ranks > 1:
-            raise CaseError(f"compress expects cache=auto on one rank, got {self.cache} on {self.ranks}")
+            yield f"compress expects cache=auto on one rank, got {self.cache} on {self.ranks}"
         if not any(self.totals):
-            raise CaseError("compress expects a token, got q and kv of 0")
+            yield "compress expects a token, got q and kv of 0"

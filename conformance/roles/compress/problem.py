@@ -1,38 +1,70 @@
 """From a compressor's case to its calls: states and scores, both caches in pages, and what must stand in them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from mla_conformance.backends.compress import CompressMetadata
+from mla_conformance.backends.compress import (
+    Compression,
+    CompressMetadata,
+    MLACompressBackend,
+    MLACompressSelectorConfig,
+)
+from mla_conformance.backends.roles import Role
 from mla_conformance.judging.tolerance import tolerance, unit_roundoff
 from mla_conformance.problems.cached_batch import int32
-from mla_conformance.problems.memory import poison
+from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, poisoned_pages, tails_of, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
 from mla_conformance.reference.prepare_index import Prepared, rotated
 from mla_conformance.reference.rope import Rotation
-from mla_conformance.roles.compress.call import CompressCall, CompressStep
+from mla_conformance.roles.cache.call import CacheCall
+from mla_conformance.roles.cache.role import CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.compress.state_pages import Columns, StatePages
+from mla_conformance.roles.definition import RoleDefinition
 
 EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
 _FLUSHED = 2.0**-126
 
 
-def compress_problem(case: CompressCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a compressor's case.
+@dataclass(frozen=True)
+class CompressStep:
+    """One of a compressor's calls over the tokens of a batch."""
 
-    Raises:
-        ProblemError: a dtype that does not exist here.
-    """
-    batch = CompressBatch(case, device, salt)
-    return Problem(case, batch.key, device, (batch.call(),))
+    kv: torch.Tensor  # [T, C · D] key states
+    score: torch.Tensor  # [T, C · D] gate scores
+    metadata: CompressMetadata  # of its batch
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from (("kv", self.kv), ("score", self.score))
+        yield from vars(self.metadata).items()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressCall(CacheCall):
+    """``run_compress`` for each step, in order; what all of them read is in ``operands``."""
+
+    steps: tuple[CompressStep, ...]
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        numbered = enumerate(self.steps)
+        named = {f"{name} of call {number}": x for number, step in numbered for name, x in step.tensors()}
+        return super().owned() | named
+
+    def invoke(self, backend: MLACompressBackend, out: Guarded | None) -> None:
+        """Every call, on memory as the one before has left it."""
+        self.reset()
+        caches = {name: image.cache for name, image in self.written.items()}
+        for step in self.steps:
+            backend.prepare_metadata(step.metadata)
+            backend.run_compress(step.kv, step.score, **self.operands, **caches)
 
 
 def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
@@ -68,13 +100,13 @@ class CompressBatch(Draw[CompressCase]):
         rotation = Rotation.plain(self.case.rope_dim, interleaved=True)
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
-    def call(self) -> CompressCall:
-        """The calls over all tokens."""
+    def calls(self) -> tuple[CompressCall]:
+        """One, which makes all over the tokens."""
         case, counted, steps = self.case, start_loc(self.case.q), self._steps()
         ape, norm_weight = self.weights
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
-        return CompressCall(
+        only = CompressCall(
             q=q,
             k=q[:0],
             query_start_loc=counted,
@@ -94,6 +126,7 @@ class CompressBatch(Draw[CompressCase]):
             numbers={},
             steps=steps,
         )
+        return (only,)
 
     @cached_property
     def _entries(self) -> tuple[int, ...]:
@@ -207,3 +240,27 @@ KINDS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, t
 }
 """Standard normal key states and scores [S, C · D] float32 to those of a kind: one token of a group that outweighs all
 others, exponentials beyond float32, no more variance than the norm adds, nothing but what belongs to places."""
+
+
+def _facts(case: CompressCase, dtype: torch.dtype) -> dict[str, Any]:
+    compression = Compression(
+        head_dim=case.head_dim,
+        rope_dim=case.rope_dim,
+        ratio=case.ratio,
+        overlap=case.overlap,
+        norm=case.norm,
+        eps=EPS,
+    )
+    inputs = input_dtype(case, dtype)
+    return {"compression": compression, "input_dtype": inputs, "state_block_size": case.state_page}
+
+
+COMPRESS = RoleDefinition(
+    role=Role.COMPRESS,
+    batch=CompressBatch,
+    config=MLACompressSelectorConfig,
+    constructed=("compression",),
+    facts=_facts,
+    golden=golden_bytes,
+    judge=CacheJudge,
+)

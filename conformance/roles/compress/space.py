@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import cycle, islice
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import PAGES, REQUESTS
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.cases.classes import Numbers, exactly
 from mla_conformance.cases.dimensions import PADDING, POISONS, numbers, spare_blocks, storage
@@ -69,9 +69,9 @@ def _chunk_of(chunks: str, ratio: int) -> int:
 
 
 def _fields(row: Row, pick: Pick) -> Fields:
-    ratio, page = _RATIOS.first(row["ratio"]), PAGES.first(row["page"])
+    ratio, page = _RATIOS.first(row["ratio"]), batches.PAGES.first(row["page"])
     q, kv = pick(tuple(_tokens(row["ratio"], row["before"], row["end"], row["new"])))
-    number = REQUESTS.first(row["requests"])
+    number = batches.REQUESTS.first(row["requests"])
     others = ((1, ratio - 1), (_FEW + 1, 0), (2, 2 * ratio), (0, ratio + 1), (_FEW, ratio - 2))
     rest = islice(cycle(others), number - 1)
     new, before = zip((q, kv), *rest, strict=True)
@@ -87,25 +87,21 @@ def _dimensions() -> Iterator[Dimension]:
     yield numbers("ratio", "ratio", _RATIOS)
     yield plain("overlap", {"none": {"overlap": False}, "with the group before": {"overlap": True}})
     yield plain("norm", {"normalised": {"norm": True}, "as they are": {"norm": False}})
-    yield measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
+    yield batches.NUMBER
     yield measured("before", _BEFORE, _before)
     yield measured("end", _RESIDUES, lambda case: _residue(sum(_first(case)), case.ratio))
     yield measured("new", _NEW, lambda case: _new(case.q[0], case.ratio))
     yield measured("chunks", _CHUNKS, _chunks)
-    yield measured("page", PAGES, lambda case: PAGES.class_of(case.page))
+    yield measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page))
     yield numbers("state page", "state_page", _STATE_PAGES)
     yield values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
-    tails, layers, _ = storage()
-    yield from (tails, layers)
-    yield measured(
-        "unused", ("few", "2^15 slots"), lambda case: "2^15 slots" if case.spare * case.page >= 2**15 else "few"
-    )
+    yield from storage(most=15)
     yield PADDING
     yield POISONS
 
 
 def _few(requests: str, ratio: str) -> bool:
-    return REQUESTS.first(requests) * _RATIOS.first(ratio) <= _MOST_STATES // 2**9
+    return batches.REQUESTS.first(requests) * _RATIOS.first(ratio) <= _MOST_STATES // 2**9
 
 
 COMPRESS = Space(

@@ -11,15 +11,10 @@ Columns = Mapping[int, int]
 
 @dataclass
 class StatePages:
-    """Pages by number, from 0 on.
+    """Pages by number, from 0 on."""
 
-    Attributes:
-        case: whose calls.
-        count: pages that were ever needed.
-    """
-
-    case: CompressCase
-    count: int = 0
+    case: CompressCase  # whose calls
+    count: int = 0  # pages that were ever needed
     _free: list[int] = field(default_factory=list)
     _held: dict[int, dict[int, int]] = field(default_factory=dict)
 

@@ -1,18 +1,16 @@
 """A call of a decode backend on one rank."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, output_of
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import rows_of, segments, start_loc
+from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.kv_cache import local_length
-from mla_conformance.roles.decode.case import DecodeCase
 
 
 def rank_operands(
@@ -44,78 +42,36 @@ def rank_operands(
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeCall(AttentionCall):
-    """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R] and [S, 1, L] in float64.
+    """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R], [S, 1, L] in float64."""
 
-    Attributes:
-        ql_nope: [T, N, L], as handed over.
-        q_pe: [T, N, R], as handed over.
-        kv_cache: [blocks, page, width].
-        k_scale: float32 scalar.
-        metadata: of the batch on this rank.
-        holds_codes: whether the cache stores codes, not values of the model's dtype.
-        lse: whether the LSE is asked for; a case that is about outputs leaves it to others.
-    """
-
-    ql_nope: torch.Tensor
-    q_pe: torch.Tensor
-    kv_cache: torch.Tensor
-    k_scale: torch.Tensor
+    ql_nope: torch.Tensor  # [T, N, L], as handed over
+    q_pe: torch.Tensor  # [T, N, R], as handed over
+    kv_cache: torch.Tensor  # [blocks, page, width]
+    k_scale: torch.Tensor  # float32 scalar
     metadata: MLACommonDecodeMetadata
-    holds_codes: bool
-    lse: bool
+    holds_codes: bool  # whether the cache stores codes, not values of the model's dtype
+    lse: bool  # whether the LSE is asked for; a case that is about outputs leaves it to others
 
     means: ClassVar = ("q", "k", "v")
+    reads: ClassVar = ("ql_nope", "q_pe", "kv_cache", "k_scale")
+    queries: ClassVar = ("ql_nope", "q_pe")
+    per_row: ClassVar = ("q", *queries)
+    per_key: ClassVar = ("k", "v")
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         return "decode" if self.metadata.dcp_world_size == 1 else f"rank {self.metadata.dcp_rank}"
 
     @property
     def returns_lse(self) -> bool:
-        """As the case says; a rank's always, which is merged by it."""
+        """A rank's always, which is merged by it."""
         return self.lse or self.metadata.dcp_world_size > 1
 
-    def owned(self) -> dict[str, torch.Tensor]:
-        """The operands, and every tensor of the metadata."""
-        named = {name: getattr(self, name) for name in ("ql_nope", "q_pe", "kv_cache", "k_scale")}
-        named |= {field.name: getattr(self.metadata, field.name) for field in fields(self.metadata)}
-        return {f"{name} of {self.name}": x for name, x in named.items() if isinstance(x, torch.Tensor)}
-
-    def query_operands(self) -> tuple[torch.Tensor, ...]:
-        """Both parts."""
-        return self.ql_nope, self.q_pe
-
-    def regrouped(self, case: DecodeCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Other rows of the block table and of the queries; the cache stays as it is."""
-        rows, keys = (
-            rows_of(starts, requests).to(self.q.device) for starts in (self.query_start_loc, self.key_start_loc)
-        )
-        metadata = regrouped_metadata(self.metadata, requests)
-        return replace(
-            self,
-            **{name: getattr(self, name)[rows] for name in ("q", "ql_nope", "q_pe")},
-            **{name: getattr(self, name)[keys] for name in ("k", "v")},
-            query_start_loc=start_loc(metadata.query_lens_cpu.tolist()),
-            key_start_loc=start_loc(metadata.seq_lens_cpu.tolist()),
-            metadata=metadata,
-        )
-
-    def overwritten(self, other: Self) -> Self:
-        """What the operands mean changes with them."""
-        return replace(super().overwritten(other), q=other.q, k=other.k, v=other.v)
-
-    def prepare(self, backend: MLADecodeBackend) -> None:
-        """Before every call: each rank has metadata of its own."""
-        backend.prepare_metadata(self.metadata)
-
     def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> Any:
-        """``run_decode``, whose LSE is left aside where it is not asked for."""
         result = backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
         return result if self.returns_lse else output_of(result)
 
     def operands(self) -> AttentionOperands:
-        """The attention that the call computes."""
         starts, metadata = (self.query_start_loc, self.key_start_loc), self.metadata
         whole = AttentionOperands(self.q, self.k, self.v, *starts, causal=True, dequantised=self.holds_codes)
         if metadata.dcp_tot_seq_lens is None:
@@ -127,17 +83,3 @@ class DecodeCall(AttentionCall):
             world_size=metadata.dcp_world_size,
             interleave=metadata.cp_kv_cache_interleave_size,
         )
-
-
-def regrouped_metadata(metadata: MLACommonDecodeMetadata, requests: Sequence[int]) -> MLACommonDecodeMetadata:
-    """Metadata of some of a batch's requests on one rank, in the given order; the maxima stay as they are."""
-    rows = list(requests)
-    query_lens = metadata.query_lens_cpu[rows]
-    return replace(
-        metadata,
-        block_table=metadata.block_table[rows],
-        seq_lens=metadata.seq_lens[rows],
-        query_start_loc=torch.tensor(start_loc(query_lens.tolist())).to(metadata.query_start_loc),
-        query_lens_cpu=query_lens,
-        seq_lens_cpu=metadata.seq_lens_cpu[rows],
-    )

@@ -1,11 +1,12 @@
 """Cases of a decode backend: absorbed queries against the latents of a paged cache, on one rank or on several."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Call
+from mla_conformance.cases.case import Call, Sizes
+from mla_conformance.cases.grammar import Fields, Lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,21 +17,19 @@ class DecodeCase(CachedCase):
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
 
     @property
-    def profile(self) -> str:
-        """The role."""
-        return self.call
-
-    @property
-    def row_elements(self) -> int:
+    def sizes(self) -> Sizes:
         """By the head dims before absorption: results outweigh queries and keys, which heads share."""
-        return self.heads * (self.dimensions.qk_head_dim + self.dimensions.v_head_dim)
+        each = self.heads * (self.dimensions.qk_head_dim + self.dimensions.v_head_dim)
+        # The latent is both key and value.
+        columns = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim
+        return super().sizes._replace(columns=columns, row=each, key=each)
 
-    @property
-    def key_elements(self) -> int:
-        """Likewise."""
-        return self.row_elements
 
-    @property
-    def columns(self) -> int:
-        """Columns of a head that q·k and p·v take together; the latent is both key and value."""
-        return 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim
+def decode(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
+    """Query tokens against what the cache holds: ``kv`` tokens of context and the query's own."""
+    return {"call": Call.DECODE, "page": 64, "q": q, "kv": kv, **fields}
+
+
+def single(*kv: int, **fields: Any) -> Fields:
+    """One query token a request."""
+    return decode((1,) * len(kv), kv, **fields)

@@ -2,29 +2,22 @@
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.decode.case import DecodeCase
-
-
-def decode_problem(case: DecodeCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a decode case: one call for each rank.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-    """
-    batch = DecodeBatch(case, device, salt)
-    return Problem(case, batch.key, device, batch.calls(), batch.whole)
+from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 
 
 class DecodeBatch(CachedBatch[DecodeCase]):
@@ -102,3 +95,22 @@ def lay_out_queries(q: torch.Tensor, case: DecodeCase) -> tuple[torch.Tensor, to
         view = wide[..., case.dimensions.qk_nope_head_dim :]
         return ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
     return lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
+
+
+def _facts(case: CachedCase, dtype: torch.dtype) -> dict[str, Any]:
+    """Of all requests, or of those of a layer's batch that decode; ranks are merged by their LSE."""
+    queries = case.decode_queries
+    return {
+        "max_query_len": max(queries),
+        "uniform": len(set(queries)) == 1,
+        "lse": case.lse or case.ranks > 1,
+    }
+
+
+DECODE = RoleDefinition(
+    role=Role.DECODE,
+    batch=DecodeBatch,
+    config=MLADecodeSelectorConfig,
+    constructed=(*KERNEL_SIZES, "kv_cache_dtype"),
+    facts=_facts,
+)

@@ -1,13 +1,14 @@
 """Cases of an indexer: queries scored against the index keys of their request, and the best of them selected."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Call, at_least, one_of
-from mla_conformance.cases.grammar import CaseError
+from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
+from mla_conformance.cases.grammar import Fields, Lengths
 
 CODES, PLAIN = "fp8_index", "auto"
 """Layouts of an indexer's keys; its queries are in codes, or not, as they are."""
@@ -16,25 +17,20 @@ _USUAL_PAGE, _USUAL_HEADS, _TILE = 64, 64, 64
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerCase(CachedCase):
-    """A question to an indexer; its head dim is L of ``dims``, and R is 0, since its keys are rotated before.
-
-    Attributes:
-        cache: codes with a scale for each token, under queries in codes; or both in the model's dtype.
-        topk: tokens that are selected for each query token.
-        space: what the selected numbers count.
-        gathered: whether the keys stand gathered, each request's behind one another, not in pages.
-    """
+    """A question to an indexer; its head dim is L of ``dims``, and R is 0, since its keys are rotated before."""
 
     role: ClassVar[Role] = Role.INDEXER
     calls: ClassVar[tuple[Call, ...]] = (Call.INDEX_LOGITS, Call.INDEX_TOPK)
 
-    cache: str = one_of((CODES, PLAIN), CODES)
+    cache: str = one_of(
+        (CODES, PLAIN), CODES, "codes with a scale for each token, under queries in codes; or both in the model's dtype"
+    )
     dims: str = "128-0-128-128"
     heads: int = at_least(1, _USUAL_HEADS)
     page: int = at_least(1, _USUAL_PAGE)
-    topk: int = at_least(1, 64)
-    space: str = one_of((IndexSpace.POSITION, IndexSpace.SLOT), IndexSpace.POSITION)
-    gathered: bool = False
+    topk: int = at_least(1, 64, "tokens that are selected for each query token")
+    space: str = one_of((IndexSpace.POSITION, IndexSpace.SLOT), IndexSpace.POSITION, "what the selected numbers count")
+    gathered: bool = given(False, "whether the keys stand gathered, each request's behind one another, not in pages")
 
     @property
     def head_dim(self) -> int:
@@ -48,28 +44,12 @@ class IndexerCase(CachedCase):
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
-        """Tokens before a request's own."""
         return self.kv
 
     @property
-    def columns(self) -> int:
-        """Columns of a head that q·k takes."""
-        return self.head_dim
-
-    @property
-    def output_elements(self) -> int:
-        """Scores of a row at most."""
-        return max(q + kv for q, kv in zip(self.q, self.kv, strict=True))
-
-    @property
-    def key_elements(self) -> int:
-        """Elements of a key, which heads share."""
-        return self.head_dim
-
-    @property
-    def profile(self) -> str:
-        """The entry that is driven, since a kernel may have one alone."""
-        return self.call
+    def sizes(self) -> Sizes:
+        """An output has as many scores as the longest request; heads share a key."""
+        return Sizes(self.head_dim, self.heads * self.head_dim, max(self.totals), self.head_dim)
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -86,14 +66,17 @@ class IndexerCase(CachedCase):
             self.space if selects and self.space != IndexSpace.POSITION else "",
         )
 
-    def validate(self) -> None:
-        """Hold every field against what it may be, and against the other fields.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
-        super().validate()
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.dimensions.qk_rope_head_dim or self.ranks > 1:
-            raise CaseError(
-                f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}"
-            )
+            yield (f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}")
+
+
+def scores(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
+    """The scores of query tokens for the tokens before them and their own."""
+    return {"call": Call.INDEX_LOGITS, "data": "needle", "q": q, "kv": kv, **fields}
+
+
+def best(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
+    """The tokens with the best scores."""
+    return {"call": Call.INDEX_TOPK, "data": "needle", "q": q, "kv": kv, **fields}

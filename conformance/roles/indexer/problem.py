@@ -8,23 +8,12 @@ from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase
 
 _MEAN_WEIGHT = 0.5
 """Weights have either sign, most of them that of a key that all heads agree on."""
-
-
-def indexer_problem(case: IndexerCase, device: torch.device, salt: str) -> Problem:
-    """The problem of an indexer's case.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-    """
-    batch = IndexerBatch(case, device, salt)
-    return Problem(case, batch.key, device, (batch.call(),))
 
 
 class IndexerBatch(CachedBatch[IndexerCase]):
@@ -63,12 +52,11 @@ class IndexerBatch(CachedBatch[IndexerCase]):
         behind = poison((self.case.pad, *rows.shape[1:]), rows.dtype, rows.device, self.case.poison)
         return torch.cat([rows.view(torch.uint8), behind.view(torch.uint8)]).view(rows.dtype).to(self.device)
 
-    def call(self) -> IndexerCall:
-        """The only call."""
+    def calls(self) -> tuple[IndexerCall]:
         _ = self.entries, self.drawn, self.weights  # drawn in this order, whatever asks first
         pages = self._stored()
         k, k_scale = (pages.cache, None) if self.case.is_paged else self._gathered(pages.cache[:, 0])
-        return IndexerCall(
+        only = IndexerCall(
             q=self.queries,
             k=self.keys,
             query_start_loc=self.query_start_loc,
@@ -81,6 +69,7 @@ class IndexerBatch(CachedBatch[IndexerCase]):
             metadata=sparse_metadata(self, pages, self.totals, paged=self.case.is_paged, space=self.case.space),
             case=self.case,
         )
+        return (only,)
 
     def _stored(self) -> Pages:
         if self.case.is_paged:

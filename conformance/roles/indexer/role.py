@@ -1,42 +1,148 @@
-"""What the role indexer is: how its classes are validated and made, and what its scores are judged by."""
+"""What the role indexer is, and its judge: scores one by one, selected tokens one by one, then by scores (SPEC 8)."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.roles.definition import RoleDefinition, validated
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
+from mla_conformance.judging.steps import Form, share_of, worst_of
+from mla_conformance.judging.tolerance import Tolerance, roundoffs
+from mla_conformance.judging.verdict import BudgetUse, Verdict
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.index_scores import IndexScores, index_scores
+from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.indexer.judge import IndexJudge, golden_scores
-from mla_conformance.roles.indexer.problem import indexer_problem
+from mla_conformance.roles.indexer.problem import IndexerBatch
 
 
-def _config(case: IndexerCase, dtype: torch.dtype) -> MLAIndexerSelectorConfig:
-    return MLAIndexerSelectorConfig(
-        call="logits" if case.call == Call.INDEX_LOGITS else "topk",
-        paged=case.is_paged,
-        dtype=dtype,
-        kv_cache_dtype=case.cache,
-        block_size=case.page if case.is_paged else 1,
-        num_heads=case.heads,
-        head_dim=case.head_dim,
-        topk_tokens=case.topk,
-        index_space=case.space,
-    )
+@dataclass(frozen=True)
+class GoldenScores(Golden):
+    """Golden scores of the judged rows."""
+
+    calls: tuple[IndexScores, ...]  # one per call of the problem
 
 
-def _kernel(kernel: Any, case: IndexerCase, *_: Any) -> Any:
-    """A new instance for the heads and the keys of ``case``."""
-    return kernel(num_heads=case.heads, head_dim=case.head_dim, kv_cache_dtype=case.cache, vllm_config=None)
+def golden_scores(problem: Problem) -> GoldenScores:
+    """The golden scores, computed in float64."""
+    rows = choose_rows(problem)
+    found = []
+    for call in problem.calls:
+        assert isinstance(call, IndexerCall)
+        starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
+        found.append(index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
+    return GoldenScores(rows, tuple(found))
+
+
+def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+    """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
+    if call.case.space == IndexSpace.POSITION:
+        return numbers.where(numbers >= NO_KEY, NOTHING)
+    starts = torch.tensor(call.key_start_loc, device=numbers.device)
+    request = rows.pick(call.metadata.req_id_per_token.long())
+    first, end = starts[request].unsqueeze(1), starts[request + 1].unsqueeze(1)
+    blocks, page = call.stored.shape[:2] if call.case.is_paged else (len(call.stored), 1)
+    keys = numbers.new_full((blocks * page,), NOTHING)
+    keys[call.slots.to(numbers.device)] = torch.arange(len(call.slots), device=numbers.device)
+    key = keys[numbers.clamp(0, len(keys) - 1)].where((numbers >= 0) & (numbers < len(keys)), NOTHING)
+    own = (key >= first) & (key < end)
+    return (key - first).where(own, NOTHING).where(numbers != NO_KEY, NO_KEY)
+
+
+class IndexJudge(SelectionSteps):
+    """The steps of an indexer's verdict."""
+
+    def __init__(
+        self, problem: Problem, expectation: GoldenScores, declaration: Declaration, numbers: Tolerance
+    ) -> None:
+        super().__init__(problem, expectation)
+        self.expectation, self.numbers = expectation, numbers
+        declared, codes = declaration.rounding_of(problem.dtype), problem.dtype == torch.float8_e4m3fn
+        self.allowed = roundoffs(problem.output_dtype, declared, numbers, dequantised=codes)
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """Visible scores, or how often each token was selected; of an observation whose form is right."""
+        for call, got, golden, budget in self._called(observation):
+            if call.selects:
+                yield selected(positions_of(call, self.rows, got.long()), golden, budget)
+            else:
+                seen = golden.visible
+                got = got[:, : seen.shape[1]].double()
+                yield Measured(got.where(seen, 0.0), golden.scores.where(seen, 0.0), budget.where(seen, 0.0))
+
+    def _expected_form(self, returned: Returned) -> Form:
+        """Scores, or numbers of tokens."""
+        call = _call(returned)
+        name, dtype = ("topk_indices", torch.int32) if call.selects else ("logits", torch.float32)
+        return [(name, torch.Size(call.result_shape), dtype)]
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        """Scores, or which tokens were selected."""
+        for call, got, golden, budget in self._called(observation):
+            if call.selects:
+                numbers = got.long()
+                positions = positions_of(call, self.rows, numbers)
+                yield from self._selection(call.name, numbers, positions, golden, budget)
+            else:
+                yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
+
+    def _called(
+        self, observation: Observation
+    ) -> Iterator[tuple[IndexerCall, torch.Tensor, IndexScores, torch.Tensor]]:
+        """Each call with what it returned for the judged rows, the golden scores and their budgets."""
+        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
+            budget = golden.budget(self.allowed) * self.numbers.element_limit
+            yield _call(returned), self.rows.pick(returned.value), golden, budget
+
+    def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
+        """Every score below a row's bound against its budget."""
+        error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
+        share = share_of(error, budget).masked_fill(error.isnan(), torch.inf)
+        self._use(BudgetUse(element=worst_of(share)))
+        if self.used.element <= 1:
+            return None
+        row, token = divmod(int(share.argmax()), share.shape[1])
+        return self._wrong(
+            f"{name}: score is {got[row, token]:.5g} of token {token} at {self._at(row)}, expected "
+            f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
+            (share > 1).any(dim=1),
+        )
+
+
+def _call(returned: Returned) -> IndexerCall:
+    assert isinstance(returned.call, IndexerCall)
+    return returned.call
+
+
+def _facts(case: IndexerCase, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "call": "logits" if case.call == Call.INDEX_LOGITS else "topk",
+        "paged": case.is_paged,
+        "block_size": case.page if case.is_paged else 1,
+        "head_dim": case.head_dim,
+        "topk_tokens": case.topk,
+        "index_space": case.space,
+    }
 
 
 INDEXER = RoleDefinition(
     role=Role.INDEXER,
-    problem=indexer_problem,
-    kernel=_kernel,
-    reasons=validated(_config),
+    batch=IndexerBatch,
+    config=MLAIndexerSelectorConfig,
+    constructed=("num_heads", "head_dim", "kv_cache_dtype"),
+    facts=_facts,
     golden=golden_scores,
     judge=IndexJudge,
 )

@@ -2,17 +2,7 @@
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import (
-    BATCH_RULES,
-    DECODE_QUERIES,
-    LONE_PADDING,
-    PAGE_RULES,
-    SMALL_BATCHES,
-    batch,
-    batch_fields,
-    pages,
-    shapes_of,
-)
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.columns import LIST_RULES, SCORES_RULE, list_dimensions, shapes_with_columns
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, room, spare_blocks, storage
@@ -26,11 +16,11 @@ _SELECTS = Only("call", (Call.INDEX_TOPK,), "scores are of no list")
 
 def _fields(row: Row, pick: Pick) -> Fields:
     if row["columns"] == NOTHING:
-        shape, columns = pick(tuple(shapes_of(row))), {}
+        shape, columns = pick(tuple(batches.shapes_of(row))), {}
     else:
         shape, topk = pick(tuple(shapes_with_columns(row)))
         columns = {"topk": topk}
-    return {**batch_fields(row, shape), **columns, **spare_blocks(row, shape.page)}
+    return {**batches.batch_fields(row, shape), **columns, **spare_blocks(row, shape.page)}
 
 
 INDEXER = Space(
@@ -42,8 +32,8 @@ INDEXER = Space(
         values("cache", "cache", CODES, PLAIN),
         values("dims", "dims", "128-0-128-128", "64-0-64-64"),
         values("dtype", "dtype", "bf16", "fp16", "fp32"),
-        *batch("64", *DECODE_QUERIES, "17 to 4,096"),
-        *pages(_PAGED),
+        *batches.batch("64", *batches.DECODE_QUERIES, "17 to 4,096"),
+        *batches.pages(_PAGED),
         *list_dimensions(_SELECTS),
         values("space", "space", IndexSpace.POSITION, IndexSpace.SLOT, only=_SELECTS),
         data("needle", "normal"),
@@ -56,12 +46,12 @@ INDEXER = Space(
     ),
     rules=(
         Rule("an entry has no room for such keys", ("cache", "dims", "dtype"), room),
-        LONE_PADDING,
-        *BATCH_RULES,
-        *PAGE_RULES,
+        batches.LONE_PADDING,
+        *batches.BATCH_RULES,
+        *batches.PAGE_RULES,
         *LIST_RULES,
         SCORES_RULE,
     ),
     shape=_fields,
-    small=SMALL_BATCHES,
+    small=batches.SMALL_BATCHES,
 )

@@ -1,6 +1,6 @@
 """A call of a layer."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -36,42 +36,35 @@ class LayerCall(CallOfARank):
     """``forward`` of a layer; q, k and v are what it means: [T, N, P + R], [S, N, P + R] and [S, N, V] in float64.
 
     Attributes:
-        query: [T, N·(P + R)], as handed over.
-        kv_c: [T, L].
-        k_pe: [T, 1, R].
-        weight: [L, N, P + V] float64 of ``kv_b_proj``.
-        latents: [S, L] float64, what k and v are projected from.
-        packed: whether ``kv_b_proj`` holds codes under another name.
-        requests: the batch.
-        padding: rows of padding behind it; -1 where no graph is used.
-        padding_counts: whether the metadata counts these rows, as requests without tokens.
-        image: the cache before the call, and what it must hold after it.
-        chunks: context chunks that a prefill merges with its new tokens.
         rank: its heads are that rank's, and its requests and cache what that rank holds.
     """
 
-    query: torch.Tensor
-    kv_c: torch.Tensor
-    k_pe: torch.Tensor
-    weight: torch.Tensor
-    latents: torch.Tensor
-    requests: tuple[LayerRequest, ...]
-    padding: int
-    padding_counts: bool
-    image: CacheImage
-    chunks: int
-    packed: bool = False
+    query: torch.Tensor  # [T, N·(P + R)], as handed over
+    kv_c: torch.Tensor  # [T, L]
+    k_pe: torch.Tensor  # [T, 1, R]
+    weight: torch.Tensor  # [L, N, P + V] float64 of ``kv_b_proj``
+    latents: torch.Tensor  # [S, L] float64, what k and v are projected from
+    requests: tuple[LayerRequest, ...]  # the batch
+    padding: int  # rows of padding behind it; -1 where no graph is used
+    padding_counts: bool  # whether the metadata counts these rows, as requests without tokens
+    chunks: int  # context chunks that a prefill merges with its new tokens
+    packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
 
     means: ClassVar = ("q", "k", "v", "latents")
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         return "layer"
 
     @property
+    def image(self) -> CacheImage:
+        """The cache before the call, and what it must hold after it."""
+        image = self.written["kv_cache"]
+        assert isinstance(image, CacheImage)
+        return image
+
+    @property
     def case(self) -> LayerCase:
-        """What it was made from."""
         case = self.image.case
         assert isinstance(case, LayerCase)
         return case
@@ -83,27 +76,16 @@ class LayerCall(CallOfARank):
 
     @property
     def returns_lse(self) -> bool:
-        """A layer returns none."""
         return False
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """The operands; the cache is written, so its bytes are compared with what they must be."""
         return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
-
-    @property
-    def reached(self) -> Iterable[torch.Tensor]:
-        """The operands, and the cache."""
-        return [*self.owned().values(), self.image.cache]
-
-    def handed(self) -> Self:
-        """Without what the cache must hold after the call."""
-        return replace(super().handed(), image=self.image.handed())
 
     def overwritten(self, other: Self) -> Self:
         """The other batch, at the addresses of this one."""
         mine = super().overwritten(other)
-        image = replace(other.image, cache=self.image.cache)
-        return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, image=image)
+        written = {"kv_cache": replace(other.image, cache=self.image.cache)}
+        return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, written=written)
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
         """Prefills and decodes each together, without padding."""
@@ -120,7 +102,7 @@ class LayerCall(CallOfARank):
             requests=chosen,
             padding=-1,
             padding_counts=False,
-            image=self.image.with_only(new),
+            written={"kv_cache": self.image.with_only(new)},
             chunks=len(plan_context_chunks(contexts, workspace_tokens=workspace, page_size=page)),
         )
 
@@ -143,15 +125,11 @@ class LayerCall(CallOfARank):
 
     def invoke(self, backend: LayerDriver, out: Guarded | None) -> Any:
         """``forward`` on the cache as it was before; its result by heads."""
-        self.image.reset()
+        self.reset()
         result = backend.forward(self, None if out is None else out.view)
         if isinstance(result, torch.Tensor) and result.shape[0] == self.query.shape[0]:
             result = result[: self.q.shape[0]].unflatten(-1, (self.q.shape[1], -1))
         return result
-
-    def wrong_writes(self) -> str:
-        """What the last call wrote into the cache that it should not have, or failed to write."""
-        return self.image.difference()
 
     def operands(self) -> AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""

@@ -1,5 +1,6 @@
 """Cases of a whole MLA layer: a batch of prefills and decodes over a paged cache, into which it writes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -7,8 +8,8 @@ from typing import Any, ClassVar
 from mla_conformance.backends.layer.mla_context import MAX_WORKSPACE_TOKENS
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Call, at_least, one_of
-from mla_conformance.cases.grammar import CaseError, Data
+from mla_conformance.cases.case import Call, at_least, given, one_of
+from mla_conformance.cases.grammar import Data, Fields, Lengths
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
@@ -29,26 +30,27 @@ class Order(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCase(CachedCase):
-    """A question to a layer.
-
-    Attributes:
-        decodes: requests of the batch that decode.
-        order: which requests of the batch come first.
-        latents: what the latents are like; ``data`` is about the queries alone, since ids are older than this field.
-        weights: whether a column of ``kv_b_proj`` picks one latent, so that nothing rounds, or weighs all of them.
-        model: number of the weights, which all batches of the same head dims then have; 0 draws them with the batch.
-        out: whether an output tensor is handed in.
-    """
+    """A question to a layer."""
 
     role: ClassVar[Role] = Role.LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.LAYER,)
 
-    decodes: int = at_least(0, 0)
-    order: str = one_of(Order, Order.PREFILLS_FIRST)
-    latents: str = one_of(LATENTS, Data.NORMAL)
-    weights: str = one_of(("selection", "dense"), "selection")
-    model: int = at_least(0, 0)
-    out: bool = False
+    decodes: int = at_least(0, 0, "requests of the batch that decode")
+    order: str = one_of(Order, Order.PREFILLS_FIRST, "which requests of the batch come first")
+    latents: str = one_of(
+        LATENTS,
+        Data.NORMAL,
+        "what the latents are like; `data` is about the queries alone, since ids are older than this field",
+    )
+    weights: str = one_of(
+        ("selection", "dense"),
+        "selection",
+        "whether a column of `kv_b_proj` picks one latent, so that nothing rounds, or weighs all of them",
+    )
+    model: int = at_least(
+        0, 0, "number of the weights, which all batches of the same head dims then have; 0 draws them with the batch"
+    )
+    out: bool = given(False, "whether an output tensor is handed in")
 
     @property
     def decoding(self) -> range:
@@ -63,7 +65,6 @@ class LayerCase(CachedCase):
 
     @property
     def decode_queries(self) -> tuple[int, ...]:
-        """New tokens of each request that decodes, rows of padding among them."""
         return self.q[self.decoding.start : self.decoding.stop] + (1,) * (self.pad * self.padding_counts)
 
     @property
@@ -73,8 +74,7 @@ class LayerCase(CachedCase):
 
     @property
     def is_merged(self) -> bool:
-        """Ranks of a layer merge their states themselves."""
-        return False
+        return False  # ranks of a layer merge their states themselves
 
     @property
     def workspace_tokens(self) -> int:
@@ -86,39 +86,31 @@ class LayerCase(CachedCase):
         each = self.heads // self.ranks
         return slice(rank * each, (rank + 1) * each)
 
-    @property
-    def profile(self) -> str:
-        """The role."""
-        return self.call
-
     def without(self, requests: range) -> dict[str, Any]:
-        """The fields that differ without these requests."""
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}
 
-    def validate(self) -> None:
-        """Hold every field against what it may be; the batch must be one that a builder and the weights can make.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
-        super().validate()
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.decodes > len(self.q):
-            raise CaseError(
-                f"field decodes: expected at most the {len(self.q)} requests of a layer, got {self.decodes}"
-            )
+            yield (f"field decodes: expected at most the {len(self.q)} requests of a layer, got {self.decodes}")
         longest, prefills = max(self.decode_queries, default=1), self.q[self.decodes :]
         if self.order == Order.DECODES_FIRST and min(prefills, default=longest + 1) <= longest:
-            raise CaseError(
+            yield (
                 f"order decodes_first: a builder knows a prefill by more query tokens than a decode has, expected more "
                 f"than {longest}, got q={list(self.q)} with {self.decodes} decodes"
             )
         widest = max(self.dimensions.qk_nope_head_dim, self.dimensions.v_head_dim)
         if self.weights == "selection" and widest > self.kv_lora_rank:
-            raise CaseError(f"field dims: a layer's weights pick latents, P and V may not exceed L, got {self.dims}")
+            yield f"field dims: a layer's weights pick latents, P and V may not exceed L, got {self.dims}"
         if self.heads % self.ranks:
-            raise CaseError(f"field heads: expected a multiple of the {self.ranks} ranks, got {self.heads}")
+            yield f"field heads: expected a multiple of the {self.ranks} ranks, got {self.heads}"
         if self.ranks > 1 and (self.weights == "dense" or self.out):
-            raise CaseError(
+            yield (
                 f"field ranks: expected weights=selection and no out where {self.ranks} ranks share the tokens, got "
                 f"weights={self.weights}, out={self.out}"
             )
+
+
+def layer(q: Lengths, kv: Lengths, decodes: int, **fields: Any) -> Fields:
+    """A batch whose last ``decodes`` requests decode, or its first ones if ``order`` says so."""
+    return {"call": Call.LAYER, "q": q, "kv": kv, "decodes": decodes, **fields}

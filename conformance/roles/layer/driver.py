@@ -31,14 +31,11 @@ class Layer:
 
     Attributes:
         backend: the class under test.
-        impl: its computation, once weights were loaded.
-        builder: of the metadata, made with the computation.
-        metadata: of the batch that was prepared last.
     """
 
-    impl: Any
-    builder: Any
-    metadata: Any
+    impl: Any  # its computation, once weights were loaded
+    builder: Any  # of the metadata, made with the computation
+    metadata: Any  # of the batch that was prepared last
 
     def __init__(
         self,

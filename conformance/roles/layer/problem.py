@@ -9,14 +9,13 @@ from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cache_bytes import TIE_SLACK, ExpectedCache
+from mla_conformance.problems.cached_batch import CachedBatch
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw, edges, segments, start_loc
+from mla_conformance.problems.operands import edges, segments, start_loc
 from mla_conformance.problems.paging import PageForm, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import REGIMES, Site
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.kv_cache import local_positions
 from mla_conformance.reference.projections import expand_key, up_project
 from mla_conformance.roles.layer.call import LayerCall, RankedCall
 from mla_conformance.roles.layer.case import LayerCase
@@ -100,18 +99,7 @@ _TRANSFORMS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _SLICE_MARGIN = 16
 
 
-def layer_problem(case: LayerCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a layer case: one call, which ranks make together.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-        ValueError: the reference's chunk planner refuses the case.
-    """
-    batch = LayerBatch(case, device, salt)
-    return Problem(case, batch.key, device, (batch.call(),))
-
-
-class LayerBatch(Draw[LayerCase]):
+class LayerBatch(CachedBatch[LayerCase]):
     """The batch of a layer case, before and after its tokens are dealt out to ranks."""
 
     @cached_property
@@ -124,11 +112,6 @@ class LayerBatch(Draw[LayerCase]):
         """Tokens of each request after the call; none of a row of padding that counts."""
         totals = tuple(q + kv for q, kv in zip(self.case.q, self.case.kv, strict=True))
         return totals + (0,) * (len(self.query_lens) - len(totals))
-
-    @property
-    def query_start_loc(self) -> tuple[int, ...]:
-        """First new token of each request, and the end."""
-        return start_loc(self.query_lens)
 
     @cached_property
     def weight(self) -> torch.Tensor:
@@ -156,7 +139,7 @@ class LayerBatch(Draw[LayerCase]):
         return kv_c, k_pe
 
     @cached_property
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """k [S, N, P + R] and v [S, N, V] float64, on the device."""
         return self.keys_on_cpu if self.device.type == "cpu" else self._projected(*self.seen)
 
@@ -189,19 +172,18 @@ class LayerBatch(Draw[LayerCase]):
         """[S, width] entries of all tokens, on the CPU."""
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
-    def call(self) -> LayerCall | RankedCall:
-        """The call of the only rank, or of all of them."""
+    def calls(self) -> tuple[LayerCall | RankedCall]:
+        """That of the only rank, or of all of them together."""
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
-        return parts[0] if self.case.ranks == 1 else RankedCall.of(parts)
+        return (parts[0] if self.case.ranks == 1 else RankedCall.of(parts),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
-        case, held = self.case, self._held(rank)
-        stored = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
-        expected, heads = self._expected(held, stored), case.heads_of(rank)
-        k, v = (x[:, heads] for x in self.keys)
+        case, heads = self.case, self.case.heads_of(rank)
+        expected = self._expected(self.held(rank), self.owned(rank)[1])
+        k, v = (x[:, heads] for x in self.keys_and_values)
         queries = self.queries[:, heads]
         chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace_tokens, page_size=case.page)
         return LayerCall(
@@ -218,7 +200,7 @@ class LayerBatch(Draw[LayerCase]):
             requests=self._requests(expected.block_ids),
             padding=case.pad or -1,
             padding_counts=self.case.padding_counts,
-            image=expected.image(),
+            written={"kv_cache": expected.image()},
             chunks=len(chunks),
             rank=rank,
         )
@@ -235,11 +217,6 @@ class LayerBatch(Draw[LayerCase]):
             for q, kv, prefill in zip(self.case.q, self.case.kv, self._prefills, strict=True)
         ]
         return torch.tensor([flag for request in flags for flag in request], dtype=torch.bool)
-
-    def _held(self, rank: int) -> list[Sequence[int]]:
-        """Positions of each request's tokens that a rank stores."""
-        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
-        return [local_positions(total, **world) for total in self.totals]
 
     def _new_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The rows [S, width] of the new tokens, and poison for the padding."""

@@ -11,12 +11,12 @@ from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.layer.mla_batch import BatchForm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
-from mla_conformance.roles.decode.role import decode_config
+from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.layer.driver import Layer, LayerOnRanks
-from mla_conformance.roles.layer.problem import layer_problem
-from mla_conformance.roles.prefill.role import prefill_config
+from mla_conformance.roles.layer.problem import LayerBatch
+from mla_conformance.roles.prefill.role import PREFILL
 
 _COARSER = (
     Precision.FLOAT32,
@@ -64,7 +64,6 @@ def _coarsest(classes: Iterable[Precision]) -> Precision:
 
 
 def _reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-    """What of ``case`` a layer or one of its kernels declares unsupported."""
     reasons = reasons_of(
         layer.validate_configuration(
             head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
@@ -116,19 +115,27 @@ def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability:
     prefill, decode = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
     reasons: list[str] = []
     if prefill is not None and case.decodes < len(case.q):
-        asked = reasons_of(prefill.validate_configuration(capability, prefill_config(case, dtype)))
+        asked = reasons_of(prefill.validate_configuration(capability, PREFILL.config_of(case, dtype)))
         reasons += (f"prefill: {reason}" for reason in asked)
         if any(case.prefill_contexts) and not getattr(prefill, "returns_lse", True):
             reasons.append("prefill: LSE not declared, by which contexts are merged")
     if decode is not None and case.decodes:
-        asked = reasons_of(decode.validate_configuration(capability, decode_config(case, dtype, lse=False)))
+        asked = reasons_of(decode.validate_configuration(capability, DECODE.config_of(case, dtype, lse=case.ranks > 1)))
         reasons += (f"decode: {reason}" for reason in asked)
     return reasons
 
 
-def _layer(layer: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> Layer | LayerOnRanks:
-    """A new layer, on as many ranks as the case has."""
-    return (Layer if case.ranks == 1 else LayerOnRanks)(layer, case, dtype, device)
+class _Layer(RoleDefinition):
+    def kernel(self, kernel: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> Layer | LayerOnRanks:
+        """A new layer, on as many ranks as the case has."""
+        return (Layer if case.ranks == 1 else LayerOnRanks)(kernel, case, dtype, device)
+
+    def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+        """What of a case a layer or one of its kernels declares unsupported."""
+        return _reasons(kernel, case, dtype, capability)
+
+    def declared(self, kernel: Any) -> Declaration:
+        return _declared(kernel)
 
 
-LAYER = RoleDefinition(role=Role.LAYER, problem=layer_problem, kernel=_layer, reasons=_reasons, declared=_declared)
+LAYER = _Layer(role=Role.LAYER, batch=LayerBatch, config=None)

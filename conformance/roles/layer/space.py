@@ -5,52 +5,13 @@ from dataclasses import dataclass
 from itertools import cycle, islice, product
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import (
-    BEYOND,
-    DECODE_QUERIES,
-    HEADS,
-    LONE_PADDING,
-    LONE_RULES,
-    LONGEST,
-    MIXED,
-    MIXED_QUERIES,
-    OTHERS,
-    PAGES,
-    QUERIES,
-    REQUESTS,
-    SMALL_BATCHES,
-    TILE_CLASSES,
-    context_of,
-    ends,
-    ends_anywhere,
-    fills,
-    in_tile,
-    lengths,
-    others_class,
-    pages,
-    query_class,
-    tile_class,
-    totals,
-)
+from mla_conformance.cases import batches, dimensions
+from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers, exactly
-from mla_conformance.cases.dimensions import (
-    LAYOUT,
-    PADDING,
-    POISONS,
-    RANKS,
-    SCALE,
-    SEVERAL_RANKS,
-    cache,
-    data,
-    ranks,
-    room,
-    spare_blocks,
-    storage,
-)
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Pick, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.roles.layer.case import LATENTS, LayerCase, Order
 
@@ -64,16 +25,9 @@ TOKENS = Numbers(
     }
 )
 CHUNKS = Numbers({**exactly(1, 0, 2), "3 to 8": (range(3, 9),), "9 to 64": (range(9, 65),)})
-_KINDS = ("both", "decodes", "prefills")
 _MOST_KEYS = 2**20
-_WITH_DECODES = Only("requests that", ("both", "decodes"), "nothing decodes")
-_WITH_PREFILLS = Only("requests that", ("both", "prefills"), "nothing prefills")
 _TOO_MANY = f"more than {_MOST_KEYS:,} keys times heads, which the golden layer multiplies out"
 _SHORT = 17
-
-
-def _kind(case: LayerCase) -> str:
-    return "prefills" if not case.decodes else "decodes" if case.decodes == len(case.q) else "both"
 
 
 def _new(case: LayerCase) -> list[tuple[int, int]]:
@@ -88,46 +42,40 @@ def _chunks(case: LayerCase) -> str | None:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What the shape of a batch follows from.
+    """What the shape of a batch follows from."""
 
-    Attributes:
-        queries: query tokens of its decodes, over and over; none without decodes.
-        tokens: new tokens of its longest prefill; 0 without prefills.
-        page: tokens of a page.
-        longest: tokens of its longest request, which prefills unless no prefill has a context.
-        share: tokens of a context in a chunk.
-    """
-
-    queries: Lengths
-    tokens: int
-    page: int
-    longest: int
-    share: int
+    queries: Lengths  # query tokens of its decodes, over and over; none without decodes
+    tokens: int  # new tokens of its longest prefill; 0 without prefills
+    page: int  # tokens of a page
+    longest: int  # tokens of its longest request, which prefills unless no prefill has a context
+    share: int  # tokens of a context in a chunk
 
 
 def _batches(
     order: str, queries: str, tokens: str, others: str, chunks: str, longest: str, tile: str, page: str, last: str
 ) -> Iterator[_Batch]:
     """Those of these classes."""
-    for pattern, size in product(_patterns(queries), PAGES.some[page]):
+    for pattern, size in product(_patterns(queries), batches.PAGES.some[page]):
         if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
             *_, whole = TOKENS.parts[tokens]
-            same = in_tile(range(whole[0], whole[-1] + 1), tile, size, last)
-            yield from (_Batch(pattern, n, size, n, size) for n in same if n > 1 and LONGEST.class_of(n) == longest)
+            same = batches.in_tile(range(whole[0], whole[-1] + 1), tile, size, last)
+            yield from (
+                _Batch(pattern, n, size, n, size) for n in same if n > 1 and batches.LONGEST.class_of(n) == longest
+            )
             continue
         known = max(pattern, default=1) + 1 if order == Order.DECODES_FIRST else 0
         for new in filter(lambda new: new >= known, TOKENS.some[tokens]) if tokens else (0,):
-            least = max(max(pattern, default=0), new) + max(BEYOND[others], 1 if tokens else 0)
-            for length in lengths(longest, tile, least, size, last):
+            least = max(max(pattern, default=0), new) + max(batches.BEYOND[others], 1 if tokens else 0)
+            for length in batches.lengths(longest, tile, least, size, last):
                 share = _share(length - new, size, chunks)
                 if share:
                     yield _Batch(pattern, new, size, length, share)
 
 
 def _patterns(queries: str) -> Sequence[Lengths]:
-    if queries in (NOTHING, MIXED):
-        return MIXED_QUERIES if queries else ((),)
-    return [(number,) for number in QUERIES.some[queries]]
+    if queries in (NOTHING, batches.MIXED):
+        return batches.MIXED_QUERIES if queries else ((),)
+    return [(number,) for number in batches.QUERIES.some[queries]]
 
 
 def _share(context: int, page: int, chunks: str) -> int:
@@ -147,25 +95,25 @@ def _exists(*classes: str) -> bool:
 
 def _heads(heads: str, ranks: str) -> list[int]:
     """Heads that so many ranks have equal shares of."""
-    return [number for number in HEADS.some[heads] if number % RANKS.first(ranks) == 0]
+    return [number for number in batches.HEADS.some[heads] if number % dimensions.RANKS.first(ranks) == 0]
 
 
 def _few_keys(requests: str, others: str, longest: str, heads: str) -> bool:
-    each = LONGEST.least(longest) if others == "equal" else _SHORT
-    keys = LONGEST.least(longest) + REQUESTS.least(requests) * each
-    return keys * HEADS.first(heads) <= _MOST_KEYS
+    each = batches.LONGEST.least(longest) if others == "equal" else _SHORT
+    keys = batches.LONGEST.least(longest) + batches.REQUESTS.least(requests) * each
+    return keys * batches.HEADS.first(heads) <= _MOST_KEYS
 
 
 def _longer(order: str, queries: str, tokens: str) -> bool:
     """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
     if order == Order.PREFILLS_FIRST or tokens == NOTHING:
         return True
-    most = max(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.first(queries or "1")
+    most = max(map(max, batches.MIXED_QUERIES)) if queries == batches.MIXED else batches.QUERIES.first(queries or "1")
     return TOKENS.first(tokens) > most
 
 
 def _fields(row: Row, pick: Pick) -> Fields:
-    batch, requests = pick(tuple(_batches(*(row[name] for name in _SHAPE)))), REQUESTS.first(row["requests"])
+    batch, requests = pick(tuple(_batches(*(row[name] for name in _SHAPE)))), batches.REQUESTS.first(row["requests"])
     decodes = {"decodes": requests, "prefills": 0, "both": -(-requests // 2)}[row["requests that"]]
     prefills = _prefills(batch, requests - decodes, row)
     decoding = _decodes(batch, decodes, row)
@@ -179,7 +127,7 @@ def _fields(row: Row, pick: Pick) -> Fields:
         "decodes": decodes,
         "page": batch.page,
         **({"workspace": with_context * batch.share} if with_context else {}),
-        **spare_blocks(row, batch.page),
+        **dimensions.spare_blocks(row, batch.page),
     }
 
 
@@ -192,7 +140,10 @@ def _prefills(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
         return [longest] * requests
     new = min(batch.tokens, max(batch.queries, default=1) + 1)
     most = min(longest[1], batch.longest - new - 1)
-    return [longest, *((new, context_of(row["others"], number, requests, most)) for number in range(1, requests))]
+    return [
+        longest,
+        *((new, batches.context_of(row["others"], number, requests, most)) for number in range(1, requests)),
+    ]
 
 
 def _decodes(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
@@ -201,7 +152,8 @@ def _decodes(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
     if row["others"] == "equal":
         return [(new, batch.longest - new) for new in q]
     found = [
-        (new, context_of(row["others"], number, requests, batch.longest - new - 1)) for number, new in enumerate(q)
+        (new, batches.context_of(row["others"], number, requests, batch.longest - new - 1))
+        for number, new in enumerate(q)
     ]
     if requests and row["chunks"] in (NOTHING, "0"):
         found[q.index(max(q))] = (max(q), batch.longest - max(q))
@@ -212,46 +164,50 @@ LAYER = Space(
     role=Role.LAYER,
     capability="layer_combinations",
     dimensions=(
-        measured("requests that", _KINDS, _kind),
+        batches.KIND,
         values("order", "order", Order.PREFILLS_FIRST, Order.DECODES_FIRST),
-        *cache(*CACHES),
+        *dimensions.cache(*CACHES),
         values("dims", "dims", "r1", "glm", "32-16-32-64", "128-0-128-512", "64-16-96-64"),
         values("dtype", "dtype", "bf16", "fp16", "fp32"),
-        measured("heads", HEADS, lambda case: HEADS.class_of(case.heads)),
-        *ranks(),
-        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
-        measured("queries", DECODE_QUERIES, lambda case: query_class(case.decode_queries), _WITH_DECODES),
-        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), _WITH_PREFILLS),
-        measured("others", OTHERS, others_class),
-        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(totals(case)))),
-        measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case)))),
-        *pages(),
-        measured("chunks", CHUNKS, _chunks, _WITH_PREFILLS),
+        measured("heads", batches.HEADS, lambda case: batches.HEADS.class_of(case.heads)),
+        *dimensions.ranks(),
+        batches.NUMBER,
+        measured(
+            "queries",
+            batches.DECODE_QUERIES,
+            lambda case: batches.query_class(case.decode_queries),
+            WITH_DECODES,
+        ),
+        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), WITH_PREFILLS),
+        measured("others", batches.OTHERS, batches.others_class),
+        *batches.TOTALS,
+        *batches.pages(),
+        measured("chunks", CHUNKS, _chunks, WITH_PREFILLS),
         values("latents", "latents", *LATENTS),
         values("weights", "weights", "selection", "dense"),
         plain("out", {"none": {"out": False}, "given": {"out": True}}),
-        data("needle", "normal"),
-        LAYOUT,
-        SCALE,
-        *storage(),
-        PADDING,
-        POISONS,
+        dimensions.data("needle", "normal"),
+        dimensions.LAYOUT,
+        dimensions.SCALE,
+        *dimensions.storage(),
+        dimensions.PADDING,
+        dimensions.POISONS,
     ),
     rules=(
-        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
+        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), dimensions.room),
         never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
-        never("ranks share no weighed latents", {"weights": ("dense",), "ranks": SEVERAL_RANKS}),
+        never("ranks share no weighed latents", {"weights": ("dense",), "ranks": dimensions.SEVERAL_RANKS}),
         never(
             "weights of such dims are dense, which ranks do not share",
-            {"dims": ("64-16-96-64",), "ranks": SEVERAL_RANKS},
+            {"dims": ("64-16-96-64",), "ranks": dimensions.SEVERAL_RANKS},
         ),
-        never("ranks are handed no output", {"out": ("given",), "ranks": SEVERAL_RANKS}),
+        never("ranks are handed no output", {"out": ("given",), "ranks": dimensions.SEVERAL_RANKS}),
         Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
-        *LONE_RULES,
+        *batches.LONE_RULES,
         never("one request does not both", {"requests": ("1",), "requests that": ("both",)}),
         never("one request does not both", {"others": ("alone",), "requests that": ("both",)}),
         never("behind prefills no row of padding is a request", {"requests that": ("prefills",), "padding": ("some",)}),
-        LONE_PADDING,
+        batches.LONE_PADDING,
         Rule(
             "prefills behind decodes are longer, by which they are known",
             ("order", "queries", "tokens"),
@@ -268,21 +224,17 @@ LAYER = Space(
         Rule(
             _TOO_MANY,
             ("ranks", "longest"),
-            lambda ranks, longest: RANKS.first(ranks) * LONGEST.least(longest) <= _MOST_KEYS,
+            lambda ranks, longest: dimensions.RANKS.first(ranks) * batches.LONGEST.least(longest) <= _MOST_KEYS,
         ),
         Rule(
             "a request is no shorter than its new tokens",
             ("tokens", "longest"),
-            lambda new, longest: TOKENS.least(new) <= LONGEST.parts[longest][0][-1],
+            lambda new, longest: TOKENS.least(new) <= batches.LONGEST.parts[longest][0][-1],
         ),
-        Rule(
-            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
-        ),
-        Rule("no page of this size is filled so far", ("page", "last page"), fills),
-        Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
-        Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
+        batches.in_both(1),
+        *batches.END_RULES,
         Rule("no batch has such lengths and chunks", _SHAPE, _exists, always=True),
     ),
     shape=_fields,
-    small={**SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64", "64-16-96-64")},
+    small={**batches.SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64", "64-16-96-64")},
 )

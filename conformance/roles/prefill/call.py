@@ -19,25 +19,16 @@ from mla_conformance.roles.prefill.context import LatentContext
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillCall(AttentionCall):
-    """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V.
+    """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V."""
 
-    Attributes:
-        chunk_idx: the context chunk; None for new tokens.
-        metadata: of the batch, which all calls of a problem share.
-        prepares: whether it is the first of these calls, before which the metadata is handed over.
-        lse: whether new tokens are asked for the LSE.
-        out_dtype: dtype of the output tensor that is handed in; None where none is.
-    """
-
-    chunk_idx: int | None
-    metadata: MLACommonPrefillMetadata
-    prepares: bool
-    lse: bool
-    out_dtype: torch.dtype | None
+    chunk_idx: int | None  # the context chunk; None for new tokens
+    metadata: MLACommonPrefillMetadata  # of the batch, which all calls of a problem share
+    prepares: bool  # whether it is the first of these calls, before which the metadata is handed over
+    lse: bool  # whether new tokens are asked for the LSE
+    out_dtype: torch.dtype | None  # dtype of the output tensor that is handed in; None where none is
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         return "new tokens" if self.chunk_idx is None else f"context chunk {self.chunk_idx}"
 
     @property
@@ -46,7 +37,6 @@ class PrefillCall(AttentionCall):
         return self.lse or self.chunk_idx is not None
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """The operands, the tensors of the metadata, and the output scale."""
         owned = {f"{name} of {self.name}": getattr(self, name) for name in ("q", "k", "v")}
         owned |= {name: getattr(self.metadata, name) for name in ("query_start_loc", "block_table")}
         context = self.metadata.chunked_context
@@ -73,7 +63,6 @@ class PrefillCall(AttentionCall):
         )
 
     def output_buffer(self) -> Guarded | None:
-        """An output tensor for new tokens, if the case asks for one."""
         if self.chunk_idx is not None or self.out_dtype is None:
             return None
         return Guarded.allocate((*self.q.shape[:2], self.width), self.out_dtype, self.q.device)
@@ -86,7 +75,6 @@ class PrefillCall(AttentionCall):
     def invoke(
         self, backend: MLAPrefillBackend, out: Guarded | None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Make the call; what the backend returns."""
         if self.chunk_idx is not None:
             return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
         optional: dict[str, torch.Tensor] = {}
@@ -97,7 +85,6 @@ class PrefillCall(AttentionCall):
         return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
 
     def operands(self) -> AttentionOperands:
-        """The attention that the call computes."""
         return AttentionOperands(
             self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, self.chunk_idx is None
         )

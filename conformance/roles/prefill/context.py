@@ -17,21 +17,13 @@ ContextKeys = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class LatentContext:
-    """What a layer has before it calls the backend.
+    """What a layer has before it calls the backend."""
 
-    Attributes:
-        chunks: the plan of the context.
-        chunk_keys: keys and values of each chunk.
-        new_tokens: keys and values of the new tokens.
-        block_table: [B, max blocks] int32.
-        workspace: [workspace tokens, L + R], holding the last chunk's latents.
-    """
-
-    chunks: tuple[ContextChunk, ...]
-    chunk_keys: tuple[ContextKeys, ...]
-    new_tokens: ContextKeys
-    block_table: torch.Tensor
-    workspace: torch.Tensor
+    chunks: tuple[ContextChunk, ...]  # the plan of the context
+    chunk_keys: tuple[ContextKeys, ...]  # keys and values of each chunk
+    new_tokens: ContextKeys  # keys and values of the new tokens
+    block_table: torch.Tensor  # [B, max blocks] int32
+    workspace: torch.Tensor  # [workspace tokens, L + R], holding the last chunk's latents
 
 
 def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext:

@@ -10,7 +10,6 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc, stored
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -18,17 +17,6 @@ from mla_conformance.roles.prefill.context import ContextKeys, latent_context
 
 _COUNTED_ELEMENTS = 2**24
 """Elements of the keys from which inputs are drawn on the device, by counters."""
-
-
-def prefill_problem(case: PrefillCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a prefill case.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-        ValueError: the reference's chunk planner or cache refuses the case.
-    """
-    batch = PrefillBatch(case, device, salt)
-    return Problem(case, batch.key, device, batch.calls())
 
 
 class PrefillBatch(Draw[PrefillCase]):

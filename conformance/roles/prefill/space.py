@@ -4,17 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import (
-    HEADS,
-    LONGEST,
-    PAGES,
-    REQUESTS,
-    SEVERAL,
-    TILE_CLASSES,
-    in_tile,
-    lengths,
-    tile_class,
-)
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, numbers
@@ -82,7 +72,7 @@ def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
 
 def _tokens(tokens: str, tile: str) -> Sequence[int]:
     (whole,) = TOKENS.parts[tokens]
-    return in_tile(range(whole[0], whole[-1] + 1), tile)
+    return batches.in_tile(range(whole[0], whole[-1] + 1), tile)
 
 
 def _spread(requests: int, longest: int, others: str) -> Lengths:
@@ -110,22 +100,22 @@ def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str) -> Iter
 
 def _contexts(requests: str, others: str, context: str, tile: str) -> Lengths:
     """Contexts of the fewest requests of a class."""
-    return _spread(REQUESTS.first(requests), lengths(context, tile, _BEYOND[others])[0], others)
+    return _spread(batches.REQUESTS.first(requests), batches.lengths(context, tile, _BEYOND[others])[0], others)
 
 
 def _planned(requests: str, others: str, context: str, tile: str, planner: str, page: str, chunks: str) -> bool:
     contexts = _contexts(requests, others, context, tile)
-    return any(any(_workspaces(contexts, planner, size, chunks)) for size in PAGES.some[page])
+    return any(any(_workspaces(contexts, planner, size, chunks)) for size in batches.PAGES.some[page])
 
 
 def _fields(row: Row, pick: Pick) -> Fields:
-    tokens, heads = pick(_tokens(row["tokens"], row["tile"])), pick(HEADS.some[row["heads"]])
-    requests = REQUESTS.first(row["requests"])
+    tokens, heads = pick(_tokens(row["tokens"], row["tile"])), pick(batches.HEADS.some[row["heads"]])
+    requests = batches.REQUESTS.first(row["requests"])
     fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"])}
     if row["context"] == NOTHING:
         return fields
     contexts = _spread(
-        requests, pick(lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]])), row["contexts"]
+        requests, pick(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]])), row["contexts"]
     )
     if row["chunks"] == NOTHING:
         return {**fields, "kv": contexts}
@@ -133,7 +123,7 @@ def _fields(row: Row, pick: Pick) -> Fields:
 
 
 def _plans(row: Row, contexts: Lengths) -> Iterator[Fields]:
-    for page in PAGES.some[row["page"]]:
+    for page in batches.PAGES.some[row["page"]]:
         for room in _workspaces(contexts, row["planner"], page, row["chunks"]):
             yield {"page": page, "workspace": room}
 
@@ -143,12 +133,15 @@ _BEYOND = {"alone": 1, "equal": 1, "empty": 2, "shorter": 2}
 
 def _few_rows(requests: str, others: str, tokens: str, heads: str) -> bool:
     each = TOKENS.least(tokens) if others == "equal" else _SHORT
-    return HEADS.first(heads) * (REQUESTS.least(requests) * each + TOKENS.least(tokens)) <= _MOST_ROWS
+    return batches.HEADS.first(heads) * (batches.REQUESTS.least(requests) * each + TOKENS.least(tokens)) <= _MOST_ROWS
 
 
 def _few_keys(requests: str, others: str, context: str, heads: str) -> bool:
-    each = LONGEST.least(context) if others == "equal" else _SHORT
-    return HEADS.first(heads) * (REQUESTS.least(requests) * each + LONGEST.least(context)) <= _MOST_KEYS
+    each = batches.LONGEST.least(context) if others == "equal" else _SHORT
+    return (
+        batches.HEADS.first(heads) * (batches.REQUESTS.least(requests) * each + batches.LONGEST.least(context))
+        <= _MOST_KEYS
+    )
 
 
 PREFILL = Space(
@@ -158,16 +151,16 @@ PREFILL = Space(
         values("call", "call", *PrefillCase.calls),
         values("dims", "dims", "r1", "glm", "small", "128-0-128-512", "16-8-40-32", "64-64-128-256"),
         values("dtype", "dtype", "bf16", "fp16", "fp32", "e4m3"),
-        measured("heads", HEADS, lambda case: HEADS.class_of(case.heads)),
-        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        measured("heads", batches.HEADS, lambda case: batches.HEADS.class_of(case.heads)),
+        batches.NUMBER,
         measured("others", _OTHERS, lambda case: _others(case.q)),
         measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(case.q))),
-        measured("tile", TILE_CLASSES, lambda case: tile_class(max(case.q))),
+        measured("tile", batches.TILE_CLASSES, lambda case: batches.tile_class(max(case.q))),
         measured("contexts", _OTHERS, lambda case: _others(case.kv), _CONTEXT),
-        measured("context", LONGEST, lambda case: LONGEST.class_of(max(case.kv)), _CONTEXT),
-        measured("context tile", TILE_CLASSES, lambda case: tile_class(max(case.kv)), _CONTEXT),
+        measured("context", batches.LONGEST, lambda case: batches.LONGEST.class_of(max(case.kv)), _CONTEXT),
+        measured("context tile", batches.TILE_CLASSES, lambda case: batches.tile_class(max(case.kv)), _CONTEXT),
         values("planner", "planner", *PLANNERS, only=_CHUNKED),
-        measured("page", PAGES, lambda case: PAGES.class_of(case.page), _CHUNKED),
+        measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page), _CHUNKED),
         measured("chunks", CHUNKS, _chunks, _CHUNKED),
         values("merge", "merge", "golden", "own", "in_place", only=_CHUNKED),
         plain("out", {"none": {"out": False}, "given": {"out": True}}, _GIVEN),
@@ -185,15 +178,15 @@ PREFILL = Space(
         never("one request has no others", {"requests": ("1",), "others": _BESIDE}),
         never("one request has no others", {"requests": ("1",), "contexts": _BESIDE}),
         never("one request has no others", {"others": ("alone",), "contexts": _BESIDE}),
-        never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
-        never("of several requests none is alone", {"requests": SEVERAL, "contexts": ("alone",)}),
+        never("of several requests none is alone", {"requests": batches.SEVERAL, "others": ("alone",)}),
+        never("of several requests none is alone", {"requests": batches.SEVERAL, "contexts": ("alone",)}),
         never("of several requests none is alone", {"others": _BESIDE, "contexts": ("alone",)}),
         Rule("no length is in both classes", ("tokens", "tile"), lambda *classes: bool(_tokens(*classes))),
         never("no length is shorter than one, but none", {"tokens": ("1",), "others": ("shorter",)}),
         Rule(
             "no length is in both classes",
             ("contexts", "context", "context tile"),
-            lambda others, context, tile: bool(lengths(context, tile, _BEYOND[others])),
+            lambda others, context, tile: bool(batches.lengths(context, tile, _BEYOND[others])),
         ),
         Rule(f"more than {_MOST_ROWS:,} rows times heads", ("requests", "others", "tokens", "heads"), _few_rows),
         Rule(f"more than {_MOST_KEYS:,} keys times heads", ("requests", "contexts", "context", "heads"), _few_keys),

@@ -1,11 +1,11 @@
 """Cases of a preparation: index queries, keys and weights behind their projections, to codes and scales."""
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, at_least, one_of
-from mla_conformance.cases.grammar import CaseError
+from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
 VALUES = ("normal", "outliers", "integers", "shifted", "tiny_values", "zeros")
@@ -14,7 +14,6 @@ PAIRS = ("halves", "neighbours")
 BLOCK = 128
 """Columns that share a scale."""
 _USUAL_HEADS = 64
-_LONGER = 13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,33 +22,28 @@ class PrepareCase(Case):
 
     A head has P + R columns of ``dims``.
 
-    Attributes:
-        data: what queries and keys are like.
-        pairs: what is rotated together, columns R/2 apart or neighbours.
-        rope_last: whether the last R columns are rotated, not the first.
-        hadamard: whether queries and keys pass through the Hadamard transform.
-        scales: of the codes, any float32 numbers or powers of two.
-        fold: whether the weights take the scales of the queries, the softmax scale and heads^-1/2; else the scales are
-            returned.
-        fused: whether keys and weights, of the model's dtype, are columns of one projection.
-        eps: of the keys' norm, in millionths.
-        layout: of the queries.
+    ``layout`` is that of the queries.
     """
 
     role: ClassVar[Role] = Role.PREPARE
     calls: ClassVar[tuple[Call, ...]] = (Call.PREPARE_INDEX,)
+    longer: ClassVar[Mapping[str, int]] = {"kv": 13}
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
     heads: int = at_least(1, _USUAL_HEADS)
-    data: str = one_of(VALUES, "normal")
-    pairs: str = one_of(PAIRS, "halves")
-    rope_last: bool = False
-    hadamard: bool = True
-    scales: str = one_of(TILE_SCALES, "float32")
-    fold: bool = True
-    fused: bool = False
-    eps: int = at_least(1, 1)
+    data: str = one_of(VALUES, "normal", "what queries and keys are like")
+    pairs: str = one_of(PAIRS, "halves", "what is rotated together, columns R/2 apart or neighbours")
+    rope_last: bool = given(False, "whether the last R columns are rotated, not the first")
+    hadamard: bool = given(True, "whether queries and keys pass through the Hadamard transform")
+    scales: str = one_of(TILE_SCALES, "float32", "of the codes, any float32 numbers or powers of two")
+    fold: bool = given(
+        True,
+        "whether the weights take the scales of the queries, the softmax scale and heads^-1/2; else the scales are "
+        "returned",
+    )
+    fused: bool = given(False, "whether keys and weights, of the model's dtype, are columns of one projection")
+    eps: int = at_least(1, 1, "of the keys' norm, in millionths")
 
     @property
     def head_dim(self) -> int:
@@ -68,13 +62,7 @@ class PrepareCase(Case):
 
     @property
     def is_causal(self) -> bool:
-        """No token meets another."""
-        return False
-
-    @property
-    def columns(self) -> int:
-        """Columns that a head's transform takes."""
-        return self.head_dim
+        return False  # no token meets another
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
@@ -82,14 +70,10 @@ class PrepareCase(Case):
         return (self.head_dim,) * len(self.q)
 
     @property
-    def key_elements(self) -> int:
-        """A row of the table of rotations for each position."""
-        return self.rope_dim
-
-    @property
-    def profile(self) -> str:
-        """The entry that is driven."""
-        return self.call
+    def sizes(self) -> Sizes:
+        """A key is a row of the table of rotations."""
+        columns = self.head_dim
+        return super().sizes._replace(columns=columns, row=self.heads * columns, key=self.rope_dim)
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -105,23 +89,14 @@ class PrepareCase(Case):
             f"head_dim_{self.head_dim}" if self.head_dim != BLOCK else "",
         )
 
-    def varied(self) -> Self:
-        """Later tokens in reverse order, with other values."""
-        return replace(self, kv=tuple(length + _LONGER for length in reversed(self.kv)), seed=self.seed + 1)
-
-    def validate(self) -> None:
-        """Hold every field against what it may be, and against the other fields.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
-        super().validate()
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         width, rope = self.head_dim, self.rope_dim
         if min(self.q) < 1:
-            raise CaseError(f"{self.call} expects at least one token a request, got q={list(self.q)}")
+            yield f"{self.call} expects at least one token a request, got q={list(self.q)}"
         if rope % 2 or not rope or (width > BLOCK and width % BLOCK):
-            raise CaseError(f"expected pairs to rotate and whole blocks of {BLOCK} columns, got dims={self.dims}")
+            yield f"expected pairs to rotate and whole blocks of {BLOCK} columns, got dims={self.dims}"
         if self.hadamard and width & (width - 1):
-            raise CaseError(f"a Hadamard transform takes a power of two columns, got dims={self.dims}")
+            yield f"a Hadamard transform takes a power of two columns, got dims={self.dims}"
         if self.fold and width > BLOCK:
-            raise CaseError(f"weights take one scale of a query, so fold=1 has up to {BLOCK} columns, got {width}")
+            yield f"weights take one scale of a query, so fold=1 has up to {BLOCK} columns, got {width}"

@@ -1,40 +1,57 @@
 """From a preparation's case to its call: queries, keys and weights as projections leave them, and rotations."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.prepare import PrepareMetadata
-from mla_conformance.problems.memory import poison
+from mla_conformance.backends.prepare import MLAPrepareBackend, PrepareMetadata
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.rope import plain_frequencies
-from mla_conformance.roles.prepare.call import PrepareCall
 from mla_conformance.roles.prepare.case import PrepareCase
 
 _BASE = 10000.0
 
 
-def prepare_problem(case: PrepareCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a preparation's case.
+@dataclass(frozen=True, kw_only=True)
+class PrepareCall(KernelCall):
+    """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
 
-    Raises:
-        ProblemError: a dtype that does not exist here.
-    """
-    batch = PrepareBatch(case, device, salt)
-    return Problem(case, batch.key, device, (batch.call(),))
+    weights: torch.Tensor  # [T, H] float32 or of the model's dtype
+    norm_weight: torch.Tensor  # [D] float32
+    norm_bias: torch.Tensor  # [D] float32
+    metadata: PrepareMetadata
+    case: PrepareCase
+
+    token_dims: ClassVar = (0, 0, 0, 0)
+    reads: ClassVar = ("q", "k", "weights", "norm_weight", "norm_bias")
+    queries: ClassVar = ("q", "k", "weights")
+    per_row: ClassVar = queries
+
+    @property
+    def name(self) -> str:
+        return "index preparation"
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return tuple(self.q.shape)
+
+    def invoke(self, backend: MLAPrepareBackend, out: Guarded | None) -> Any:
+        return backend.run_prepare_index(self.q, self.k, self.weights, self.norm_weight, self.norm_bias)
 
 
 class PrepareBatch(Draw[PrepareCase]):
     """The batch of a preparation's case."""
 
-    def call(self) -> PrepareCall:
-        """The only call."""
+    def calls(self) -> tuple[PrepareCall]:
         case, q = self.case, self._rows(KINDS[self.case.data](self._normal(self.case.heads, self.case.head_dim)))
         k, weights = self._beside()
         starts = start_loc(case.q)
-        return PrepareCall(
+        only = PrepareCall(
             q=lay_out("q", q, q, case),
             k=k,
             weights=weights,
@@ -45,6 +62,7 @@ class PrepareBatch(Draw[PrepareCase]):
             key_start_loc=starts,
             case=case,
         )
+        return (only,)
 
     @cached_property
     def positions(self) -> torch.Tensor:

@@ -1,19 +1,198 @@
-"""What the role prepare is: how its classes are validated and made, and what their codes are judged by."""
+"""What the role prepare is, and its judge: scales of their class, then codes within what rounding leaves (SPEC 8.8)."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration, Precision
 from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig
 from mla_conformance.backends.roles import Role
-from mla_conformance.roles.definition import RoleDefinition, validated
-from mla_conformance.roles.prepare.case import PrepareCase
-from mla_conformance.roles.prepare.judge import PrepareJudge, golden_prepared
-from mla_conformance.roles.prepare.problem import prepare_problem
+from mla_conformance.driving.driver import Observation, Returned, parts_of
+from mla_conformance.judging.diagnosis import Position, extent
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.steps import Form, Steps
+from mla_conformance.judging.tolerance import Tolerance, unit_roundoff
+from mla_conformance.judging.verdict import Check, Verdict, failed
+from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.prepare_index import (
+    Prepared,
+    hadamard,
+    is_power,
+    layer_norm,
+    nearest_power,
+    rotated,
+    scale_bounds,
+)
+from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
+from mla_conformance.roles.prepare.problem import PrepareBatch, PrepareCall
 
 
-def _preparation(case: PrepareCase) -> IndexPreparation:
-    return IndexPreparation(
+@dataclass(frozen=True)
+class GoldenPrepared(Golden):
+    """What the judged rows are before they are codes."""
+
+    q: Prepared  # [n, H, D]
+    k: Prepared  # [n, 1, D]
+    # [n, H] float64, what the scales of queries are multiplied by in folded weights; 1 where they are not
+    factors: torch.Tensor
+
+
+def golden_prepared(problem: Problem) -> GoldenPrepared:
+    """Queries and keys, computed in float64."""
+    (call,), rows = problem.calls, choose_rows(problem)
+    assert isinstance(call, PrepareCall)
+    case, (q, k, weights) = call.case, map(rows.pick, (call.q, call.k, call.weights))
+    turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
+    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.norm_weight, call.norm_bias, case.norm_eps)
+    factors = weights.double() * (case.softmax_scale * case.heads**-0.5) if case.fold else weights.double() ** 0
+    return GoldenPrepared(rows, _turned(Prepared.of(q), turns, case), _turned(key, turns, case), factors)
+
+
+def _turned(x: Prepared, turns: torch.Tensor, case: PrepareCase) -> Prepared:
+    first = case.head_dim - case.rope_dim if case.rope_last else 0
+    turned = rotated(x, turns, first, case.pairs == "neighbours")
+    return hadamard(turned) if case.hadamard else turned
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Codes with their scales, and what they stand for."""
+
+    name: str  # how messages call it
+    codes: torch.Tensor  # [n, H, D] e4m3
+    scales: torch.Tensor  # [n, H, C] float64
+    values: torch.Tensor  # [n, H, D] float64, the golden ones
+    error: torch.Tensor  # [n, H, D] the largest error of a faithful kernel
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, H, C, columns] of [n, H, D]."""
+        return x.unflatten(-1, (self.scales.shape[-1], -1))
+
+    def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Places [n, H, D] in the order of codes: of the least that is allowed, the golden and the greatest value."""
+        low, golden, high = map(self._places, (self.values - self.error, self.values, self.values + self.error))
+        return low, golden, high
+
+    def _places(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, H, D] places of the codes of values under the scales."""
+        scaled = self.blocks(values) / self.scales.unsqueeze(-1)
+        return e4m3_ordinal(quantize_e4m3(scaled, 1.0)).double().flatten(-2)
+
+
+class PrepareJudge(Steps):
+    """The steps of a preparation's verdict."""
+
+    def __init__(
+        self, problem: Problem, expectation: GoldenPrepared, declaration: Declaration, numbers: Tolerance
+    ) -> None:
+        super().__init__(problem, expectation)
+        self.expectation, self.accumulation = expectation, numbers.float32_accumulation
+        coarse = declaration.intermediates is Precision.MODEL and problem.dtype != torch.float32
+        self.intermediates = unit_roundoff(problem.dtype) if coarse else 0.0
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """Scales, then codes under them as far as they are positive; of an observation whose form is right."""
+        for part in self._parts(observation):
+            low, high = self._bounds(part)
+            yield Measured(part.scales, (low + high) / 2, (high - low) / 2)
+            sound = (part.scales > 0) & part.scales.isfinite()
+            whole = _Part(part.name, part.codes, part.scales.where(sound, 1.0), part.values, part.error)
+            yield Measured.of_codes(part.codes, *whole.allowed())
+
+    def _expected_form(self, returned: Returned) -> Form:
+        """Codes of q and k, scales of k, and weights or scales of q."""
+        case, q, code = self.problem.case, returned.call.q, torch.float8_e4m3fn
+        assert isinstance(case, PrepareCase)
+        tokens, heads, width = q.shape
+        blocks = -(-width // BLOCK)
+        last = ("weights", (tokens, heads)) if case.fold else ("scales of q", (tokens, heads, blocks))
+        forms = (
+            ("codes of q", (tokens, heads, width), code),
+            ("codes of k", (tokens, width), code),
+            ("scales of k", (tokens, blocks), torch.float32),
+            (*last, torch.float32),
+        )
+        return [(name, torch.Size(shape), dtype) for name, shape, dtype in forms]
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        """Scales and codes of keys, then of queries."""
+        for part in self._parts(observation):
+            yield self._scales(part)
+            yield self._codes(part)
+
+    def _parts(self, observation: Observation) -> Iterator[_Part]:
+        """Keys and queries of each call, in its own terms."""
+        golden = self.expectation
+        for returned in observation.returned:
+            q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
+            yield self._part("keys", k.unsqueeze(1), k_scale.double().unsqueeze(1), golden.k)
+            factors = golden.factors.unsqueeze(-1)
+            scales = last.double().reshape(*q.shape[:2], -1) / factors
+            yield self._part("queries", q, nearest_power(scales) if self._folds_powers else scales, golden.q)
+
+    @property
+    def _folds_powers(self) -> bool:
+        case = self.problem.case
+        return isinstance(case, PrepareCase) and case.fold and case.scales == "pow2"
+
+    def _part(self, name: str, codes: torch.Tensor, scales: torch.Tensor, golden: Prepared) -> _Part:
+        error = golden.error(self.accumulation, self.intermediates)
+        return _Part(name, codes, scales, golden.values, error)
+
+    def _bounds(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, H, C] least and greatest scale of each block."""
+        largest, error = (part.blocks(x).amax(dim=-1) for x in (part.values.abs(), part.error))
+        assert isinstance(self.problem.case, PrepareCase)
+        return scale_bounds(largest, error, self.problem.case.scales == "pow2")
+
+    def _scales(self, part: _Part) -> Verdict | None:
+        """Positive, within their bounds, and powers of two where they have to be."""
+        low, high = self._bounds(part)
+        assert isinstance(self.problem.case, PrepareCase)
+        wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
+        if self.problem.case.scales == "pow2":
+            wrong |= ~is_power(part.scales)
+        if not bool(wrong.any()):
+            return None
+        index = tuple(wrong.nonzero()[0].tolist())
+        folded = ", as the weights have it," if part.name == "queries" and self.problem.case.fold else ""
+        between = f"{low[index]:.6g}" if low[index] == high[index] else f"{low[index]:.6g} to {high[index]:.6g}"
+        what = f"scale of {part.name}{folded} is {part.scales[index]:.6g}"
+        return self._wrong(f"{what}, expected {between}", wrong.any(dim=-1), index)
+
+    def _codes(self, part: _Part) -> Verdict | None:
+        """Numbers, each between the codes of both ends of what is allowed."""
+        not_a_number = part.codes.double().isnan()
+        if bool(not_a_number.any()):
+            index = tuple(not_a_number.nonzero()[0].tolist())
+            return self._wrong(f"code of {part.name} is NaN", not_a_number.any(dim=-1), index)
+        low, _, high = part.allowed()
+        code = e4m3_ordinal(part.codes).double()
+        outside = torch.maximum(low - code, code - high).clamp(min=0)
+        if not bool(outside.any()):
+            return None
+        index = tuple(torch.unravel_index(outside.argmax(), outside.shape))
+        scale = part.scales.repeat_interleave(outside.shape[-1] // part.scales.shape[-1], dim=-1)[index]
+        got, want = float(part.codes[index].double() * scale), float(part.values[index])
+        detail = f"code of {part.name} means {got:.5g}, expected {want:.5g}: "
+        detail += f"{int(outside[index])} codes outside the allowed interval"
+        return self._wrong(detail, (outside > 0).any(dim=-1), tuple(map(int, index)))
+
+    def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> Verdict:
+        """A sentence about an element [row, head, ...] of the rows and heads [n, H] that are wrong."""
+        place = Position.of(self.rows, list(index))
+        text = f"index preparation: {message}, at {place}, {extent(self.rows, wrong)}"
+        return failed(Check.PREPARED, text, place.to_json())
+
+
+def _facts(case: PrepareCase, dtype: torch.dtype) -> dict[str, Any]:
+    preparation = IndexPreparation(
         head_dim=case.head_dim,
         rope_dim=case.rope_dim,
         rope_first=not case.rope_last,
@@ -23,23 +202,15 @@ def _preparation(case: PrepareCase) -> IndexPreparation:
         fold_scales=case.fold,
         eps=case.norm_eps,
     )
-
-
-def _config(case: PrepareCase, dtype: torch.dtype) -> MLAPrepareSelectorConfig:
-    return MLAPrepareSelectorConfig(dtype=dtype, num_heads=case.heads, preparation=_preparation(case))
-
-
-def _kernel(kernel: Any, case: PrepareCase, *_: Any) -> Any:
-    """A new instance for the heads and conventions of ``case``."""
-    scale, preparation = case.softmax_scale, _preparation(case)
-    return kernel(num_heads=case.heads, scale=scale, preparation=preparation, vllm_config=None)
+    return {"preparation": preparation}
 
 
 PREPARE = RoleDefinition(
     role=Role.PREPARE,
-    problem=prepare_problem,
-    kernel=_kernel,
-    reasons=validated(_config),
+    batch=PrepareBatch,
+    config=MLAPrepareSelectorConfig,
+    constructed=("num_heads", "scale", "preparation"),
+    facts=_facts,
     golden=golden_prepared,
     judge=PrepareJudge,
 )

@@ -3,7 +3,7 @@
 from itertools import cycle, islice
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import HEADS, MIXED, MIXED_QUERIES, QUERIES, REQUESTS, query_class
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers
@@ -12,7 +12,7 @@ from mla_conformance.cases.space import Pick, Row, Rule, Space, measured, never,
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.prepare.case import PAIRS, VALUES
 
-_QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
+_QUERIES = ("1", "2", batches.MIXED, "3", "4", "17 to 4,096")
 _WIDE = "192-64-256-256"
 _DIMS = ("64-64-128-128", "96-32-128-128", "2-126-128-128", "32-32-64-64", _WIDE)
 _POSITIONS = Numbers(
@@ -29,16 +29,20 @@ _MOST_ROWS = 2**15
 
 
 def _fields(row: Row, pick: Pick) -> Fields:
-    tokens = MIXED_QUERIES if row["queries"] == MIXED else tuple((n,) for n in QUERIES.some[row["queries"]])
-    number, first = REQUESTS.first(row["requests"]), pick(_POSITIONS.some[row["positions"]])
+    tokens = (
+        batches.MIXED_QUERIES
+        if row["queries"] == batches.MIXED
+        else tuple((n,) for n in batches.QUERIES.some[row["queries"]])
+    )
+    number, first = batches.REQUESTS.first(row["requests"]), pick(_POSITIONS.some[row["positions"]])
     q = tuple(islice(cycle(pick(tokens)), number))
     kv = (first, *(min(first, _SHORT[n % len(_SHORT) if n < _MANY else 0]) for n in range(1, number)))
     return {"call": Call.PREPARE_INDEX, "q": q, "kv": kv}
 
 
 def _few(heads: str, queries: str, requests: str) -> bool:
-    tokens = max(MIXED_QUERIES[0]) if queries == MIXED else QUERIES.first(queries)
-    return HEADS.first(heads) * tokens * REQUESTS.first(requests) <= _MOST_ROWS
+    tokens = max(batches.MIXED_QUERIES[0]) if queries == batches.MIXED else batches.QUERIES.first(queries)
+    return batches.HEADS.first(heads) * tokens * batches.REQUESTS.first(requests) <= _MOST_ROWS
 
 
 PREPARE = Space(
@@ -55,9 +59,9 @@ PREPARE = Space(
         plain("weights", {"folded": {"fold": True}, "left": {"fold": False}}),
         plain("projection", {"apart": {"fused": False}, "fused": {"fused": True}}),
         numbers("eps", "eps", Numbers({"1e-6": ((1,),), "1e-5": ((10,), range(2, 1000))})),
-        numbers("heads", "heads", HEADS),
-        measured("queries", _QUERIES, lambda case: query_class(case.q)),
-        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        numbers("heads", "heads", batches.HEADS),
+        measured("queries", _QUERIES, lambda case: batches.query_class(case.q)),
+        batches.NUMBER,
         measured("positions", _POSITIONS, lambda case: _POSITIONS.class_of(max(case.kv))),
         LAYOUT,
         SCALE,
@@ -66,13 +70,13 @@ PREPARE = Space(
     ),
     rules=(
         never("weights take one scale of a query", {"dims": (_WIDE,), "weights": ("folded",)}),
-        never("one request has no mixed queries", {"requests": ("1",), "queries": (MIXED,)}),
+        never("one request has no mixed queries", {"requests": ("1",), "queries": (batches.MIXED,)}),
         Rule(f"more than {_MOST_ROWS:,} rows of heads", ("heads", "queries", "requests"), _few),
     ),
     shape=_fields,
     small={
         "heads": ("16", "1", "odd", "8", "24", "even"),
-        "queries": ("1", "2", MIXED, "3", "4"),
+        "queries": ("1", "2", batches.MIXED, "3", "4"),
         "requests": ("2 to 7", "1", "8 to 63"),
         "positions": ("up to 1,024", "0", "beyond 1,024"),
     },

@@ -1,13 +1,14 @@
 """Cases of a sparse backend: queries against selected entries of a paged cache, or of gathered keys."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CACHES, CachedCase
-from mla_conformance.cases.case import Call, at_least, one_of
-from mla_conformance.cases.grammar import CaseError
+from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
+from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 MAIN_CACHES = tuple(dict.fromkeys((*CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "latent"))))
@@ -19,42 +20,39 @@ _TILE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCase(CachedCase):
-    """A question to a sparse backend.
-
-    Attributes:
-        cache: layout of the cache; gathered keys are plain.
-        topk: columns of the lists.
-        fill: how many keys a list names: as many as there are and fit, or fewer by chance, none among it.
-        order: how the keys of a list are ordered.
-        holes: where a list that names fewer keys than it has columns holds -1.
-        length: whether lengths are handed over beside the lists.
-        behind: what a list holds from its length on: -1, 0, keys of any request, or what no cache has.
-        space: what the numbers of a list count.
-        repeats: whether lists name some keys twice.
-        unselected: whether keys that no list names are as drawn, or poison.
-        sink: the sinks' logits: none handed over, drawn, or infinite ones of either sign among them.
-        extra: layout of a second cache; none without one.
-        extra_topk: columns of its lists.
-        extra_page: tokens of its pages.
-    """
+    """A question to a sparse backend."""
 
     role: ClassVar[Role] = Role.SPARSE
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)
 
-    cache: str = one_of(MAIN_CACHES, "auto")
-    topk: int = at_least(1, 64)
-    fill: str = one_of(("full", "ragged"), "full")
-    order: str = one_of(("drawn", "ascending", "descending"), "drawn")
-    holes: str = one_of(("end", "front", "scattered"), "end")
-    length: bool = False
-    behind: str = one_of(("minus", "zero", "stale", "huge"), "minus")
-    space: str = one_of(IndexSpace, IndexSpace.SLOT)
-    repeats: bool = False
-    unselected: str = one_of(("drawn", "poison"), "drawn")
-    sink: str = one_of(("none", "drawn", "extreme"), "none")
-    extra: str = one_of(EXTRA_CACHES, "none")
-    extra_topk: int = at_least(1, 64)
-    extra_page: int = at_least(1, 64)
+    cache: str = one_of(MAIN_CACHES, "auto", "layout of the cache; gathered keys are plain")
+    topk: int = at_least(1, 64, "columns of the lists")
+    fill: str = one_of(
+        ("full", "ragged"),
+        "full",
+        "how many keys a list names: as many as there are and fit, or fewer by chance, none among it",
+    )
+    order: str = one_of(("drawn", "ascending", "descending"), "drawn", "how the keys of a list are ordered")
+    holes: str = one_of(
+        ("end", "front", "scattered"), "end", "where a list that names fewer keys than it has columns holds -1"
+    )
+    length: bool = given(False, "whether lengths are handed over beside the lists")
+    behind: str = one_of(
+        ("minus", "zero", "stale", "huge"),
+        "minus",
+        "what a list holds from its length on: -1, 0, keys of any request, or what no cache has",
+    )
+    space: str = one_of(IndexSpace, IndexSpace.SLOT, "what the numbers of a list count")
+    repeats: bool = given(False, "whether lists name some keys twice")
+    unselected: str = one_of(("drawn", "poison"), "drawn", "whether keys that no list names are as drawn, or poison")
+    sink: str = one_of(
+        ("none", "drawn", "extreme"),
+        "none",
+        "the sinks' logits: none handed over, drawn, or infinite ones of either sign among them",
+    )
+    extra: str = one_of(EXTRA_CACHES, "none", "layout of a second cache; none without one")
+    extra_topk: int = at_least(1, 64, "columns of its lists")
+    extra_page: int = at_least(1, 64, "tokens of its pages")
 
     @property
     def is_paged(self) -> bool:
@@ -69,7 +67,7 @@ class SparseCase(CachedCase):
     @property
     def extra_lens(self) -> tuple[int, ...]:
         """Entries of each request in the second cache."""
-        return tuple(-(-(q + kv) // _EXTRA_RATIO) for q, kv in zip(self.q, self.kv, strict=True))
+        return tuple(-(-total // _EXTRA_RATIO) for total in self.totals)
 
     @property
     def holds_codes(self) -> bool:
@@ -78,35 +76,20 @@ class SparseCase(CachedCase):
 
     @property
     def is_causal(self) -> bool:
-        """No: the lists alone say what is seen."""
-        return False
+        return False  # the lists alone say what is seen
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
         """Keys that a row of each request sees at most."""
-        main = (min(self.topk, q + kv) for q, kv in zip(self.q, self.kv, strict=True))
+        main = (min(self.topk, total) for total in self.totals)
         extra = (min(self.extra_topk, length) if self.has_extra else 0 for length in self.extra_lens)
         return tuple(map(sum, zip(main, extra, strict=True)))
 
     @property
-    def columns(self) -> int:
-        """Columns of a head that q·k and p·v take together; the first columns of a key are its value."""
-        return 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim
-
-    @property
-    def output_elements(self) -> int:
-        """Elements of a row's output."""
-        return self.heads * self.kv_lora_rank
-
-    @property
-    def key_elements(self) -> int:
-        """Elements of a key, which heads share, and which holds its value."""
-        return sum(self.latent_dims)
-
-    @property
-    def profile(self) -> str:
-        """The entry that is driven, since a kernel may have one alone."""
-        return self.call
+    def sizes(self) -> Sizes:
+        """Heads share a key, whose first columns are its value."""
+        columns, output = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim, self.heads * self.kv_lora_rank
+        return Sizes(columns, self.heads * columns, output, sum(self.latent_dims))
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -123,26 +106,36 @@ class SparseCase(CachedCase):
             "lse" if self.lse else "",
         )
 
-    def validate(self) -> None:
-        """Hold every field against what it may be, and against the call and the other fields.
-
-        Raises:
-            CaseError: a value that it may not have, or that another field contradicts.
-        """
-        super().validate()
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if self.has_extra:
-            self.require_room(self.extra)
+            yield from self.too_large_for(self.extra)
         if not self.is_paged and (self.cache != "auto" or self.has_extra or self.ranks > 1):
-            raise CaseError(
+            yield (
                 "call sparse_prefill: expected cache=auto, extra=none and ranks=1, since gathered keys are plain, got "
                 f"cache={self.cache}, extra={self.extra} and ranks={self.ranks}"
             )
         if self.ranks > 1 and (self.sink != "none" or self.has_extra or not self.lse):
-            raise CaseError(
+            yield (
                 f"field ranks: expected sink=none, extra=none and lse=1 where {self.ranks} ranks share the tokens, got "
                 f"sink={self.sink}, extra={self.extra} and lse={int(self.lse)}"
             )
         if self.space == IndexSpace.RANK_LOCAL and not self.is_paged:
-            raise CaseError("field space: gathered keys are on one rank, expected slot or position, got rank_local")
+            yield "field space: gathered keys are on one rank, expected slot or position, got rank_local"
         if not self.length and self.behind != "minus":
-            raise CaseError(f"field behind: without lengths every entry counts, expected minus, got {self.behind}")
+            yield f"field behind: without lengths every entry counts, expected minus, got {self.behind}"
+
+
+def decode(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
+    """Query tokens against entries of a paged cache."""
+    return {"call": Call.SPARSE_DECODE, "heads": 64, "page": 64, "q": q, "kv": kv, **fields}
+
+
+def single(*kv: int, **fields: Any) -> Fields:
+    """One query token a request."""
+    return decode((1,) * len(kv), kv, **fields)
+
+
+def prefill(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
+    """Query tokens against gathered keys; output only, since a kernel may have no LSE."""
+    return {"call": Call.SPARSE_PREFILL, "heads": 64, "topk": 128, "q": q, "kv": kv, "lse": False, **fields}

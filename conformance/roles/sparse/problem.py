@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import Role
+from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import COUNTER_SEEDS, edges, fill_normal, lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.regimes import Site
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.sparse.selection import Lists, draw_lists
@@ -30,31 +32,14 @@ _COUNTED_ELEMENTS = 2**28
 """Elements of the queries from which they are drawn on the device."""
 
 
-def sparse_problem(case: SparseCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a sparse case: one call for each rank.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-    """
-    batch = SparseBatch(case, device, salt)
-    return Problem(case, batch.key, device, batch.calls(), batch.whole)
-
-
 @dataclass(frozen=True)
 class _Source:
-    """Keys and the lists over them.
+    """Keys and the lists over them."""
 
-    Attributes:
-        lengths: keys of each request.
-        entries: [S, width] on the CPU; what no list names is poison if the case says so.
-        keys: [S, 1, D] float64 on the device, what they mean.
-        lists: numbers of these keys.
-    """
-
-    lengths: Sequence[int]
-    entries: torch.Tensor
-    keys: torch.Tensor
-    lists: Lists
+    lengths: Sequence[int]  # keys of each request
+    entries: torch.Tensor  # [S, width] on the CPU; what no list names is poison if the case says so
+    keys: torch.Tensor  # [S, 1, D] float64 on the device, what they mean
+    lists: Lists  # numbers of these keys
 
 
 class SparseBatch(CachedBatch[SparseCase]):
@@ -235,3 +220,27 @@ class SparseBatch(CachedBatch[SparseCase]):
             form = PageForm(self.case.cache, self.case.page, _GUARDS)
             return write_pages(self, form, entries, lengths)
         return gather_entries(self.case, entries, lengths, self.device, _GUARDS)
+
+
+def _facts(case: SparseCase, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "call": "decode" if case.is_paged else "prefill",
+        "block_size": case.page if case.is_paged else 1,
+        "topk": case.topk,
+        "index_space": case.space,
+        "topk_length": case.length,
+        "sink": case.sink != "none",
+        "duplicates": case.repeats,
+        "extra_kv_cache_dtype": case.extra if case.has_extra else None,
+        "extra_block_size": case.extra_page if case.has_extra else 0,
+        "extra_topk": case.extra_topk if case.has_extra else 0,
+    }
+
+
+SPARSE = RoleDefinition(
+    role=Role.SPARSE,
+    batch=SparseBatch,
+    config=MLASparseSelectorConfig,
+    constructed=(*KERNEL_SIZES, "kv_cache_dtype", "extra_kv_cache_dtype"),
+    facts=_facts,
+)

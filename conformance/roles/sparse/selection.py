@@ -14,15 +14,10 @@ _ROUND = 7
 
 @dataclass(frozen=True)
 class Lists:
-    """What each row of a batch names.
+    """What each row of a batch names."""
 
-    Attributes:
-        keys: [T, K] int64 numbers of keys, or -1.
-        length: [T] int64, columns up to the last key that is named.
-    """
-
-    keys: torch.Tensor
-    length: torch.Tensor
+    keys: torch.Tensor  # [T, K] int64 numbers of keys, or -1
+    length: torch.Tensor  # [T] int64, columns up to the last key that is named
 
     @property
     def counted(self) -> torch.Tensor:

@@ -2,35 +2,10 @@
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import (
-    BATCH_RULES,
-    DECODE_QUERIES,
-    LONE_PADDING,
-    PAGE_RULES,
-    SMALL_BATCHES,
-    batch,
-    batch_fields,
-    pages,
-)
+from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers
 from mla_conformance.cases.columns import LIST_RULES, list_dimensions, shapes_with_columns
-from mla_conformance.cases.dimensions import (
-    LAYOUT,
-    LSE,
-    MAXIMA,
-    PADDING,
-    POISONS,
-    SCALE,
-    SEVERAL_RANKS,
-    cache,
-    data,
-    numbers,
-    ranks,
-    room,
-    spare_blocks,
-    storage,
-)
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.roles.sparse.case import EXTRA_CACHES, MAIN_CACHES, SparseCase
@@ -47,7 +22,7 @@ def _fields(row: Row, pick: Pick) -> Fields:
     shape, columns = pick(tuple(shapes_with_columns(row)))
     second = {"as long": columns, "longer": 2 * columns, "shorter": max(1, columns // 2)}
     listed = {"topk": columns, **({"extra_topk": second[row["second list"]]} if row["second list"] else {})}
-    return {**batch_fields(row, shape), **listed, **spare_blocks(row, shape.page)}
+    return {**batches.batch_fields(row, shape), **listed, **dimensions.spare_blocks(row, shape.page)}
 
 
 _LENGTHS = {"none": {"length": False}} | {
@@ -59,16 +34,18 @@ SPARSE = Space(
     capability="sparse_combinations",
     dimensions=(
         values("call", "call", *SparseCase.calls),
-        *cache(*MAIN_CACHES, only=PAGED),
+        *dimensions.cache(*MAIN_CACHES, only=PAGED),
         values("extra", "extra", *EXTRA_CACHES, only=PAGED),
         measured("second list", ("as long", "longer", "shorter"), _second_columns, _SECOND),
-        numbers("second page", "extra_page", Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND),
+        dimensions.numbers(
+            "second page", "extra_page", Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND
+        ),
         values("dims", "dims", "r1", "128-0-128-512", "small"),
         values("dtype", "dtype", "bf16", "fp16", "fp32"),
-        *batch("64", *DECODE_QUERIES, "17 to 4,096"),
-        *pages(PAGED),
+        *batches.batch("64", *batches.DECODE_QUERIES, "17 to 4,096"),
+        *batches.pages(PAGED),
         *list_dimensions(),
-        *ranks(PAGED),
+        *dimensions.ranks(PAGED),
         values("fill", "fill", "ragged", "full"),
         values("holes", "holes", "end", "front", "scattered"),
         plain("length", _LENGTHS),
@@ -77,27 +54,27 @@ SPARSE = Space(
         values("unselected", "unselected", "drawn", "poison"),
         values("sink", "sink", "none", "drawn", "extreme"),
         values("space", "space", *IndexSpace),
-        LSE,
-        data("needle", "normal"),
-        LAYOUT,
-        SCALE,
-        *storage(PAGED),
-        PADDING,
-        POISONS,
-        MAXIMA,
+        dimensions.LSE,
+        dimensions.data("needle", "normal"),
+        dimensions.LAYOUT,
+        dimensions.SCALE,
+        *dimensions.storage(PAGED),
+        dimensions.PADDING,
+        dimensions.POISONS,
+        dimensions.MAXIMA,
     ),
     rules=(
-        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
-        Rule("the second cache's entries have no room for such keys", ("extra", "dims", "dtype"), room),
-        LONE_PADDING,
-        never("ranks share no sinks", {"ranks": SEVERAL_RANKS, "sink": ("drawn", "extreme")}),
-        never("ranks share no second cache", {"ranks": SEVERAL_RANKS, "extra": EXTRA_CACHES[1:]}),
-        never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)}),
+        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), dimensions.room),
+        Rule("the second cache's entries have no room for such keys", ("extra", "dims", "dtype"), dimensions.room),
+        batches.LONE_PADDING,
+        never("ranks share no sinks", {"ranks": dimensions.SEVERAL_RANKS, "sink": ("drawn", "extreme")}),
+        never("ranks share no second cache", {"ranks": dimensions.SEVERAL_RANKS, "extra": EXTRA_CACHES[1:]}),
+        never("ranks are merged by their LSE", {"ranks": dimensions.SEVERAL_RANKS, "lse": ("not asked",)}),
         never("gathered keys are on one rank", {"call": (Call.SPARSE_PREFILL,), "space": (IndexSpace.RANK_LOCAL,)}),
-        *BATCH_RULES,
-        *PAGE_RULES,
+        *batches.BATCH_RULES,
+        *batches.PAGE_RULES,
         *LIST_RULES,
     ),
     shape=_fields,
-    small={**SMALL_BATCHES, "columns": ("64", "128", "no tiles of 64")},
+    small={**batches.SMALL_BATCHES, "columns": ("64", "128", "no tiles of 64")},
 )

@@ -1,6 +1,6 @@
 """A call of a sparse layer."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -8,80 +8,52 @@ import torch
 
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerMetadata, SparseLayerWeights
 from mla_conformance.problems.cache_bytes import CacheImage
-from mla_conformance.problems.cached_batch import regrouped_metadata
-from mla_conformance.problems.calls import AttentionOperands
+from mla_conformance.problems.calls import AttentionOperands, regrouped_metadata
 from mla_conformance.problems.memory import Guarded
-from mla_conformance.problems.operands import rows_of, segments, start_loc
+from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
+from mla_conformance.roles.sparse.call import longest_lists
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLayerCall(CallOfARank):
-    """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V].
+    """``run_sparse_layer``; q, k and v are what it attends with and to, [T, N, P + R], [S, N, P + R] and [S, N, V]."""
 
-    Attributes:
-        selected: [T, K] int64 rows of k and v, or -1.
-        hidden_states: [T or more, hidden], rows of padding last.
-        positions: [T or more] int64.
-        cos_sin_cache: [P, R] float32.
-        weights: of the layer.
-        metadata: of the batch.
-        written: what it writes, by the names of its arguments.
-        case: what it was made from.
-    """
-
-    selected: torch.Tensor
-    hidden_states: torch.Tensor
-    positions: torch.Tensor
-    cos_sin_cache: torch.Tensor
-    weights: SparseLayerWeights
+    selected: torch.Tensor  # [T, K] int64 rows of k and v, or -1
+    hidden_states: torch.Tensor  # [T or more, hidden], rows of padding last
+    positions: torch.Tensor  # [T or more] int64
+    cos_sin_cache: torch.Tensor  # [P, R] float32
+    weights: SparseLayerWeights  # of the layer
     metadata: MLASparseLayerMetadata
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
     means: ClassVar = ("q", "k", "v", "selected")
+    queries: ClassVar = ("hidden_states",)
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         return "sparse layer"
 
     @property
     def returns_lse(self) -> bool:
-        """A layer returns none."""
         return False
 
     @property
     def key_lens(self) -> tuple[int, ...]:
-        """The longest list of each request."""
-        counts = (self.selected >= 0).sum(dim=1).tolist()
-        return tuple(max(counts[rows], default=0) for rows in segments(self.query_start_loc))
+        return longest_lists(self.selected, self.query_start_loc)
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """The operands, the weights, and every tensor of the metadata; what is written is compared by itself."""
         named = {name: getattr(self, name) for name in ("hidden_states", "positions", "cos_sin_cache")}
         return named | dict(_tensors("weights", self.weights)) | dict(_tensors("metadata", self.metadata))
-
-    @property
-    def reached(self) -> Iterable[torch.Tensor]:
-        """All memory that is handed over."""
-        return [*self.owned().values(), *(image.cache for image in self.written.values())]
-
-    def handed(self) -> Self:
-        """Without what must stand in the memory after the call."""
-        return replace(super().handed(), written={name: image.handed() for name, image in self.written.items()})
-
-    def query_operands(self) -> tuple[torch.Tensor, ...]:
-        """The hidden states."""
-        return (self.hidden_states,)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Other requests, without padding; those that decode have to stand first."""
         rows, metadata = rows_of(self.query_start_loc, requests), self.metadata
         on = rows.to(self.q.device)
-        attention, index = (regrouped_metadata(each, requests) for each in (metadata.attention, metadata.index))
+        attention, index = (regrouped_metadata(each, requests, rows) for each in (metadata.attention, metadata.index))
         starts = start_loc(attention.query_lens_cpu.tolist())
         latent_slots, index_slots = (each[on] for each in (metadata.slot_mapping, metadata.index_slot_mapping))
         decodes = sum(request < metadata.num_decodes for request in requests)
@@ -114,11 +86,6 @@ class SparseLayerCall(CallOfARank):
         """The call, on memory as it was before."""
         self.reset()
         return self.run(backend)
-
-    def reset(self) -> None:
-        """Memory as it was before."""
-        for image in self.written.values():
-            image.reset()
 
     def run(self, backend: MLASparseLayerBackend) -> Any:
         """The call on memory as it is; its result by heads and values."""
@@ -166,7 +133,6 @@ class SparseLayerOnRanks(CallOnRanks[SparseLayerCall]):
 
     @property
     def key_lens(self) -> tuple[int, ...]:
-        """The longest list of each request."""
         return self.parts[0].key_lens
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:

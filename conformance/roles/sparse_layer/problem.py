@@ -15,14 +15,13 @@ from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, write_pages
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
-from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
+from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
 from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
 
@@ -32,29 +31,13 @@ _BEHIND = 2
 _UNTOUCHED = 0x5A5A5A5A
 
 
-def sparse_layer_problem(case: SparseLayerCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a sparse layer's case.
-
-    Raises:
-        ProblemError: a dtype that does not exist here, or a draw whose selection rounding could change.
-    """
-    batch = SparseLayerBatch(case, device, salt)
-    return Problem(case, batch.key, device, (batch.call(),))
-
-
 @dataclass(frozen=True)
 class _Cache:
-    """A cache before the new tokens are written.
+    """A cache before the new tokens are written."""
 
-    Attributes:
-        batch: of its own layout and blocks.
-        pages: where it is.
-        image: what must be in it afterwards.
-    """
-
-    batch: CachedBatch[Any]
-    pages: Pages
-    image: CacheImage
+    batch: CachedBatch[Any]  # of its own layout and blocks
+    pages: Pages  # where it is
+    image: CacheImage  # what must be in it afterwards
 
     def slots(self, padding: int) -> Tensor:
         """[T] int64 of the new tokens, -1 of padding behind them."""
@@ -68,11 +51,11 @@ class _Cache:
 class SparseLayerBatch(HiddenStates):
     """The batch of a sparse layer's case."""
 
-    def call(self) -> SparseLayerCall | SparseLayerOnRanks:
+    def calls(self) -> tuple[SparseLayerCall | SparseLayerOnRanks]:
         """The only call, which ranks make together."""
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
         parts = tuple(self._call(rank) for rank in range(self.case.tp))
-        return parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts)
+        return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
 
     def _call(self, rank: int) -> SparseLayerCall:
         """Of one rank's heads, with caches of its own."""

@@ -1,36 +1,31 @@
 """What the role sparse_layer is: how its classes are validated and made, and what they are judged by."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig
-from mla_conformance.roles.definition import RoleDefinition, validated
+from mla_conformance.driving.driver import Observation
+from mla_conformance.judging.judge import AttentionJudge
+from mla_conformance.judging.verdict import Check, Verdict
+from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
-from mla_conformance.roles.sparse_layer.judge import SparseLayerJudge
-from mla_conformance.roles.sparse_layer.problem import sparse_layer_problem
+from mla_conformance.roles.sparse_layer.problem import SparseLayerBatch
 from mla_conformance.roles.sparse_layer.weights import EPSILON
 
 
-def _config(case: SparseLayerCase, dtype: torch.dtype, rank: int = 0) -> MLASparseLayerConfig:
-    head = case.dimensions
-    return MLASparseLayerConfig(
-        dtype=dtype,
-        num_heads=case.heads // case.tp,
-        scale=case.softmax_scale,
-        qk_nope_head_dim=head.qk_nope_head_dim,
-        qk_rope_head_dim=head.qk_rope_head_dim,
-        v_head_dim=head.v_head_dim,
-        kv_lora_rank=case.kv_lora_rank,
-        is_neox_style=case.layer_pairs == "halves",
-        rms_norm_eps=EPSILON,
-        preparation=IndexPreparation(
+def _facts(case: SparseLayerCase, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "num_heads": case.heads // case.tp,
+        "is_neox_style": case.layer_pairs == "halves",
+        "rms_norm_eps": EPSILON,
+        "preparation": IndexPreparation(
             head_dim=INDEX_DIM,
-            rope_dim=head.qk_rope_head_dim,
+            rope_dim=case.dimensions.qk_rope_head_dim,
             rope_first=not case.rope_last,
             is_neox_style=case.pairs == "halves",
             hadamard=False,
@@ -38,22 +33,13 @@ def _config(case: SparseLayerCase, dtype: torch.dtype, rank: int = 0) -> MLASpar
             fold_scales=True,
             eps=EPSILON,
         ),
-        index_n_heads=case.index_heads,
-        topk_tokens=case.topk,
-        skip_topk=case.shared,
-        kv_cache_dtype=case.cache,
-        tile_scales=case.scales,
-        index_kv_cache_dtype=case.index_cache,
-        block_size=case.page,
-        tp_size=case.tp,
-        tp_rank=rank,
-    )
-
-
-def _kernel(kernel: Any, case: SparseLayerCase, dtype: torch.dtype, *_: Any) -> Any:
-    """A new layer of the sizes and conventions of ``case``, on as many ranks as it has."""
-    layers = [kernel(_config(case, dtype, rank), vllm_config=None) for rank in range(case.tp)]
-    return layers[0] if case.tp == 1 else LayersOnRanks(layers)
+        "index_n_heads": case.index_heads,
+        "topk_tokens": case.topk,
+        "skip_topk": case.shared,
+        "index_kv_cache_dtype": case.index_cache,
+        "tp_size": case.tp,
+        "tp_rank": 0,
+    }
 
 
 class LayersOnRanks:
@@ -79,10 +65,28 @@ class LayersOnRanks:
         return reported
 
 
-SPARSE_LAYER = RoleDefinition(
+class SparseLayerJudge(AttentionJudge):
+    """What it wrote first, since a wrong selection explains a wrong output, then its attention."""
+
+    writes: ClassVar = Check.WRITTEN
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        yield from (self._miswritten(returned) for returned in observation.returned)
+        yield from super()._numbers(observation)
+
+
+class _SparseLayer(RoleDefinition):
+    def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        """A new layer, on as many ranks as the case has."""
+        configs = [self.config_of(case, dtype, tp_rank=rank) for rank in range(case.tp)]
+        layers = [kernel(config, vllm_config=None) for config in configs]
+        return layers[0] if case.tp == 1 else LayersOnRanks(layers)
+
+
+SPARSE_LAYER = _SparseLayer(
     role=Role.SPARSE_LAYER,
-    problem=sparse_layer_problem,
-    kernel=_kernel,
-    reasons=validated(_config),
+    batch=SparseLayerBatch,
+    config=MLASparseLayerConfig,
+    facts=_facts,
     judge=SparseLayerJudge,
 )

@@ -11,25 +11,15 @@ from mla_conformance.reference.selected import NO_KEY
 
 @dataclass(frozen=True)
 class SelectedLists:
-    """The buffer before a call and after it.
+    """The buffer before a call and after it."""
 
-    Attributes:
-        cache: what the layer is handed, [T or more, K] int32.
-        before: the bytes of its storage before the call.
-        lists: [n, K] int32, what the first n rows must name, in any order.
-        free: [n] bool, rows that no layer need read.
-        padding: rows behind them that may hold anything.
-        kept: whether the layer may not write at all.
-        starts: first row of each request, and n.
-    """
-
-    cache: torch.Tensor
-    before: torch.Tensor
-    lists: torch.Tensor
-    free: torch.Tensor
-    padding: int
-    kept: bool
-    starts: tuple[int, ...]
+    cache: torch.Tensor  # what the layer is handed, [T or more, K] int32
+    before: torch.Tensor  # the bytes of its storage before the call
+    lists: torch.Tensor  # [n, K] int32, what the first n rows must name, in any order
+    free: torch.Tensor  # [n] bool, rows that no layer need read
+    padding: int  # rows behind them that may hold anything
+    kept: bool  # whether the layer may not write at all
+    starts: tuple[int, ...]  # first row of each request, and n
 
     def reset(self) -> None:
         """As before the call."""

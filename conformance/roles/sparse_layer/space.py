@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases import batches
+from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import TAILS
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers, exactly
@@ -16,7 +18,6 @@ from mla_conformance.roles.sparse_layer.case import LATENTS, SparseLayerCase
 
 _HEADS = Numbers(exactly(4, 16, 1, 5, 32))
 _RANKS = Numbers(exactly(1, 2, 4, 8, 16))
-_KINDS = ("both", "decodes", "prefills")
 _REQUESTS = Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9,), range(8, 64))})
 _SELECTED = {(4, 8): "8 by 4 heads", (9, 16): "16 by 9 heads", (2, 2): "2 by 2 heads", (9, 32): "32 by 9 heads"}
 _KEYS = ("more", "one more", "as many", "fewer")
@@ -26,16 +27,10 @@ _QUERIES, _TOKENS = (
     Numbers(exactly(1, 2, 3)),
     Numbers({"2 to 16": ((5,), range(2, 17)), "17 to 64": ((20,), range(17, 65))}),
 )
-_WITH_DECODES = Only("requests that", ("both", "decodes"), "nothing decodes")
-_WITH_PREFILLS = Only("requests that", ("both", "prefills"), "nothing prefills")
 _TILES = Only("cache", ("fp8_ds_mla",), "only tiles have scales of either kind")
 _PLAIN = Only("cache", ("auto",), "the latents of a cache of codes are codes")
 _CODED = Only("index cache", (CODES,), "only codes have scales")
 _OWN = Only("selection", ("own",), "only an indexer has conventions")
-
-
-def _kind(case: SparseLayerCase) -> str:
-    return "prefills" if not case.decodes else "decodes" if case.decodes == len(case.q) else "both"
 
 
 def _keys(case: SparseLayerCase) -> str:
@@ -86,7 +81,7 @@ SPARSE_LAYER = Space(
     role=Role.SPARSE_LAYER,
     capability="sparse_layer_combinations",
     dimensions=(
-        measured("requests that", _KINDS, _kind),
+        batches.KIND,
         values("dims", "dims", "32-32-32-128", "32-64-32-512", "64-126-64-128"),
         values("cache", "cache", "auto", "fp8_ds_mla"),
         values("data", "data", *(str(each) for each in LATENTS), only=_PLAIN),
@@ -101,8 +96,8 @@ SPARSE_LAYER = Space(
         numbers("heads", "heads", _HEADS),
         numbers("ranks", "tp", _RANKS),
         measured("requests", _REQUESTS, lambda case: _REQUESTS.class_of(len(case.q))),
-        measured("queries", _QUERIES, lambda case: _QUERIES.class_of(max(case.q[: case.decodes])), _WITH_DECODES),
-        measured("tokens", _TOKENS, lambda case: _TOKENS.class_of(max(case.q[case.decodes :])), _WITH_PREFILLS),
+        measured("queries", _QUERIES, lambda case: _QUERIES.class_of(max(case.q[: case.decodes])), WITH_DECODES),
+        measured("tokens", _TOKENS, lambda case: _TOKENS.class_of(max(case.q[case.decodes :])), WITH_PREFILLS),
         measured("selected", _SELECTED.values(), lambda case: _SELECTED.get((case.index_heads, case.topk))),
         measured("keys", _KEYS, _keys),
         numbers("page", "page", Numbers(exactly(64, 16, 128, 1))),

@@ -39,15 +39,10 @@ def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Topics:
-    """The topics of a request, in the order in which they are complete.
+    """The topics of a request, in the order in which they are complete."""
 
-    Attributes:
-        of: [total] the topic of each token, -1 of none.
-        size: tokens of a topic; those of a pair have keys of their own, those of a larger one the same.
-    """
-
-    of: Tensor
-    size: int
+    of: Tensor  # [total] the topic of each token, -1 of none
+    size: int  # tokens of a topic; those of a pair have keys of their own, those of a larger one the same
 
     @staticmethod
     def drawn(total: int, topk: int, size: int, generator: torch.Generator) -> "Topics":

@@ -22,19 +22,12 @@ _QUARTERS = (1, 2, 3)
 
 @dataclass(frozen=True)
 class DrawnLayer:
-    """A layer as the reference has it; weights float64 on the CPU.
+    """A layer as the reference has it; weights float64 on the CPU."""
 
-    Attributes:
-        weights: of the attention.
-        index: of the indexer.
-        spec: the layer.
-        index_spec: the indexer.
-    """
-
-    weights: MLAWeights
-    index: IndexerWeights
-    spec: LayerSpec
-    index_spec: IndexerSpec
+    weights: MLAWeights  # of the attention
+    index: IndexerWeights  # of the indexer
+    spec: LayerSpec  # the layer
+    index_spec: IndexerSpec  # the indexer
 
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":

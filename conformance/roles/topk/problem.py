@@ -1,28 +1,45 @@
 """From a top-k's case to its call: logits of a kind, windows, and poison around them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.topk import TopKMetadata
-from mla_conformance.problems.memory import poison
+from mla_conformance.backends.topk import MLATopKBackend, TopKMetadata
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
-from mla_conformance.problems.problem import Problem
-from mla_conformance.roles.topk.call import TopKCall
 from mla_conformance.roles.topk.case import TopKCase
 
 _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
 
 
-def topk_problem(case: TopKCase, device: torch.device, salt: str) -> Problem:
-    """The problem of a top-k's case.
+@dataclass(frozen=True, kw_only=True)
+class TopKCall(KernelCall):
+    """``run_top_k_per_row``; q and k are the logits [T, C]."""
 
-    Raises:
-        ProblemError: a dtype that does not exist here.
-    """
-    batch = TopKBatch(case, device, salt)
-    return Problem(case, batch.key, device, (batch.call(),))
+    metadata: TopKMetadata
+    case: TopKCase
+
+    reads: ClassVar = ("q",)
+    per_row: ClassVar = ("q", "k")
+    called: ClassVar = {"q": "logits", "row_starts": "row starts", "token_lengths": "token lengths"}
+
+    @property
+    def name(self) -> str:
+        return "top-k"
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.q.shape[0], self.case.places
+
+    def invoke(self, backend: MLATopKBackend, out: Guarded | None) -> Any:
+        case = self.case
+        if case.pool > 1:
+            return backend.run_pool_top_k_per_row(self.q, case.topk, case.pool, case.tail)
+        return backend.run_top_k_per_row(self.q, case.topk)
 
 
 class TopKBatch(Draw[TopKCase]):
@@ -45,13 +62,12 @@ class TopKBatch(Draw[TopKCase]):
             made[row, start : start + length] = KINDS[self.case.data](normal).to(self.dtype)
         return made
 
-    def call(self) -> TopKCall:
-        """The only call."""
+    def calls(self) -> tuple[TopKCall]:
         case, logits = self.case, self.logits.to(self.device).unsqueeze(1)
         logits = lay_out("q", logits, logits, case)[:, 0]
         tokens = torch.tensor([*case.tokens, *[0] * case.pad], dtype=torch.int32, device=self.device)
         starts, lengths = torch.tensor(self.windows, dtype=torch.int32, device=self.device).mT.contiguous()
-        return TopKCall(
+        only = TopKCall(
             q=logits,
             k=logits,
             query_start_loc=start_loc(case.q),
@@ -64,6 +80,7 @@ class TopKBatch(Draw[TopKCase]):
             ),
             case=case,
         )
+        return (only,)
 
 
 def _last_bits(x: torch.Tensor) -> torch.Tensor:

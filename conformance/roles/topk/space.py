@@ -4,18 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.batches import (
-    LONE_RULES,
-    LONGEST,
-    MIXED,
-    MIXED_QUERIES,
-    QUERIES,
-    REQUESTS,
-    TILE_CLASSES,
-    lengths,
-    query_class,
-    tile_class,
-)
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Numbers, exactly
 from mla_conformance.cases.columns import COLUMNS, LENGTHS, against
@@ -24,7 +13,7 @@ from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, plain, values
 from mla_conformance.roles.topk.case import LOGITS, TopKCase
 
-_QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
+_QUERIES = ("1", "2", batches.MIXED, "3", "4", "17 to 4,096")
 _POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
 _OTHERS = ("shorter", "alone", "equal", "no context")
 _SHORT = (17, 5, 1, 64, 33)
@@ -44,13 +33,13 @@ def _others(case: TopKCase) -> str:
 
 
 def _tokens(queries: str) -> Lengths:
-    return MIXED_QUERIES[0] if queries == MIXED else (QUERIES.first(queries),)
+    return batches.MIXED_QUERIES[0] if queries == batches.MIXED else (batches.QUERIES.first(queries),)
 
 
 def _shapes(row: Row) -> Iterator[tuple[int, int]]:
     """Columns of the longest row, and columns that are selected."""
     least = max(_tokens(row["queries"])) + 2
-    for longest in lengths(row["longest"], row["tile"], least):
+    for longest in batches.lengths(row["longest"], row["tile"], least):
         for topk in _counts(longest, row["columns"], row["keys"]):
             if topk % _POOLS.first(row["pool"]) == 0:
                 yield longest, topk
@@ -68,8 +57,8 @@ def _exists(queries: str, longest: str, tile: str, columns: str, keys: str, pool
 
 def _few(requests: str, queries: str, others: str, longest: str, starts: str, maxima: str) -> bool:
     """Whether the logits of a batch are few enough."""
-    number, tokens = REQUESTS.first(requests), max(_tokens(queries))
-    least = LONGEST.least(longest)
+    number, tokens = batches.REQUESTS.first(requests), max(_tokens(queries))
+    least = batches.LONGEST.least(longest)
     beside = least if others == "equal" else max(_SHORT)
     width = least + (number - 1) * beside if starts == "own" else least
     return number * tokens * width * (_LOOSE if maxima == "loose" else 1) <= _MOST_LOGITS
@@ -77,7 +66,7 @@ def _few(requests: str, queries: str, others: str, longest: str, starts: str, ma
 
 def _fields(row: Row, pick: Pick) -> Fields:
     longest, topk = pick(tuple(_shapes(row)))
-    number = REQUESTS.first(row["requests"])
+    number = batches.REQUESTS.first(row["requests"])
     q = tuple(islice(cycle(_tokens(row["queries"])), number))
     kv = [_columns(row["others"], request, new, longest) for request, new in enumerate(q)]
     kv[number // 2] = longest - q[number // 2] + 1
@@ -105,11 +94,11 @@ TOPK = Space(
             {"left": {"tail": False}, "taken": {"tail": True}},
             Only("pool", ("4", "other"), "columns are tokens"),
         ),
-        measured("queries", _QUERIES, lambda case: query_class(case.q)),
-        measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q))),
+        measured("queries", _QUERIES, lambda case: batches.query_class(case.q)),
+        batches.NUMBER,
         measured("others", _OTHERS, _others),
-        measured("longest", LONGEST, lambda case: LONGEST.class_of(max(case.tokens))),
-        measured("tile", TILE_CLASSES, lambda case: tile_class(max(case.tokens))),
+        measured("longest", batches.LONGEST, lambda case: batches.LONGEST.class_of(max(case.tokens))),
+        measured("tile", batches.TILE_CLASSES, lambda case: batches.tile_class(max(case.tokens))),
         measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk)),
         measured("keys", LENGTHS, lambda case: against(max(case.tokens), case.topk)),
         LAYOUT,
@@ -118,10 +107,8 @@ TOPK = Space(
         MAXIMA,
     ),
     rules=(
-        *LONE_RULES,
-        Rule(
-            "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
-        ),
+        *batches.LONE_RULES,
+        batches.in_both(1),
         Rule(
             "no such length, or no such number of columns",
             ("queries", "longest", "tile", "columns", "keys", "pool"),
@@ -136,7 +123,7 @@ TOPK = Space(
     shape=_fields,
     small={
         "requests": ("2 to 7", "1", "8 to 63"),
-        "queries": ("1", "2", MIXED),
+        "queries": ("1", "2", batches.MIXED),
         "others": ("shorter", "alone", "no context"),
         "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),
         "maxima": ("true",),
