@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.cudnn_fp8 import CudnnFp8
+from mla_conformance.backends.cudnn import CudnnFp8
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
@@ -28,7 +28,7 @@ def backend(monkeypatch: Any, kernel: Any) -> Any:
         tensors["stats"].copy_(lse.mT)
         return "plan"
 
-    monkeypatch.setattr("mla_conformance.backends.cudnn_fp8.execute", execute)
+    monkeypatch.setattr("mla_conformance.backends.cudnn.execute", execute)
     made = CudnnFp8(_HEADS, _SCALE, 512, 16, 16, _WIDTH, None)
     table = torch.zeros(4, 1, dtype=torch.int32)
     made.prepare_metadata(
@@ -61,7 +61,7 @@ def test_no_plan_is_for_one_token(backend: Any, monkeypatch: Any) -> None:
         longest.extend((key.max_query_len, key.max_key_len))
         return "plan"
 
-    monkeypatch.setattr("mla_conformance.backends.cudnn_fp8.execute", execute)
+    monkeypatch.setattr("mla_conformance.backends.cudnn.execute", execute)
     start = torch.tensor([0, 1], dtype=torch.int32)
     one = RaggedBatch(None, start, start, (1,), (1,))
     q, k, v = (x[:1] for x in _operands())

@@ -113,7 +113,7 @@ def test_scales_of_an_e4m3_cache_reach_the_kernel(library: Any) -> None:
     backend = FlashInferMLADecodeBackend.variants["fa3"](2, 0.1, 512, 128, 64, 128, "fp8", None)
     seen: dict[str, Any] = {}
     wrapper = SimpleNamespace(run=lambda **a: seen.update(a) or (a["query"][0], torch.zeros(1, 2)))
-    backend._plan = lambda form: seen.update(form=form) or wrapper  # type: ignore[method-assign]
+    backend.plan = lambda form: seen.update(form=form) or wrapper  # type: ignore[method-assign]
     q, pe = torch.zeros(1, 2, 512).bfloat16(), torch.zeros(1, 2, 64).bfloat16()
     backend.attend(q, pe, torch.zeros(1, 16, 576).to(torch.float8_e4m3fn), torch.tensor(0.25))
     assert (seen["ckv_scale"], seen["kpe_scale"], seen["form"].cache_dtype) == (0.25, 0.25, torch.float8_e4m3fn)
