@@ -45,7 +45,7 @@ class FlashAttnMLADecodeBackend(PagedDecodeBackend):
         if not self.variant:
             raise self.not_a_family()
         metadata = self._decode_metadata
-        batch = {"cache_seqlens": metadata.seq_lens, "page_table": metadata.block_table}
+        batch: dict[str, Any] = {"cache_seqlens": metadata.seq_lens, "page_table": metadata.block_table}
         batch |= {"cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len}
         options = {"softmax_scale": self.scale, "causal": True, "return_softmax_lse": True}
         return self.library.flash_attn_with_kvcache(q, k, v, qv=qv, **batch, **options)
@@ -98,7 +98,7 @@ class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
 
     def call(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
         metadata = self._decode_metadata
-        batch = {"q_v": qv, "seqused_k": metadata.seq_lens, "block_table": metadata.block_table}
+        batch: dict[str, Any] = {"q_v": qv, "seqused_k": metadata.seq_lens, "block_table": metadata.block_table}
         batch |= {"cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len}
         options = {"softmax_scale": self.scale, "causal": True, "return_softmax_lse": True, "fa_version": 3}
         return self.library.flash_attn_varlen_func(q, k, v, **batch, max_seqlen_k=metadata.max_seq_len, **options)

@@ -67,7 +67,7 @@ class FlashMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         flash_mla, (main, *others), latent = FORK.load(), sources, self.kv_lora_rank
         query, indices = aligned(q), main.indices.unsqueeze(1)
-        options = {"attn_sink": sink, "topk_length": main.length, "use_legacy": True}
+        options: dict[str, Any] = {"attn_sink": sink, "topk_length": main.length, "use_legacy": True}
         if main.paged:
             schedule, _ = flash_mla.get_mla_metadata()
             for other in others:

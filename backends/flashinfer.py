@@ -23,7 +23,7 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
     libraries = (FLASHINFER, TVM_FFI)
     devices = FROM_AMPERE
     by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2"), 0: ("fa2",)}
-    head_dims = ((192, 128), (128, 128), (256, 256))
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
     declaration = declared(
         DISTRIBUTIONS,
         ("0.6.13: LSE to base 2, [T, N]", "times ln 2, transposed; 0.7.2 is asked for a natural LSE [N, T]"),

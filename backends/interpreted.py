@@ -81,6 +81,7 @@ def interpreted(
         "libraries": tuple(library(**vars(each)) for each in kernel.libraries),
         "declaration": replace(said, deviations=(_DEVIATION, *said.deviations), emulated=True),
     }
-    made: Any = type(kernel)(f"{kernel.__name__}Interpreted", (InterpretedKernel, kernel), given | changes)
+    make: Any = type(kernel)
+    made: _Kernel = make(f"{kernel.__name__}Interpreted", (InterpretedKernel, kernel), given | changes)
     made.variant_of(kernel)
-    return made  # type: ignore[no-any-return]
+    return made

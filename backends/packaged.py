@@ -95,7 +95,8 @@ class LibraryKernel(NamedKernel):
     @classmethod
     def variant_of(cls, kernel: type[Any]) -> None:
         """Stand among the variants of a kernel, or of the one that this is a variant of."""
-        shared = next(base for base in kernel.__mro__ if not base.variant)
+        bases: Any = kernel.__mro__
+        shared = next(base for base in bases if not base.variant)
         shared.variants = MappingProxyType({**shared.variants, cls.variant: cls})
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration, output_dtype
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.chunking import ContextChunk
@@ -167,38 +167,6 @@ def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None, dtype: 
         plan = chunked_context_metadata([chunk], torch.zeros(sum(context), 576), device)
     table = torch.zeros(len(queries), 1, dtype=torch.int32)
     return prefill_metadata(queries, block_table=table, dtype=dtype, device=device, chunked_context=plan)
-
-
-@pytest.fixture
-def serves_new_tokens() -> Callable[..., None]:
-    """Drive an adapter without an LSE through new tokens, into ``out`` or not, and through what needs an LSE.
-
-    ``scale`` is that of an output in e4m3, or None.
-    """
-
-    def check(
-        backend_class: type[MLAPrefillBackend], nope: int, value: int, out: bool = False, scale: float | None = None
-    ) -> None:
-        backend = backend_class(HEADS, SCALE, LATENT, nope, ROPE, value, None)
-        backend.prepare_metadata(_metadata((3, 0, 33), None, torch.bfloat16))
-        generator, widths = torch.Generator().manual_seed(3), (nope + ROPE, nope + ROPE, value)
-        q, k, v = (torch.randn(37, HEADS, width, generator=generator).bfloat16() for width in widths)
-        start = torch.tensor([0, 3, 3, 36])
-        want, _ = exact(q[:36], k[:36], v[:36], start, start, SCALE, True)
-        dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
-        given = torch.empty(37, HEADS, value, dtype=dtype) if out else None
-        result = backend.run_prefill_new_tokens(q, k, v, False, given, None if scale is None else torch.tensor(scale))
-        assert isinstance(result, torch.Tensor) and (result.shape, result.dtype) == ((37, HEADS, value), dtype)
-        assert given is None or result.data_ptr() == given.data_ptr()
-        atol, rtol = (1e-5, 2.0**-8) if scale is None else (0.02, 2.0**-4)
-        torch.testing.assert_close(result[:36].float() * (scale or 1.0), want.float(), atol=atol, rtol=rtol)
-        assert bool((result[36:].float() == 0).all())
-        with pytest.raises(UnsupportedConfiguration, match="LSE"):
-            backend.run_prefill_new_tokens(q, k, v, True)
-        with pytest.raises(UnsupportedConfiguration, match="LSE"):
-            backend.run_prefill_context_chunk(0, q, k, v)
-
-    return check
 
 
 LATENT = 512
