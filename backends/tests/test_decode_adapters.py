@@ -77,7 +77,7 @@ def flash_mla(a: Any, kernel: Any) -> Any:
     shape = q.shape[:2]
     sizes, lengths = [shape[1]] * shape[0], a["cache_seqlens"].tolist()
     found = kernel(q.flatten(0, 1), cache[:, :, 0], lengths, sizes, a["block_table"], a["softmax_scale"])
-    output, lse = without_keys(*found, math.inf)
+    output, lse = without_keys(*found, left=math.inf)
     return output.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
 
 
@@ -216,7 +216,7 @@ def cutlass(a: Any, kernel: Any) -> Any:
     query = torch.cat([q_nope, q_pe], dim=-1)
     assert not query[:, 2:].any()
     found = kernel(query[:, :2], cache, a["seq_lens"].tolist(), [1] * tokens, table, a["scale"])
-    output, lse = without_keys(*found, math.inf)
+    output, lse = without_keys(*found, left=math.inf)
     a["out"].copy_(pad(output, (0, 0, 0, 126)))
     a["lse"].copy_(pad(lse, (0, 0, 0, 126)).mT)
     return a["out"]

@@ -153,6 +153,8 @@ def flashinfer(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
         return sparse_kernel(q, keys, lists, plan["sm_scale"])
 
     class Wrapper:
+        planned: Any
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             recorded(label, f"{wrapper}.__init__", self._begin)(self, *args, **kwargs)
             self.run = recorded(label, f"{wrapper}.run", lambda a: run(self.planned, a)).__get__(self)
