@@ -69,6 +69,32 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
     return install
 
 
+@pytest.fixture
+def planned(recorded: Callable[..., Any]) -> Callable[..., Any]:
+    """``planned(label, name, run, begin)``: FlashInfer's class, whose plan ``run`` finds under ``planned``.
+
+    ``begin`` sees what a wrapper is made with, and ``keep`` each plan.
+    """
+
+    def make(label: str, name: str, run: Any, begin: Any, keep: Any = lambda wrapper, a: None) -> Any:
+        class Wrapper:
+            planned: dict[str, Any]
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                recorded(label, f"{name}.__init__", lambda a: begin(self, a))(self, *args, **kwargs)
+                self.run = recorded(label, f"{name}.run", lambda a: run(self, a)).__get__(self)
+                self.plan = recorded(label, f"{name}.plan", self._keep).__get__(self)
+
+            def _keep(self, a: Any) -> None:
+                self.planned = dict(a)
+                keep(self, a)
+
+        Wrapper.run = recorded(label, f"{name}.run", run)
+        return Wrapper
+
+    return make
+
+
 def exact(
     q: torch.Tensor,
     k: torch.Tensor,

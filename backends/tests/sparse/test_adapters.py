@@ -131,12 +131,12 @@ def trtllm(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
 
 
 @pytest.fixture
-def flashinfer(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
+def flashinfer(recorded: Any, installed: Any, planned: Any, sparse_kernel: Any) -> None:
     """A wrapper over pages of one token that is planned on the host for what it runs; natural LSE [T, N]."""
     folder, label = "flashinfer/mla/_batch_mla", LABELS["flashinfer"]
-    wrapper = f"{folder}/_wrapper.py:BatchMLAPagedAttentionWrapper"
 
-    def run(plan: Any, a: Any) -> Any:
+    def run(wrapper: Any, a: Any) -> Any:
+        plan = wrapper.planned
         q, rows = (torch.cat(a[name], dim=-1) for name in ("query", "kv_cache"))
         batch = plan["metadata"]
         assert (plan["query_layout"], plan["kv_cache_layout"], plan["lse_mode"]) == ("split", "split", "basee")
@@ -152,20 +152,13 @@ def flashinfer(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
         lists = torch.nn.utils.rnn.pad_sequence(named, batch_first=True, padding_value=-1)
         return sparse_kernel(q, keys, lists, plan["sm_scale"])
 
-    class Wrapper:
-        planned: Any
+    def begin(wrapper: Any, a: Any) -> None:
+        assert a["backend"] == "fa3" and a["float_workspace_buffer"].numel() >= 128 << 20
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            recorded(label, f"{wrapper}.__init__", self._begin)(self, *args, **kwargs)
-            self.run = recorded(label, f"{wrapper}.run", lambda a: run(self.planned, a)).__get__(self)
-            self.plan = recorded(label, f"{wrapper}.plan", lambda a: vars(self).update(planned=dict(a))).__get__(self)
-
-        def _begin(self, a: Any) -> None:
-            assert a["backend"] == "fa3" and a["float_workspace_buffer"].numel() >= 128 << 20
-
+    made = planned(label, f"{folder}/_wrapper.py:BatchMLAPagedAttentionWrapper", run, begin)
     csr = recorded(label, f"{folder}/_contracts.py:MLAPlanMetadata.csr", dict)
     metadata = SimpleNamespace(csr=lambda **fields: csr(None, **fields))
-    installed("flashinfer.mla", BatchMLAPagedAttentionWrapper=Wrapper, MLAPlanMetadata=metadata)
+    installed("flashinfer.mla", BatchMLAPagedAttentionWrapper=made, MLAPlanMetadata=metadata)
 
 
 @pytest.fixture
