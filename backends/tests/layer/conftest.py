@@ -1,4 +1,4 @@
-"""A small MLA layer over EAGER's kernels, and batches for it; what it computes the suite compares with the golden one."""
+"""A small MLA layer over EAGER's kernels, and batches for it; the suite compares what it computes with golden layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
