@@ -1,4 +1,4 @@
-"""A small MLA layer over EAGER's kernels, and batches for it; the suite compares what it computes with golden layers."""
+"""A small MLA layer over EAGER's kernels, and batches for it; the suite compares its results with the golden ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
