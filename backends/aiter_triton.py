@@ -5,25 +5,15 @@ Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/mla.py``: ``mla
 """
 
 import os
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
 from unittest.mock import patch
 
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import InterpretedKernel, InterpretedLibrary
-from mla_conformance.backends.paged import PagedOutputBackend
-from mla_conformance.backends.platform import FROM_AMPERE, Devices
+from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted
+from mla_conformance.backends.packaged import *
+from mla_conformance.backends.paged import PagedDecodeBackend
 
 PAGES: list[int | MultipleOf] = [16, 32, 64]
 """Page sizes, which are the kernels' tiles of keys."""
-DISTRIBUTIONS = ("amd-aiter", "triton")
 _COMMIT = "e4048607a535ace3a2b51ded31b1c8c2d45c0879"
 _COMMAND = f"AITER_TRITON_ONLY=1 pip install --no-build-isolation --no-deps git+https://github.com/ROCm/aiter@{_COMMIT}"
 _FOR_AMD_ALONE = ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel")
@@ -62,7 +52,6 @@ class _WithoutDevice(AiterLibrary):
     """The same on a machine without a GPU, whose kind and size AITER asks for."""
 
     def load(self) -> ModuleType:
-        """See :class:`AiterLibrary`."""
         from triton.runtime import driver
 
         driver.set_active(SimpleNamespace(get_current_target=lambda: SimpleNamespace(arch="")))
@@ -81,31 +70,29 @@ def aiter_library(module: str) -> AiterLibrary:
     return AiterLibrary(f"aiter.ops.triton.attention.{module}", "amd-aiter", _COMMAND)
 
 
-class AiterTritonDecodeBackend(PagedOutputBackend):
+class AiterTritonDecodeBackend(PagedDecodeBackend):
     """Batches whose requests have as many query tokens each."""
 
-    name: ClassVar[str] = "AITER_TRITON_MLA"
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = PAGES
-    libraries: ClassVar[tuple[Library, ...]] = (aiter_library("mla"),)
+    name = "AITER_TRITON_MLA"
+    libraries = (aiter_library("mla"),)
+    devices = FROM_AMPERE  # what Triton compiles for
     function: ClassVar[str] = "mla_decode_fwd"
-    devices: ClassVar[Devices] = FROM_AMPERE  # what Triton compiles for
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
-    supported_query_len: ClassVar[int | None] = None
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=DISTRIBUTIONS,
-        deviations=(
-            Deviation("wants the latent and the rope part of the query in one tensor", "joins them"),
-            Deviation("returns no LSE", "declared unsupported"),
-            Deviation("hands waves_per_eu to kernels that Triton knows it for on AMD's GPUs alone", "drops it"),
-            Deviation("divides by a length of 0", "0 in the rows that the lengths say see no key"),
-            Deviation("reads a page at once", "pages of 16, 32 and 64 tokens are declared"),
-        ),
+    supported_block_sizes = PAGES
+    supported_kv_cache_dtypes = ["auto", "fp8"]
+    supported_latent_dims = [(512, 64)]
+    supported_query_len = None
+    returns_lse = False
+    cudagraph_support = UNIFORM_BATCH
+    declaration = declared(
+        "amd-aiter triton",
+        JOINS_Q,
+        RETURNS_NO_LSE,
+        ("hands waves_per_eu to kernels that Triton knows it for on AMD's GPUs alone", "drops it"),
+        ("divides by a length of 0", "0 in the rows that the lengths say see no key"),
+        PAGE_AT_ONCE,
     )
 
-    def outputs(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
-        """See :class:`PagedOutputBackend`."""
+    def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
         metadata, output = self._decode_metadata, ql_nope.new_empty(ql_nope.shape)
         getattr(self.library, self.function)(
             q=torch.cat([ql_nope, q_pe], dim=-1),
@@ -125,30 +112,20 @@ class AiterTritonDecodeBackend(PagedOutputBackend):
         return output
 
 
-class AiterTritonPrefill(AiterTritonDecodeBackend):
+class AiterTritonPrefill(AiterTritonDecodeBackend, variant="prefill"):
     """Any numbers of query tokens, whose keys are not split."""
 
-    variant: ClassVar[str] = "prefill"
-    function: ClassVar[str] = "mla_prefill_fwd"
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
-    supports_nonuniform_queries: ClassVar[bool] = True
-    declaration: ClassVar[Declaration] = replace(
+    function = "mla_prefill_fwd"
+    supported_kv_cache_dtypes = ["auto"]
+    supports_nonuniform_queries = True
+    declaration = further(
         AiterTritonDecodeBackend.declaration,
-        deviations=(
-            *AiterTritonDecodeBackend.declaration.deviations,
-            Deviation(
-                "rounds P to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
-                "declared unsupported",
-            ),
+        (
+            "rounds P to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
+            "declared unsupported",
         ),
     )
 
 
-class AiterTritonInterpreted(InterpretedKernel, AiterTritonDecodeBackend, library=InterpretedAiter):
-    """The same source by Triton's interpreter."""
-
-
-class AiterTritonPrefillInterpreted(InterpretedKernel, AiterTritonPrefill, library=InterpretedAiter):
-    """The same source by Triton's interpreter."""
-
-    variant: ClassVar[str] = "prefill-interpreted"
+AiterTritonInterpreted = interpreted(AiterTritonDecodeBackend, InterpretedAiter)
+AiterTritonPrefillInterpreted = interpreted(AiterTritonPrefill, InterpretedAiter, "prefill-interpreted")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,12 @@ class RaggedBatch:
     def max_key_len(self) -> int:
         """Most keys of a request."""
         return max(self.key_lens)
+
+    @property
+    def cumulative(self) -> dict[str, Any]:
+        """The lengths by the names that functions after ``flash_attn_varlen_func`` give them."""
+        starts = {"cu_seqlens_q": self.query_start_loc, "cu_seqlens_k": self.key_start_loc}
+        return {**starts, "max_seqlen_q": self.max_query_len, "max_seqlen_k": self.max_key_len}
 
     def requests(self) -> Iterator[tuple[slice, slice]]:
         """Rows of q and of k of each request that has both."""

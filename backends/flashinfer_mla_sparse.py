@@ -3,19 +3,9 @@
 Written for 0.7.2. No device with compute capability 10 was at hand: what is checked is how the function is called.
 """
 
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
+from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
-from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import BLACKWELL, Devices
+from mla_conformance.backends.packaged import *
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed, packed
 
@@ -26,30 +16,27 @@ _STATISTICS_BYTES = 8 * 256
 class FlashInferMLASparseBackend(LibraryKernel, SelectedKeysBackend):
     """Lists over a plain cache, each query token a request of its own."""
 
-    name: ClassVar[str] = "FLASHINFER_MLA_SPARSE"
-    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [32, 64]  # as vLLM has them
-    libraries: ClassVar[tuple[Library, ...]] = FlashInferMLADecodeBackend.libraries
-    devices: ClassVar[Devices] = BLACKWELL
-    supported_calls: ClassVar[list[str]] = ["decode"]
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
-    supports_topk_length: ClassVar[bool] = True
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=FlashInferMLADecodeBackend.declaration.distributions,
-        deviations=(
-            Deviation("reads as many entries of a list as lengths say, -1 among them", "packed on the device, counted"),
-            Deviation("LSE to base 2, [T, N]", "the natural one is asked for and transposed"),
-            Deviation("a cache with gaps between its blocks was not tried", "such a cache is copied"),
-            Deviation("writes its output in bfloat16 alone", "other models declared unsupported"),
-            Deviation("the workspace must be zero", "a new one at each call"),
-            Deviation("reads an e4m3 cache under queries in e4m3 alone", "declared unsupported"),
-            Deviation("takes sinks, and does not say whether the LSE holds them", "declared unsupported"),
-        ),
+    name = "FLASHINFER_MLA_SPARSE"
+    libraries = FlashInferMLADecodeBackend.libraries
+    devices = BLACKWELL
+    supported_block_sizes = [32, 64]  # as vLLM has them
+    supported_calls = ["decode"]
+    supported_dtypes = [torch.bfloat16]
+    supported_latent_dims = [(512, 64)]
+    supports_topk_length = True
+    cudagraph_support = UNIFORM_BATCH
+    declaration = declared(
+        DISTRIBUTIONS,
+        ("reads as many entries of a list as lengths say, -1 among them", "packed on the device, counted"),
+        LSE_TO_BASE_2,
+        ("a cache with gaps between its blocks was not tried", "such a cache is copied"),
+        ("writes its output in bfloat16 alone", "other models declared unsupported"),
+        ("the workspace must be zero", "a new one at each call"),
+        ("reads an e4m3 cache under queries in e4m3 alone", "declared unsupported"),
+        ("takes sinks, and does not say whether the LSE holds them", "declared unsupported"),
     )
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See :class:`SelectedKeysBackend`."""
         (source,), columns = sources, sources[0].indices.shape[1]
         slots, lengths = packed(source.indices, listed(source.indices, source.length))
         size = WORKSPACE_BYTES + _STATISTICS_BYTES * q.shape[0] * self.num_heads

@@ -6,14 +6,9 @@ materialises the scores in float32, so there every request has a call of its own
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.packaged import *
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _COMPILED_SHAPES = 512
@@ -23,16 +18,14 @@ _SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "num_stages": 1, "FORCE_USE_FLEX_A
 class FlexAttentionPrefillBackend(RaggedPrefillBackend):
     """One call a batch on a GPU, one a request on a CPU."""
 
-    name: ClassVar[str] = "FLEX_ATTENTION"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("torch", "triton"),
-        deviations=(
-            Deviation("no ragged batches", "a mask over request and position, aligned bottom-right"),
-            Deviation("raises IndexError without keys", "such a call is not launched"),
-            Deviation("no out argument", "copies the result into out"),
-            Deviation("float32 tiles that exceed a GPU's shared memory", "float32 is computed in tiles of 32"),
-        ),
+    name = "FLEX_ATTENTION"
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    declaration = declared(
+        "torch triton",
+        ("no ragged batches", "a mask over request and position, aligned bottom-right"),
+        ("raises IndexError without keys", "such a call is not launched"),
+        NO_OUT,
+        ("float32 tiles that exceed a GPU's shared memory", "float32 is computed in tiles of 32"),
     )
 
     @classmethod
@@ -45,17 +38,9 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         return {"torch": torch.__version__, **super().kernel_evidence()}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See :class:`RaggedPrefillBackend`."""
         self._served = {"mode": "compiled" if q.is_cuda else "eager"}
-        if not q.is_cuda:
-            return self._one_by_one(q, k, v, batch)
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        mask = create_block_mask(_visible(batch), None, None, q.shape[0], k.shape[0], device=q.device.type)
-        return self._call(q, k, v, mask)
-
-    def _one_by_one(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> tuple[Tensor, Tensor]:
-        """A call per request: scores of the whole batch would be materialised, those of other requests included."""
+        if q.is_cuda:
+            return self._call(q, k, v, _mask(batch))
         output = q.new_zeros(*q.shape[:2], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
         for rows, keys in batch.requests():
@@ -64,10 +49,9 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         return output, lse
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-        compiled = q.is_cuda
         operands = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-        tiles = _SMALL_TILES if compiled and q.dtype is torch.float32 else None
-        output, lse = _flex(compiled)(*operands, block_mask=mask, scale=self.scale, kernel_options=tiles)
+        tiles = _SMALL_TILES if q.is_cuda and q.dtype is torch.float32 else None
+        output, lse = _flex(q.is_cuda)(*operands, block_mask=mask, scale=self.scale, kernel_options=tiles)
         return output[0].transpose(0, 1), lse[0]
 
 
@@ -79,24 +63,26 @@ def _causal_mask(tokens: int) -> Any:
     return create_block_mask(lambda _batch, _head, query, key: key <= query, None, None, tokens, tokens, device="cpu")
 
 
-def _visible(batch: RaggedBatch) -> Callable[..., Tensor]:
+def _mask(batch: RaggedBatch) -> Any:
     """A key is visible if it belongs to the query's request and, causally, is not behind its last one."""
-    query_request, query_position = _places(batch.query_start_loc, batch.query_tokens)
-    key_request, key_position = _places(batch.key_start_loc, batch.key_tokens)
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def places(start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Request of each token, and its position there."""
+        token = torch.arange(tokens, device=start_loc.device)
+        request = torch.searchsorted(start_loc[1:].contiguous(), token, right=True)
+        return request, token - start_loc[request]
+
+    query_request, query_position = places(batch.query_start_loc, batch.query_tokens)
+    key_request, key_position = places(batch.key_start_loc, batch.key_tokens)
     # As far as a query sees: keys - queries + position when causal, else everything.
     reach = query_position + (0 if batch.causal else batch.key_tokens)
 
     def visible(_batch: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
         return (query_request[query] == key_request[key]) & (key_position[key] <= reach[query])
 
-    return visible
-
-
-def _places(start_loc: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Request of each token, and its position there."""
-    token = torch.arange(tokens, device=start_loc.device)
-    request = torch.searchsorted(start_loc[1:].contiguous(), token, right=True)
-    return request, token - start_loc[request]
+    sizes = (batch.query_tokens, batch.key_tokens)
+    return create_block_mask(visible, None, None, *sizes, device=reach.device.type)
 
 
 @cache

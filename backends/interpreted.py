@@ -5,12 +5,11 @@ What a GPU's compiler makes of it is another matter: such a variant counts as em
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +21,7 @@ from mla_conformance.backends.platform import DeviceCapability
 _DEVIATION = Deviation("a kernel for GPUs", "interpreted by Triton on a CPU, not certified")
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 """What has Triton interpret. An engine that finds no driver does without Triton, unless no GPU is visible for now."""
+_Kernel = TypeVar("_Kernel", bound=type[LibraryKernel])
 
 
 class InterpretedLibrary(Library):
@@ -38,34 +38,20 @@ class InterpretedLibrary(Library):
         """
         if self.module in sys.modules:
             return sys.modules[self.module]
-        if _triton_compiles():
+        triton = sys.modules.get("triton")
+        if triton is not None and type(triton.language.sum).__name__ != "InterpretedFunction":
             raise ImportError("Triton was imported before, to compile; its kernels are interpreted in another process")
-        with _environment():
+        with patch.dict(os.environ, ENVIRONMENT):
             import_module("triton.experimental.gluon")  # else imported at the first call
             return super().load()
 
 
 class InterpretedKernel(LibraryKernel):
-    """What the interpreted variants have in common; stands before the class of the kernel.
+    """What the interpreted variants have in common; :func:`interpreted` makes them."""
 
-    Libraries and declaration are those of the kernel, interpreted and never certified.
-
-    Args:
-        library: class of the libraries.
-    """
-
-    variant: ClassVar[str] = "interpreted"
     # NumPy computes, and has no bfloat16 (triton-lang/triton#11584).
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32]
     needed_capability: ClassVar[str] = "none, it is interpreted on a CPU"
-
-    def __init_subclass__(cls, library: type[InterpretedLibrary] = InterpretedLibrary, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if InterpretedKernel in cls.__bases__:
-            compiled: type[LibraryKernel] = cls.__bases__[1]
-            cls.libraries = interpreted_libraries(compiled.libraries, library)
-            declared = cls.__dict__.get("declaration", compiled.declaration)
-            cls.declaration = replace(declared, deviations=(_DEVIATION, *declared.deviations), emulated=True)
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
@@ -73,30 +59,29 @@ class InterpretedKernel(LibraryKernel):
         return device_capability is None
 
 
-def interpreted_libraries(
-    libraries: tuple[Library, ...], kind: type[InterpretedLibrary] = InterpretedLibrary
-) -> tuple[Library, ...]:
-    """The same libraries with their kernels interpreted."""
-    return tuple(
-        kind(**{field.name: getattr(library, field.name) for field in fields(library)}) for library in libraries
-    )
+def interpreted(
+    kernel: _Kernel,
+    library: type[InterpretedLibrary] = InterpretedLibrary,
+    variant: str = "interpreted",
+    **changes: Any,
+) -> _Kernel:
+    """The same source by Triton's interpreter, as a variant of a kernel.
 
-
-def _triton_compiles() -> bool:
-    """Whether Triton is imported, and not for its interpreter."""
-    triton = sys.modules.get("triton")
-    return triton is not None and type(triton.language.sum).__name__ != "InterpretedFunction"
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    Args:
+        kernel: the compiled one, whose libraries and declaration it has, interpreted and never certified.
+        library: class of the libraries.
+        variant: its name.
+        changes: attributes that differ.
+    """
+    said = changes.pop("declaration", kernel.declaration)
+    given = {
+        "__module__": kernel.__module__,
+        "__doc__": interpreted.__doc__,
+        "variant": variant,
+        "libraries": tuple(library(**vars(each)) for each in kernel.libraries),
+        "declaration": replace(said, deviations=(_DEVIATION, *said.deviations), emulated=True),
+    }
+    make: Any = type(kernel)
+    made: _Kernel = make(f"{kernel.__name__}Interpreted", (InterpretedKernel, kernel), given | changes)
+    made.variant_of(kernel)
+    return made

@@ -76,23 +76,17 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
     def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         check_operands(self, q, k, v, batch.query_tokens, batch.key_tokens)
         rows, keys = batch.query_tokens, batch.key_tokens
-        if not rows or not keys:
-            return self._nothing(q, out)
-        if q.shape[0] == rows:
+        if rows and keys and q.shape[0] == rows:
             output, lse = self.attend(q, k[:keys], v[:keys], batch, out)
             return (output if out is None else _stored(output, out)), lse
-        whole, whole_lse = self._nothing(q, out)
-        output, lse = self.attend(q[:rows], k[:keys], v[:keys], batch, whole[:rows])
-        _stored(output, whole[:rows])
-        whole_lse[:, :rows] = lse
+        shape, dtype = (q.shape[0], self.num_heads, self.v_head_dim), output_dtype(q.dtype)
+        whole = (q.new_empty(shape, dtype=dtype) if out is None else out).zero_()
+        whole_lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+        if rows and keys:
+            output, lse = self.attend(q[:rows], k[:keys], v[:keys], batch, whole[:rows])
+            _stored(output, whole[:rows])
+            whole_lse[:, :rows] = lse
         return whole, whole_lse
-
-    def _nothing(self, q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The result of attention to no key."""
-        shape = (q.shape[0], self.num_heads, self.v_head_dim)
-        output = q.new_empty(shape, dtype=output_dtype(q.dtype)) if out is None else out
-        lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
-        return output.zero_(), lse
 
 
 class RaggedOutputBackend(LibraryKernel, MLAPrefillBackend):
@@ -124,20 +118,16 @@ class RaggedOutputBackend(LibraryKernel, MLAPrefillBackend):
             out = q.new_empty(q.shape[0], self.num_heads, self.v_head_dim, dtype=output_dtype(q.dtype))
         out[rows:] = 0
         if rows:
-            out[:rows] = self.outputs(q[:rows], k[:rows], v[:rows], batch, out.dtype, output_scale)
+            out[:rows] = self.attend(q[:rows], k[:rows], v[:rows], batch, out.dtype, output_scale)
         return out
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Refuse: a chunk's output is of no use without its LSE.
-
-        Raises:
-            UnsupportedConfiguration: always.
-        """
+        """Refuse: a chunk's output is of no use without its LSE."""
         raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
 
     @abstractmethod
-    def outputs(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, output_scale: Tensor | None
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, scale: Tensor | None
     ) -> Tensor:
         """Call the library.
 
@@ -147,7 +137,7 @@ class RaggedOutputBackend(LibraryKernel, MLAPrefillBackend):
             v: [T, N, V]; any strides.
             batch: lengths and mask.
             dtype: of the output.
-            output_scale: float32 scalar tensor of an output in e4m3, where the kernel declares one.
+            scale: float32 scalar tensor of an output in e4m3, where the kernel declares one.
 
         Returns:
             The output [T, N, V] of ``dtype``.

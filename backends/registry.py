@@ -112,23 +112,12 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
     FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
     FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend", "fa2", "fa3", "cutlass"
-    CUDNN = (
-        "mla_conformance.backends.cudnn.CudnnPrefillBackend",
-        "graph",
-        "flashinfer",
-        "fp8=mla_conformance.backends.cudnn_fp8.CudnnFp8",
-    )
+    CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend", "graph", "flashinfer", "fp8"
     TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
     TRITON_ATTN = "mla_conformance.backends.triton_attn.TritonAttnPrefillBackend"
-    SGLANG_TRITON = (
-        "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend",
-        "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedPrefill",
-    )
-    LMDEPLOY_TRITON = (
-        "mla_conformance.backends.lmdeploy_triton.LmdeployPrefillBackend",
-        "interpreted=mla_conformance.backends.lmdeploy_triton.LmdeployInterpretedPrefill",
-    )
+    SGLANG_TRITON = "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend", "interpreted"
+    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_triton.LmdeployPrefillBackend", "interpreted"
     CUSTOM = None
 
 
@@ -141,27 +130,17 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
         "efficient=mla_conformance.backends.torch_sdpa_decode.TorchEfficientDecodeBackend",
     )
     FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
-    TRITON_MLA = (
-        "mla_conformance.backends.triton_mla.TritonMLADecodeBackend",
-        "lse-float32=mla_conformance.backends.triton_mla.TritonMLAFloat32Lse",
-        "interpreted=mla_conformance.backends.triton_mla.TritonMLAInterpreted",
-    )
-    SGLANG_TRITON = (
-        "mla_conformance.backends.sglang_triton.SGLangTritonDecodeBackend",
-        "interpreted=mla_conformance.backends.sglang_triton.SGLangTritonInterpretedDecode",
-    )
+    TRITON_MLA = "mla_conformance.backends.triton_mla.TritonMLADecodeBackend", "lse-float32", "interpreted"
+    SGLANG_TRITON = "mla_conformance.backends.sglang_triton.SGLangTritonDecodeBackend", "interpreted"
     AITER_TRITON_MLA = (
         "mla_conformance.backends.aiter_triton.AiterTritonDecodeBackend",
-        "prefill=mla_conformance.backends.aiter_triton.AiterTritonPrefill",
-        "interpreted=mla_conformance.backends.aiter_triton.AiterTritonInterpreted",
-        "prefill-interpreted=mla_conformance.backends.aiter_triton.AiterTritonPrefillInterpreted",
+        "prefill",
+        "interpreted",
+        "prefill-interpreted",
     )
-    LMDEPLOY_TRITON = (
-        "mla_conformance.backends.lmdeploy_triton.LmdeployDecodeBackend",
-        "interpreted=mla_conformance.backends.lmdeploy_triton.LmdeployInterpretedDecode",
-    )
+    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_triton.LmdeployDecodeBackend", "interpreted"
     FLASHMLA = "mla_conformance.backends.flash_mla.FlashMLADecodeBackend"
-    FLASH_ATTN_MLA = ("mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm")
+    FLASH_ATTN_MLA = "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLADecodeBackend"
     CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
     CUSTOM = None
@@ -176,22 +155,16 @@ class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
         "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
     )
     FLASH_ATTN_MLA_SPARSE = "mla_conformance.backends.flash_attn_mla_sparse.FlashAttnMLASparseBackend"
-    FLASHMLA_SPARSE = (
-        "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend",
-        "float32=mla_conformance.backends.flash_mla_sparse.FlashMLASparseFloat32Scales",
-    )
+    FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend", "float32"
     FLASHINFER_MLA_SPARSE_SM90 = "mla_conformance.backends.flashinfer_mla_sparse_sm90.FlashInferMLASparseSM90Backend"
     FLASHINFER_MLA_SPARSE = "mla_conformance.backends.flashinfer_mla_sparse.FlashInferMLASparseBackend"
     SGLANG_TRITON_SPARSE = (
         "mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseBackend",
-        "union2=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseUnion2",
-        "union4=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseUnion4",
-        "interpreted=mla_conformance.backends.sglang_triton_sparse.SGLangTritonSparseInterpreted",
+        "union2",
+        "union4",
+        "interpreted",
     )
-    AITER_TRITON_SPARSE = (
-        "mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseBackend",
-        "interpreted=mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseInterpreted",
-    )
+    AITER_TRITON_SPARSE = "mla_conformance.backends.aiter_triton_sparse.AiterTritonSparseBackend", "interpreted"
     CUSTOM = None
 
 
@@ -199,14 +172,8 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
     """Every indexer."""
 
     EAGER = "mla_conformance.backends.eager_indexer.EagerIndexerBackend"
-    DEEPGEMM_INDEXER = (
-        "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend",
-        "vllm=mla_conformance.backends.deep_gemm_vllm.DeepGemmIndexerVllm",
-    )
-    LMDEPLOY_TRITON = (
-        "mla_conformance.backends.lmdeploy_index.LmdeployIndexerBackend",
-        "interpreted=mla_conformance.backends.lmdeploy_index.LmdeployInterpretedIndexer",
-    )
+    DEEPGEMM_INDEXER = "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend", "vllm"
+    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployIndexerBackend", "interpreted"
     CUSTOM = None
 
 
@@ -214,11 +181,8 @@ class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
     """Every top-k."""
 
     EAGER = "mla_conformance.backends.eager_topk.EagerTopKBackend"
-    VLLM_TOPK = ("mla_conformance.backends.vllm_topk.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative")
-    LMDEPLOY_TRITON = (
-        "mla_conformance.backends.lmdeploy_index.LmdeployTopKBackend",
-        "interpreted=mla_conformance.backends.lmdeploy_index.LmdeployInterpretedTopK",
-    )
+    VLLM_TOPK = "mla_conformance.backends.vllm_topk.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative"
+    LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployTopKBackend", "interpreted"
     CUSTOM = None
 
 
@@ -242,10 +206,7 @@ class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
 
     EAGER = "mla_conformance.backends.eager_cache.EagerCacheBackend"
     VLLM_CACHE = "mla_conformance.backends.vllm_cache.VllmCacheBackend"
-    SGLANG_TRITON_CACHE = (
-        "mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheBackend",
-        "interpreted=mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheInterpreted",
-    )
+    SGLANG_TRITON_CACHE = "mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheBackend", "interpreted"
     CUSTOM = None
 
 

@@ -4,22 +4,12 @@ Written for SGLang 0.5.23, ``sglang/kernels/ops``: ``quantization/dsa_quant_k_ca
 ``attention/dsa/dequant_k_cache.py``. Importing a module imports the package.
 """
 
-from collections.abc import Iterator
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.cache import MLACacheBackend, MLACacheSelectorConfig
+from mla_conformance.backends.cache import MLACacheBackend
 from mla_conformance.backends.cache_checks import check_gather, check_latents, check_workspace, require_call
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.interpreted import InterpretedKernel
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import FROM_ADA, Devices
+from mla_conformance.backends.interpreted import interpreted
+from mla_conformance.backends.packaged import *
 
-_TILED = "fp8_ds_mla"
-_NONE = -1
+_TILED, _NONE = "fp8_ds_mla", -1
 
 
 def _library(module: str) -> Library:
@@ -29,43 +19,41 @@ def _library(module: str) -> Library:
 class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
     """Caches of the model's dtype, and of tiles of e4m3 codes with float32 scales."""
 
-    name: ClassVar[str] = "SGLANG_TRITON_CACHE"
-    libraries: ClassVar[tuple[Library, ...]] = (
+    name = "SGLANG_TRITON_CACHE"
+    libraries = (
         _library("kvcache.mla_buffer"),
         _library("quantization.dsa_quant_k_cache"),
         _library("attention.dsa.dequant_k_cache"),
     )
-    devices: ClassVar[Devices] = FROM_ADA  # where Triton converts to e4m3
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_calls: ClassVar[list[str]] = ["write_latent", "gather_latent"]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", _TILED]
-    supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
-    supports_compression: ClassVar[bool] = False
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("sglang", "triton"),
-        deviations=(
-            Deviation("wants a row for each slot at one stride", "counts the rows between blocks as well"),
-            Deviation("gathers rows that are listed", "lists them by the block table"),
-            Deviation("on Hopper the launcher takes a kernel in CUDA for rows that it can", "launches the Triton one"),
-            Deviation("gathers tiles of codes as values alone", "as codes declared unsupported"),
-            Deviation("gathers 64 columns of rope behind tiles of codes, always", "entries without are unsupported"),
-        ),
+    devices = FROM_ADA  # where Triton converts to e4m3
+    supported_dtypes = [torch.bfloat16]
+    supported_calls = ["write_latent", "gather_latent"]
+    supported_kv_cache_dtypes = ["auto", _TILED]
+    supported_slot_dtypes = [torch.int64, torch.int32]
+    supports_compression = False
+    declaration = declared(
+        "sglang triton",
+        ("wants a row for each slot at one stride", "counts the rows between blocks as well"),
+        ("gathers rows that are listed", "lists them by the block table"),
+        ("on Hopper the launcher takes a kernel in CUDA for rows that it can", "launches the Triton one"),
+        ("gathers tiles of codes as values alone", "as codes declared unsupported"),
+        ("gathers 64 columns of rope behind tiles of codes, always", "entries without are unsupported"),
     )
 
     @classmethod
-    def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
-        yield from super()._reasons(config)
-        if config.call == "gather_latent" and config.kv_cache_dtype == _TILED and not config.dequantise:
-            yield f"gathering {_TILED} as it is not supported"
-        if config.kv_cache_dtype == _TILED and config.qk_rope_head_dim not in (0, 64):
-            yield f"{config.qk_rope_head_dim} columns of rope not supported"
-        if config.call == "gather_latent" and config.kv_cache_dtype == _TILED and config.qk_rope_head_dim == 0:
-            yield f"gathering {_TILED} without a rope part not supported"
+    def refuses(cls, device_capability: DeviceCapability | None, config: Any) -> Iterator[str]:
+        gathers, rope = config.call == "gather_latent", config.qk_rope_head_dim
+        if config.kv_cache_dtype == _TILED:
+            if gathers and not config.dequantise:
+                yield f"gathering {_TILED} as it is not supported"
+            if rope not in (0, 64):
+                yield f"{rope} columns of rope not supported"
+            if gathers and rope == 0:
+                yield f"gathering {_TILED} without a rope part not supported"
 
     def run_write_latent(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
         check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         tokens = len(slot_mapping)
@@ -73,19 +61,10 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         if self.kv_cache_dtype == _TILED:
             parts = [part.squeeze(1) for part in self.libraries[1].load().quantize_k_cache_separate(*parts)]
         rows, numbers = _rows(kv_cache), _numbers(slot_mapping, kv_cache)
-        latent, rope = (part.shape[1] for part in parts)
+        strides, (latent, rope) = (x.stride(0) for x in (rows, *parts)), (part.shape[1] for part in parts)
+        ranks = {"DCP_RANK": 0, "DCP_WORLD_SIZE": 1}
         self.library.set_mla_kv_buffer_kernel[(tokens, 1)](
-            rows,
-            *parts,
-            numbers,
-            _NONE,
-            rows.stride(0),
-            *(part.stride(0) for part in parts),
-            latent,
-            rope,
-            BLOCK=1 << (latent + rope - 1).bit_length(),
-            DCP_RANK=0,
-            DCP_WORLD_SIZE=1,
+            rows, *parts, numbers, _NONE, *strides, latent, rope, BLOCK=1 << (latent + rope - 1).bit_length(), **ranks
         )
 
     def run_gather_latent(
@@ -98,7 +77,6 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         asked = {"dequantise": workspace.dtype != kv_cache.dtype, "compress_ratio": compress_ratio}
         require_call(self, "gather_latent", kv_cache, workspace.dtype, **asked)
         check_workspace(self, kv_cache, workspace)
@@ -116,10 +94,8 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
             self.library.get_mla_kv_buffer_triton(rows, numbers, *parts)
 
 
-class SGLangTritonCacheInterpreted(InterpretedKernel, SGLangTritonCacheBackend):
-    """The same source by Triton's interpreter, without the codes, which are made of bfloat16 alone."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+# Without the codes, which are made of bfloat16 alone.
+SGLangTritonCacheInterpreted = interpreted(SGLangTritonCacheBackend, supported_kv_cache_dtypes=["auto"])
 
 
 def _rows(cache: Tensor) -> Tensor:

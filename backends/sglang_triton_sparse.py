@@ -3,125 +3,80 @@
 Written for SGLang 0.5.23. The variants share a gathered set of keys between 2 or 4 neighbouring rows.
 """
 
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.interpreted import InterpretedKernel
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import FROM_HOPPER, Devices
+from mla_conformance.backends.interpreted import interpreted
+from mla_conformance.backends.packaged import *
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
-_LIBRARY = Library("sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill", "sglang", extra("sglang"))
-_ROWS_OF_A_TILE = (16, 32)
+_MODULE = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"
 _POWERS_OF_TWO: list[int | MultipleOf] = [1 << exponent for exponent in range(12)]
 
 
 class SGLangTritonSparseBackend(LibraryKernel, SelectedKeysBackend):
     """A program for each query token, any number of heads."""
 
-    name: ClassVar[str] = "SGLANG_TRITON_SPARSE"
+    name = "SGLANG_TRITON_SPARSE"
+    libraries = (Library(_MODULE, "sglang", extra("sglang")),)
+    devices = FROM_HOPPER  # as its description says
     union: ClassVar[int] = 0
-    libraries: ClassVar[tuple[Library, ...]] = (_LIBRARY,)
-    devices: ClassVar[Devices] = FROM_HOPPER  # as its description says
-    supported_calls: ClassVar[list[str]] = ["prefill"]
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
-    supports_topk_length: ClassVar[bool] = True
-    returns_lse: ClassVar[bool] = False
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("sglang", "triton"),
-        deviations=(
-            Deviation("computes no LSE", "declared unsupported"),
-            Deviation("wants contiguous tensors", "the library itself copies others"),
-        ),
+    supported_calls = ["prefill"]
+    supported_dtypes = [torch.bfloat16]
+    supported_latent_dims = [(512, 64)]
+    supports_topk_length = True
+    returns_lse = False
+    cudagraph_support = UNIFORM_BATCH
+    declaration = declared(
+        "sglang triton", COMPUTES_NO_LSE, ("wants contiguous tensors", "the library itself copies others")
     )
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
-        """See :class:`SelectedKeysBackend`."""
         (gathered,) = sources
-        output = self.library.sparse_mla_prefill(
-            q,
-            gathered.cache,
-            gathered.indices,
-            self.scale,
-            self.kv_lora_rank,
-            topk_length=gathered.length,
-            union=self.union,
-        )
-        return output, None
+        operands = (q, gathered.cache, gathered.indices, self.scale, self.kv_lora_rank)
+        return self.library.sparse_mla_prefill(*operands, topk_length=gathered.length, union=self.union), None
 
 
-class _Union(SGLangTritonSparseBackend):
-    """What the launcher's shared path takes; it would serve all else by the path above, and say nothing."""
+class SGLangTritonSparseUnion2(SGLangTritonSparseBackend, variant="union2"):
+    """Two rows share their keys; what that path does not take the launcher would serve without it, and say nothing."""
 
-    supported_topk: ClassVar[list[int | MultipleOf]] = _POWERS_OF_TWO
-    supports_topk_length: ClassVar[bool] = False
-    supports_duplicates: ClassVar[bool] = False
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=SGLangTritonSparseBackend.declaration.distributions,
-        deviations=(
-            *SGLangTritonSparseBackend.declaration.deviations,
-            Deviation("counts a key that a list names twice once", "declared unsupported"),
-            Deviation("does not look at lengths beside the lists", "declared unsupported"),
-            Deviation("serves other numbers of heads and columns without sharing", "declared unsupported"),
-            Deviation("serves the rows left over of a batch without sharing", "left to the library"),
-        ),
+    union = 2
+    supported_heads = [8, 16]
+    supported_topk = _POWERS_OF_TWO
+    supports_topk_length = False
+    supports_duplicates = False
+    declaration = further(
+        SGLangTritonSparseBackend.declaration,
+        ("counts a key that a list names twice once", "declared unsupported"),
+        ("does not look at lengths beside the lists", "declared unsupported"),
+        ("serves other numbers of heads and columns without sharing", "declared unsupported"),
+        ("serves the rows left over of a batch without sharing", "left to the library"),
     )
 
 
-class SGLangTritonSparseUnion2(_Union):
-    """Two rows share their keys."""
-
-    variant: ClassVar[str] = "union2"
-    union: ClassVar[int] = 2
-    supported_heads: ClassVar[list[int]] = [rows // 2 for rows in _ROWS_OF_A_TILE]
-
-
-class SGLangTritonSparseUnion4(_Union):
+class SGLangTritonSparseUnion4(SGLangTritonSparseUnion2, variant="union4"):
     """Four rows share their keys."""
 
-    variant: ClassVar[str] = "union4"
-    union: ClassVar[int] = 4
-    supported_heads: ClassVar[list[int]] = [rows // 4 for rows in _ROWS_OF_A_TILE]
+    union = 4
+    supported_heads = [4, 8]
 
 
-_LAUNCHED = Deviation("the launcher takes bfloat16 alone, the interpreter all else", "launches the kernel itself")
-_SMALLEST_TILE, _KEYS_OF_A_TILE = 16, 64
+def _launch(self: Any, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
+    """As the launcher does."""
+    (gathered,), library, heads = sources, self.library, self.num_heads
+    q, indices, columns = q.contiguous(), gathered.indices.contiguous(), gathered.indices.shape[1]
+    output = q.new_empty(*q.shape[:2], self.kv_lora_rank)
+    length = library._topk_length(indices, columns) if gathered.length is None else gathered.length
+    sizes = {"H": heads, "BLOCK_H": max(16, 1 << (heads - 1).bit_length()), "BLOCK_N": 64}
+    sizes |= {"D_QK": q.shape[2], "D_V": self.kv_lora_rank, "IDX64": False}
+    operands = (q, gathered.cache.contiguous(), indices, length, output, self.scale, columns)
+    library._sparse_mla_prefill_kernel[(len(q),)](*operands, **sizes)
+    return output, None
 
 
-class SGLangTritonSparseInterpreted(InterpretedKernel, SGLangTritonSparseBackend):
-    """The same source by Triton's interpreter."""
-
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=SGLangTritonSparseBackend.declaration.distributions,
-        deviations=(_LAUNCHED, *SGLangTritonSparseBackend.declaration.deviations),
-    )
-
-    def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
-        """As the launcher does."""
-        (gathered,), library = sources, self.library
-        q, indices, columns = q.contiguous(), gathered.indices.contiguous(), gathered.indices.shape[1]
-        output = q.new_empty(*q.shape[:2], self.kv_lora_rank)
-        library._sparse_mla_prefill_kernel[(len(q),)](
-            q,
-            gathered.cache.contiguous(),
-            indices,
-            library._topk_length(indices, columns) if gathered.length is None else gathered.length,
-            output,
-            self.scale,
-            columns,
-            H=self.num_heads,
-            BLOCK_H=max(_SMALLEST_TILE, 1 << (self.num_heads - 1).bit_length()),
-            D_QK=q.shape[2],
-            D_V=self.kv_lora_rank,
-            BLOCK_N=_KEYS_OF_A_TILE,
-            IDX64=False,
-        )
-        return output, None
+SGLangTritonSparseInterpreted = interpreted(
+    SGLangTritonSparseBackend,
+    attend=_launch,
+    declaration=declared(
+        "sglang triton",
+        ("the launcher takes bfloat16 alone, the interpreter all else", "launches the kernel itself"),
+        *SGLangTritonSparseBackend.declaration.deviations,
+    ),
+)

@@ -5,15 +5,9 @@ its value. All of it is tensor operations of fixed shapes without a synchronisat
 """
 
 from collections.abc import Callable
-from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.conversions import aligned
-from mla_conformance.backends.declaration import Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.packaged import *
 
 MASK_ALIGNMENT = 16
 """Keys of a row are a multiple of this, for kernels that load masks in vectors."""
@@ -36,8 +30,8 @@ class TorchRows(NamedKernel):
         kernel: which of PyTorch's it is, for the evidence.
     """
 
-    name: ClassVar[str] = "TORCH_SDPA"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    name = "TORCH_SDPA"
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
     kernel: ClassVar[str] = "CPU flash attention"
     num_heads: int
     scale: float
@@ -87,7 +81,7 @@ class TorchEfficientRows(TorchRows):
     """``aten::_scaled_dot_product_efficient_attention`` with its LSE."""
 
     variant: ClassVar[str] = "efficient"
-    kernel: ClassVar[str] = "efficient attention"
+    kernel = "efficient attention"
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:

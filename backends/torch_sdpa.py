@@ -5,15 +5,10 @@ value need one head dim; its causal mask is aligned top-left; an empty key or qu
 (SIGFPE); the LSE is natural, float32, [B, N, T].
 """
 
-from typing import ClassVar
-
-import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Rounding
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.packaged import *
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.backends.torch_rows import APPROXIMATE_EXP
 
@@ -21,18 +16,16 @@ from mla_conformance.backends.torch_rows import APPROXIMATE_EXP
 class TorchSDPAPrefillBackend(RaggedPrefillBackend):
     """One kernel call per request that has queries and keys."""
 
-    name: ClassVar[str] = "TORCH_SDPA"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("torch",),
+    name = "TORCH_SDPA"
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    declaration = declared(
+        "torch",
+        ("needs equal head dims of q, k and v", "pads the narrower ones with zeros, slices the output"),
+        ("dies with SIGFPE on an empty sequence", "such a request is not launched: output 0, LSE -inf"),
+        ("causal mask aligned top-left", "an additive bottom-right mask where the lengths differ"),
+        NO_OUT,
+        APPROXIMATE_EXP,
         rounding=Rounding(lse=LseClass.APPROXIMATE_EXP),
-        deviations=(
-            Deviation("needs equal head dims of q, k and v", "pads the narrower ones with zeros, slices the output"),
-            Deviation("dies with SIGFPE on an empty sequence", "such a request is not launched: output 0, LSE -inf"),
-            Deviation("causal mask aligned top-left", "an additive bottom-right mask where the lengths differ"),
-            Deviation("no out argument", "copies the result into out"),
-            APPROXIMATE_EXP,
-        ),
     )
 
     @classmethod
@@ -45,7 +38,6 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
         return {"torch": torch.__version__, **super().kernel_evidence()}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See :class:`RaggedPrefillBackend`."""
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
         for rows, keys in batch.requests():
@@ -70,16 +62,12 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor
     q, output, lse = q[first:], output[first:], lse[:, first:]
     width = max(q.shape[-1], v.shape[-1])
     operands = [pad(x, (0, width - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    queries, keys = q.shape[0], k.shape[0]
-    mask = _bottom_right(queries, keys) if causal and queries != keys else None
+    queries, keys, mask = q.shape[0], k.shape[0], None
+    if causal and queries != keys:
+        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        mask = torch.zeros(queries, keys).masked_fill(~visible, -torch.inf)
     result, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *operands, 0.0, causal and mask is None, attn_mask=mask, scale=scale
     )
     output.copy_(result[0].transpose(0, 1)[..., : v.shape[-1]])
     lse.copy_(logsumexp[0])
-
-
-def _bottom_right(queries: int, keys: int) -> Tensor:
-    """[queries, keys] additive float32 mask."""
-    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    return torch.zeros(queries, keys).masked_fill(~visible, -torch.inf)

@@ -1,15 +1,7 @@
 """TORCH_SDPA, sparse: PyTorch's own kernels that return the LSE, over the entries that each row's lists name."""
 
-from typing import ClassVar
-
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.latent_entries import dequantise, gather
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.packaged import *
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.backends.torch_rows import (
@@ -22,28 +14,26 @@ from mla_conformance.backends.torch_rows import (
 )
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
-_ADAPTED = (
-    Deviation("no lists", "gathers the named entries of every query token; a column that names none is masked"),
-    Deviation("no cache of codes", "dequantises with the scales in float32 and rounds to the model's dtype"),
-    Deviation("no second cache", "its keys stand behind those of the first"),
+_ADAPTED = declared(
+    "torch",
+    ("no lists", "gathers the named entries of every query token; a column that names none is masked"),
+    ("no cache of codes", "dequantises with the scales in float32 and rounds to the model's dtype"),
+    ("no second cache", "its keys stand behind those of the first"),
 )
 
 
 class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
     """On a CPU; on a GPU another kernel serves the calls."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
-    supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
-    supports_topk_length: ClassVar[bool] = True
-    cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("torch",),
+    supported_kv_cache_dtypes = list(CACHE_LAYOUTS)
+    supported_extra_kv_cache_dtypes = list(CACHE_LAYOUTS)
+    supports_topk_length = True
+    cudagraph_support = UNIFORM_BATCH
+    declaration = further(
+        _ADAPTED,
+        ("a row without keys is NaN", "such a row is blanked: output 0, LSE -inf"),
+        APPROXIMATE_EXP,
         rounding=APPROXIMATE,
-        deviations=(
-            *_ADAPTED,
-            Deviation("a row without keys is NaN", "such a row is blanked: output 0, LSE -inf"),
-            APPROXIMATE_EXP,
-        ),
     )
 
     @classmethod
@@ -52,7 +42,6 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
         return cls if device_capability is None else TorchEfficientSparseBackend
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See :class:`SelectedKeysBackend`."""
 
         def keys_of(rows: slice) -> tuple[Tensor, Tensor]:
             parts = [source.rows(rows) for source in sources]
@@ -71,13 +60,10 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
 class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
     """On a GPU."""
 
-    supported_topk: ClassVar[list[int | MultipleOf]] = [MultipleOf(MASK_ALIGNMENT)]
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("torch",),
+    supported_topk = [MultipleOf(MASK_ALIGNMENT)]
+    declaration = further(
+        _ADAPTED,
+        ("wants rows that start at multiples of 16 bytes", "other queries are copied"),
+        *EFFICIENT,
         rounding=Rounding(dequantised_keys=Precision.MODEL),
-        deviations=(
-            *_ADAPTED,
-            Deviation("wants rows that start at multiples of 16 bytes", "other queries are copied"),
-            *EFFICIENT,
-        ),
     )

@@ -6,14 +6,9 @@ Written for vLLM 0.33.0 and called as its ``vllm/_custom_ops.py`` calls them: ``
 in Triton, and is not among them.
 """
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
+from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
 from mla_conformance.backends.cache_checks import (
     check_gather,
     check_index_keys,
@@ -22,11 +17,7 @@ from mla_conformance.backends.cache_checks import (
     check_workspace,
     require_call,
 )
-from mla_conformance.backends.conversions import aligned
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import FROM_TURING, Devices
+from mla_conformance.backends.packaged import *
 from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"
@@ -34,35 +25,30 @@ _INDEX_PAGE = 64
 """As vLLM's indexer has them on NVIDIA's GPUs."""
 _WIDTHS = (320, 512, 576)
 """Of the rows that are gathered and dequantised at once."""
-_SCALE_FORMATS = {"pow2": "ue8m0", "float32": "fp32"}
 
 
 class VllmCacheBackend(LibraryKernel, MLACacheBackend):
     """Entries alone; any slots in int64."""
 
-    name: ClassVar[str] = "VLLM_CACHE"
-    libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
-    devices: ClassVar[Devices] = FROM_TURING  # what the wheel has code for
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_calls: ClassVar[list[str]] = list(CACHE_CALLS[:4])
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", _MIXED, _INDEX]
-    supported_tile_scales: ClassVar[list[str]] = ["float32", "pow2"]
-    declaration: ClassVar[Declaration] = Declaration(
-        distributions=("vllm", "torch"),
-        deviations=(
-            Deviation("writes as many index keys as it is handed", "those without a slot are cut off, as in vLLM"),
-            Deviation("reads latents of mixed entries and index keys in units of 16 and 8 bytes", "others are copied"),
-            Deviation("upconverts mixed entries of every row that it is handed", "the workspace is cut, as in vLLM"),
-            Deviation("gathers index keys from the first of a request on", "whole pages, of which the rows are taken"),
-            Deviation("knows no compression", "starts are divided by it"),
-            Deviation("writes powers of two alone into mixed entries", "other scales declared unsupported"),
-        ),
+    name = "VLLM_CACHE"
+    libraries = (VLLM_OPERATORS,)
+    devices = FROM_TURING  # what the wheel has code for
+    supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    supported_calls = list(CACHE_CALLS[:4])
+    supported_kv_cache_dtypes = ["auto", "fp8", _MIXED, _INDEX]
+    supported_tile_scales = ["float32", "pow2"]
+    declaration = declared(
+        "vllm torch",
+        ("writes as many index keys as it is handed", "those without a slot are cut off, as in vLLM"),
+        ("reads latents of mixed entries and index keys in units of 16 and 8 bytes", "others are copied"),
+        ("upconverts mixed entries of every row that it is handed", "the workspace is cut, as in vLLM"),
+        ("gathers index keys from the first of a request on", "whole pages, of which the rows are taken"),
+        ("knows no compression", "starts are divided by it"),
+        ("writes powers of two alone into mixed entries", "other scales declared unsupported"),
     )
 
     @classmethod
-    def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
-        """As everywhere; each kernel has limits of its own besides."""
-        yield from super()._reasons(config)
+    def refuses(cls, device_capability: DeviceCapability | None, config: Any) -> Iterator[str]:
         layout, width = config.kv_cache_dtype, config.kv_lora_rank + config.qk_rope_head_dim
         if layout == _INDEX and config.block_size != _INDEX_PAGE:
             yield f"{_INDEX} in pages of {config.block_size} not supported (supported: {_INDEX_PAGE})"
@@ -78,7 +64,6 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
     def run_write_latent(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
         check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         if self.kv_cache_dtype == _MIXED:
@@ -89,13 +74,12 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             )
 
     def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """See :class:`MLACacheBackend`."""
         require_call(self, "write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
         check_index_keys(self, k, kv_cache, slot_mapping)
         if len(slot_mapping):
-            keys, columns = aligned(k[: len(slot_mapping)].contiguous()), k.shape[1]
-            scales = _SCALE_FORMATS[self.tile_scales]
-            _operators().indexer_k_quant_and_cache(keys, kv_cache, slot_mapping.contiguous(), columns, scales)
+            keys, scales = aligned(k[: len(slot_mapping)].contiguous()), {"pow2": "ue8m0", "float32": "fp32"}
+            options = (k.shape[1], scales[self.tile_scales])
+            _operators().indexer_k_quant_and_cache(keys, kv_cache, slot_mapping.contiguous(), *options)
 
     def run_gather_latent(
         self,
@@ -107,7 +91,6 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         as_stored = workspace.dtype == kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else workspace.dtype
         require_call(self, "gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
@@ -136,12 +119,14 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         require_call(self, "gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
         check_index_room(self, kv_cache, k, k_scale)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         start, page, lengths = seq_starts // compress_ratio, kv_cache.shape[1], cu_seq_lens.diff()
-        aside, table = start % page, _columns_from(block_table, start // page)
+        aside, last = start % page, block_table.shape[1] - 1
+        # The table from a column of each request on, since those before it may hold anything; behind it anything.
+        columns = torch.arange(last + 1, device=start.device) + (start // page).unsqueeze(1)
+        table = block_table.gather(1, columns.clamp(max=last))
         ends = (lengths + aside * (lengths > 0)).cumsum(0, dtype=torch.int32)
         if rows := int(ends[-1]):
             codes, scales = k.new_empty(rows, k.shape[1]), k_scale.new_empty(rows, 1)
@@ -158,12 +143,6 @@ def _operators() -> Any:
     """Those that vLLM's compiled library registers."""
     VLLM_OPERATORS.load()
     return torch.ops._C_cache_ops
-
-
-def _columns_from(block_table: Tensor, first: Tensor) -> Tensor:
-    """The table from a column of each request on, since those before it may hold anything; behind it anything."""
-    columns = torch.arange(block_table.shape[1], device=first.device) + first.unsqueeze(1)
-    return block_table.gather(1, columns.clamp(max=block_table.shape[1] - 1))
 
 
 def _request_of(cu_seq_lens: Tensor) -> Tensor:

@@ -6,115 +6,86 @@ rows. Written for vLLM 0.33.0, as ``vllm/model_executor/layers/indexer_topk.py``
 them. All of them place what they find by atomic counters, so that equal calls name it in other orders.
 """
 
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.conversions import ALIGNMENT
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.packaged import LibraryKernel
-from mla_conformance.backends.platform import FROM_TURING, DeviceCapability, Devices
+from mla_conformance.backends.packaged import *
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
 VLLM_OPERATORS = Library("vllm._C_stable_libtorch", "vllm", extra("vllm"), "its wheels for CUDA have these operators")
 """Importing it registers them with torch."""
-_KNOWN = 512, 1024, 2048
-_WORKSPACE_BYTES = 1 << 20
 _ROWS = 64
 """That the cooperative kernel takes at once."""
-_FLOATS = ALIGNMENT // 4
-_OUTPUT = Deviation("writes into numbers of its caller", "-1 beforehand, as in vLLM")
-_WORKSPACE = Deviation("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
-
-
-def _declared(*deviations: Deviation) -> Declaration:
-    return Declaration(distributions=("vllm", "torch"), deterministic=False, deviations=deviations)
+_WORKSPACE = ("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
 
 
 class VllmTopKBackend(LibraryKernel, MLATopKBackend):
-    """The family: first the kernel of a prefill, which alone takes every call.
+    """The family: first the kernel of a prefill, which alone takes every call."""
 
-    Attributes:
-        operator: its name in vLLM's compiled library.
-    """
-
-    name: ClassVar[str] = "VLLM_TOPK"
-    libraries: ClassVar[tuple[Library, ...]] = (VLLM_OPERATORS,)
-    devices: ClassVar[Devices] = FROM_TURING  # what the wheel has code for
-    supports_row_starts: ClassVar[bool] = False
-    declaration: ClassVar[Declaration] = _declared(_OUTPUT)
-    operator: ClassVar[str] = ""
+    name = "VLLM_TOPK"
+    libraries = (VLLM_OPERATORS,)
+    devices = FROM_TURING  # what the wheel has code for
+    by_device = {0: ("prefill", "decode", "persistent", "cooperative")}
+    supports_row_starts = False
+    declaration = declared(
+        "vllm torch", ("writes into numbers of its caller", "-1 beforehand, as in vLLM"), deterministic=False
+    )
 
     def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        """See :class:`MLATopKBackend`."""
         check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         output = torch.full((len(logits), topk_tokens), NO_KEY, dtype=torch.int32, device=logits.device)
-        self._select(logits, self._topk_metadata.lengths.contiguous(), output)
+        self.libraries[0].load()
+        self.select(logits, self._topk_metadata.lengths.contiguous(), output)
         return output
 
-    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         """Fill output [T, K] for rows of lengths [T]."""
-        raise NotImplementedError(f"VLLM_TOPK is a family of kernels: choose one of {', '.join(self.variants)}")
-
-    def _call(self, *arguments: Any) -> None:
-        self.libraries[0].load()
-        getattr(torch.ops._C, self.operator)(*arguments)
-
-    def _call_with_workspace(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=logits.device)
-        self._call(logits, lengths, output, workspace, output.shape[1], self._topk_metadata.max_seq_len)
+        raise self.not_a_family()
 
 
 class VllmTopKPrefill(VllmTopKBackend, variant="prefill"):
     """Any windows, any number of columns."""
 
-    operator: ClassVar[str] = "top_k_per_row_prefill"
-    supports_row_starts: ClassVar[bool] = True
-    declaration: ClassVar[Declaration] = _declared(
-        _OUTPUT, Deviation("wants starts and ends", "zeros where there are no starts, as in vLLM")
+    supports_row_starts = True
+    declaration = further(
+        VllmTopKBackend.declaration, ("wants starts and ends", "zeros where there are no starts, as in vLLM")
     )
 
-    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         given = self._topk_metadata.row_starts
         starts = torch.zeros_like(lengths) if given is None else given.contiguous()
-        self._call(logits, starts, starts + lengths, output, len(logits), *logits.stride(), output.shape[1])
+        sizes = (len(logits), *logits.stride(), output.shape[1])
+        torch.ops._C.top_k_per_row_prefill(logits, starts, starts + lengths, output, *sizes)
 
 
 class VllmTopKDecode(VllmTopKBackend, variant="decode"):
     """Each row is of a request of one query token."""
 
-    operator: ClassVar[str] = "top_k_per_row_decode"
-
-    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        self._call(logits, 1, lengths, output, len(logits), *logits.stride(), output.shape[1])
+    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+        sizes = (len(logits), *logits.stride(), output.shape[1])
+        torch.ops._C.top_k_per_row_decode(logits, 1, lengths, output, *sizes)
 
 
 class VllmTopKPersistent(VllmTopKBackend, variant="persistent"):
     """In its turn it takes one of several kernels, by the size of the batch."""
 
     operator: ClassVar[str] = "persistent_topk"
-    supported_topk: ClassVar[list[int | MultipleOf]] = [*_KNOWN]
-    declaration: ClassVar[Declaration] = _declared(_OUTPUT, _WORKSPACE)
+    supported_topk = [512, 1024, 2048]
+    declaration = further(VllmTopKBackend.declaration, _WORKSPACE)
 
-    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        self._call_with_workspace(logits, lengths, output)
+    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+        workspace = torch.empty(1 << 20, dtype=torch.uint8, device=logits.device)
+        sizes = (output.shape[1], self._topk_metadata.max_seq_len)
+        getattr(torch.ops._C, self.operator)(logits, lengths, output, workspace, *sizes)
 
 
-class VllmTopKCooperative(VllmTopKBackend, variant="cooperative"):
+class VllmTopKCooperative(VllmTopKPersistent, variant="cooperative"):
     """A cluster of thread blocks for each row."""
 
-    needed_capability: ClassVar[str] = "9.0 or newer, but not 12.x"
-    operator: ClassVar[str] = "cooperative_topk"
-    supported_topk: ClassVar[list[int | MultipleOf]] = [*_KNOWN]
-    declaration: ClassVar[Declaration] = _declared(
-        _OUTPUT,
-        _WORKSPACE,
-        Deviation(f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
-        Deviation("takes rows at multiples of 16 bytes alone", "others are copied"),
+    needed_capability = "9.0 or newer, but not 12.x"
+    operator = "cooperative_topk"
+    declaration = further(
+        VllmTopKPersistent.declaration,
+        (f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
+        ("takes rows at multiples of 16 bytes alone", "others are copied"),
     )
 
     @classmethod
@@ -122,15 +93,9 @@ class VllmTopKCooperative(VllmTopKBackend, variant="cooperative"):
         """As vLLM's choice."""
         return device_capability is not None and device_capability >= (9, 0) and device_capability.major != 12
 
-    def _select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
-        for part in zip(*(x.split(_ROWS) for x in (_aligned(logits), lengths, output)), strict=True):
-            self._call_with_workspace(*part)
-
-
-def _aligned(logits: Tensor) -> Tensor:
-    """Logits whose rows start at multiples of 16 bytes."""
-    if logits.stride(0) % _FLOATS == 0 and logits.data_ptr() % ALIGNMENT == 0:
-        return logits
-    rows, columns = logits.shape
-    wider = logits.new_empty(rows, -(-columns // _FLOATS) * _FLOATS)
-    return wider[:, :columns].copy_(logits)
+    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+        (rows, columns), unit = logits.shape, ALIGNMENT // 4
+        if logits.stride(0) % unit or logits.data_ptr() % ALIGNMENT:
+            logits = logits.new_empty(rows, -(-columns // unit) * unit)[:, :columns].copy_(logits)
+        for part in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
+            super().select(*part)

@@ -5,7 +5,6 @@ Names and keywords are those of ``vllm.v1.attention.backend``, whose other names
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -180,46 +179,28 @@ class AttentionBackend(ABC):
         attn_type: str,
     ) -> list[str]:
         """Reasons why the backend cannot be used, in the order of vLLM's; an empty list means that it can."""
-        device = (
-            cls.supports_compute_capability(device_capability),
-            f"compute capability not supported: got {device_capability or 'a device without one'}",
-        )
-        attention = (cls.supports_attn_type(attn_type), f"attention type {attn_type} not supported")
+        layouts, wrong = cls.supported_kv_cache_dtypes, contradiction(kv_cache_dtype, dtype)
+        blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
+        device = f"compute capability not supported: got {device_capability or 'a device without one'}"
+        mla, sparse = "MLA" if use_mla else "non-MLA", "sparse" if use_sparse else "non-sparse"
         checks = (
-            *cls._size_checks(head_size, dtype, kv_cache_dtype, block_size),
-            *cls._feature_checks(use_mla, has_sink, use_sparse, use_mm_prefix),
-            device,
-            attention,
+            (cls.supports_head_size(head_size), _refusal("head_size", head_size, cls.get_supported_head_sizes())),
+            (cls.supports_dtype(dtype), _refusal("dtype", dtype, cls.supported_dtypes)),
+            (cls.supports_kv_cache_dtype(kv_cache_dtype), _refusal("kv_cache_dtype", kv_cache_dtype, layouts)),
+            (not wrong, wrong),
+            (cls.supports_block_size(block_size), _refusal("block_size", block_size, [blocks])),
+            (not use_mm_prefix or cls.supports_mm_prefix(), "partial multimodal token full attention not supported"),
+            (use_mla == cls.is_mla(), f"{mla} not supported"),
+            (not has_sink or cls.supports_sink(), "sink setting not supported"),
+            (use_sparse == cls.is_sparse(), f"{sparse} not supported"),
+            (cls.supports_compute_capability(device_capability), device),
+            (cls.supports_attn_type(attn_type), f"attention type {attn_type} not supported"),
         )
         reasons = [reason for supported, reason in checks if not supported]
         combination = cls.supports_combination(
             head_size, dtype, kv_cache_dtype, block_size, use_mla, has_sink, use_sparse, device_capability
         )
         return reasons if combination is None else [*reasons, combination]
-
-    @classmethod
-    def _size_checks(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int
-    ) -> Iterator[tuple[bool, str]]:
-        """Whether each setting is supported, and what to say if it is not."""
-        yield cls.supports_head_size(head_size), _refusal("head_size", head_size, cls.get_supported_head_sizes())
-        yield cls.supports_dtype(dtype), _refusal("dtype", dtype, cls.supported_dtypes)
-        layouts = cls.supported_kv_cache_dtypes
-        yield cls.supports_kv_cache_dtype(kv_cache_dtype), _refusal("kv_cache_dtype", kv_cache_dtype, layouts)
-        wrong = contradiction(kv_cache_dtype, dtype)
-        yield not wrong, wrong
-        blocks = f"multiples of {cls.get_supported_kernel_block_sizes()} among {BLOCK_SIZES}"
-        yield cls.supports_block_size(block_size), _refusal("block_size", block_size, [blocks])
-
-    @classmethod
-    def _feature_checks(
-        cls, use_mla: bool, has_sink: bool, use_sparse: bool, use_mm_prefix: bool
-    ) -> Iterator[tuple[bool, str]]:
-        """Whether each feature is as the configuration wants it, and what to say if it is not."""
-        yield not use_mm_prefix or cls.supports_mm_prefix(), "partial multimodal token full attention not supported"
-        yield use_mla == cls.is_mla(), f"{'MLA' if use_mla else 'non-MLA'} not supported"
-        yield not has_sink or cls.supports_sink(), "sink setting not supported"
-        yield use_sparse == cls.is_sparse(), f"{'sparse' if use_sparse else 'non-sparse'} not supported"
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:

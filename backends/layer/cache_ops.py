@@ -16,6 +16,7 @@ from torch import Tensor
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.reference import cache_layout
+from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _LAYOUTS = ("auto", "fp8", "fp8_ds_mla")
@@ -34,8 +35,8 @@ def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
     Raises:
         ValueError: there is none.
     """
-    if tile_scales not in _TILE_SCALES:
-        raise ValueError(f"expected tile scales of {', '.join(_TILE_SCALES)}, got {tile_scales!r}")
+    if tile_scales not in TILE_SCALES:
+        raise ValueError(f"expected tile scales of {', '.join(TILE_SCALES)}, got {tile_scales!r}")
     layout = layout_of(kv_cache_dtype)
     if layout not in _LAYOUTS:
         raise ValueError(f"expected a cache dtype of {', '.join(_LAYOUTS)}, got {kv_cache_dtype!r}")
@@ -68,7 +69,11 @@ def encode(kv_c: Tensor, k_pe: Tensor, kv_cache_dtype: str, scale: Tensor, tile_
     if layout == "fp8":
         return _codes(torch.cat((kv_c, k_pe), dim=-1).float() / scale)
     tiles = kv_c.float().unflatten(-1, (_TILES, _TILE))
-    scales = _TILE_SCALES[tile_scales](tiles.abs().amax(dim=-1, keepdim=True))
+    amax = tiles.abs().amax(dim=-1, keepdim=True)
+    if tile_scales == "float32":  # as SGLang writes them
+        scales = torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
+    else:  # the least at which a tile fits, and at least 2^-13, as vLLM and FlashMLA write since 2026
+        scales = torch.exp2((amax / E4M3_MAX).clamp(min=_LEAST_SCALE).log2().ceil())
     rope = torch.nn.functional.pad(k_pe, (0, _ROPE - k_pe.shape[-1]))
     parts = (_codes(tiles / scales).flatten(-2), scales.squeeze(-1), rope.contiguous())
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
@@ -78,19 +83,6 @@ def decode(entries: Tensor, kv_cache_dtype: str, dtype: torch.dtype, scale: Tens
     """Entries [T, entry width] to latents [T, L + R] of the model's ``dtype``; see :func:`known_layout` for errors."""
     layout = known_layout(kv_cache_dtype)
     return (entries if layout == "auto" else dequantise(entries, layout, scale, dtype)).to(dtype)
-
-
-def _float_scales(amax: Tensor) -> Tensor:
-    """Scales of tiles with these largest magnitudes: a 448th of them, as SGLang writes them."""
-    return torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
-
-
-def _power_of_two_scales(amax: Tensor) -> Tensor:
-    """The least power of two at which a tile fits, and at least 2^-13, as vLLM and FlashMLA write since 2026."""
-    return torch.exp2((amax / E4M3_MAX).clamp(min=_LEAST_SCALE).log2().ceil())
-
-
-_TILE_SCALES = {"float32": _float_scales, "pow2": _power_of_two_scales}
 
 
 def _codes(quotient: Tensor) -> Tensor:
@@ -137,18 +129,14 @@ def concat_and_cache_mla(
     _check_range("slot", slot_mapping, -1, num_slots, "or -1 for a token that is not stored")
     if tokens:
         entries = encode(kv_c[:tokens], k_pe[:tokens], layout, scale, tile_scales)
-        _scatter(_raw(entries), _raw(kv_cache), slot_mapping.long())
-
-
-def _scatter(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write the ``entries`` [T, entry], T > 0, whose slot is not -1, without asking the device which these are."""
-    stored = slots >= 0
-    first = stored.to(torch.int8).argmax()
-    # A row that is not stored repeats one that is; where none is, it writes back what slot 0 holds.
-    source = torch.where(stored, torch.arange(len(slots), device=slots.device), first)
-    target = slots[source].clamp(min=0)
-    entries = torch.where(stored.any(), entries[source], cache[0, 0])
-    cache[target // cache.shape[1], target % cache.shape[1]] = entries
+        # A row that is not stored repeats one that is; where none is, it writes back what slot 0 holds.
+        entries, cache, slots = _raw(entries), _raw(kv_cache), slot_mapping.long()
+        stored = slots >= 0
+        first = stored.to(torch.int8).argmax()
+        source = torch.where(stored, torch.arange(tokens, device=slots.device), first)
+        target = slots[source].clamp(min=0)
+        entries = torch.where(stored.any(), entries[source], cache[0, 0])
+        cache[target // cache.shape[1], target % cache.shape[1]] = entries
 
 
 def gather_cache(
@@ -186,13 +174,7 @@ def gather_cache(
     token = torch.arange(total, device=bounds.device) - bounds[request]
     if seq_starts is not None:
         token = token + seq_starts[:batch_size].long()[request]
-    blocks = _blocks_of(block_table, request, token // page, src_cache.shape[0])
-    entries = _raw(src_cache)[blocks, token % page].view(src_cache.dtype)
-    dst[:total] = decode(entries, kv_cache_dtype, dst.dtype, scale)[:, : dst.shape[1]]
-
-
-def _blocks_of(block_table: Tensor, request: Tensor, column: Tensor, num_blocks: int) -> Tensor:
-    """Physical blocks of logical ones; ValueError for a table that is too short or names a block that is not there."""
+    column = token // page
     needed = int(column.max()) + 1
     if needed > block_table.shape[1]:
         raise ValueError(
@@ -200,8 +182,9 @@ def _blocks_of(block_table: Tensor, request: Tensor, column: Tensor, num_blocks:
             "widen the table or shorten the sequence"
         )
     blocks = block_table[request, column].long()
-    _check_range("block", blocks, 0, num_blocks, "for every page that a sequence occupies")
-    return blocks
+    _check_range("block", blocks, 0, src_cache.shape[0], "for every page that a sequence occupies")
+    entries = _raw(src_cache)[blocks, token % page].view(src_cache.dtype)
+    dst[:total] = decode(entries, kv_cache_dtype, dst.dtype, scale)[:, : dst.shape[1]]
 
 
 def copy_blocks_mla(kv_caches: Sequence[Tensor], src_to_dst: Tensor) -> None:

@@ -126,7 +126,13 @@ def layer_fields(
     prefilling, decoding = part(prefills, decodes, prefills_first), part(decodes, prefills, not prefills_first)
     query_lens = common.query_start_loc_cpu[: requests + 1].diff()
     seq_lens, seq_lens_cpu = common.seq_lens[:requests], common.host_seq_lens()[:requests]
-    return {
+    fields: dict[str, Any] = {"dcp_world_size": sharding.world_size, "dcp_rank": sharding.rank}
+    if sharding.world_size > 1:
+        given = common.dcp_local_seq_lens
+        on_device = local_seq_lens(common.seq_lens, sharding) if given is None else given
+        fields["dcp_local_seq_lens"] = on_device[:requests]
+        fields["dcp_local_seq_lens_cpu"] = local_seq_lens(seq_lens_cpu, sharding)
+    return fields | {
         "num_prefills": prefills,
         "num_decodes": decodes,
         "num_prefill_tokens": int(query_lens[prefilling].sum()),
@@ -146,23 +152,8 @@ def layer_fields(
         "max_decode_query_len": _longest(query_lens[decoding], default=1),
         "max_prefill_seq_len": _longest(seq_lens_cpu[prefilling]),
         "max_decode_seq_len": _longest(seq_lens_cpu[decoding]),
-        **_shard_fields(common, sharding),
-    }
-
-
-def _shard_fields(common: CommonAttentionMetadata, sharding: Sharding) -> dict[str, Any]:
-    """Those that say which tokens this rank stores."""
-    fields: dict[str, Any] = {
-        "dcp_world_size": sharding.world_size,
-        "dcp_rank": sharding.rank,
         "cp_kv_cache_interleave_size": sharding.interleave,
     }
-    if sharding.world_size > 1:
-        given, requests = common.dcp_local_seq_lens, common.num_reqs
-        on_device = local_seq_lens(common.seq_lens, sharding) if given is None else given
-        fields["dcp_local_seq_lens"] = on_device[:requests]
-        fields["dcp_local_seq_lens_cpu"] = local_seq_lens(common.host_seq_lens()[:requests], sharding)
-    return fields
 
 
 def _longest(lengths: Tensor, default: int = 0) -> int:
@@ -205,7 +196,9 @@ def common_metadata(
     lengths = np.array([(r.query_len, r.context_len) for r in requests], dtype=np.int64)
     query = np.concatenate((lengths[:, 0], np.ones(padding, dtype=np.int64)))
     sequence = np.concatenate((lengths.sum(axis=1), np.zeros(padding, dtype=np.int64)))
-    _check_contexts(lengths[:, 1])
+    if (lengths[:, 1] < 0).any():
+        request = int(lengths[:, 1].argmin())
+        raise ValueError(f"request {request}: expected a context of 0 or more tokens, got {lengths[request, 1]}")
     check_lengths(torch.from_numpy(query), torch.from_numpy(sequence))
     local = local_seq_lens(torch.from_numpy(sequence), sharding)
     table = _block_table([r.block_ids for r in requests], local.numpy(), block_size)
@@ -225,12 +218,6 @@ def common_metadata(
         dcp_local_seq_lens_cpu=local.int() if sharded else None,
         _seq_lens_cpu=seq_lens,
     )
-
-
-def _check_contexts(context_lens: np.ndarray) -> None:
-    if (context_lens < 0).any():
-        request = int(context_lens.argmin())
-        raise ValueError(f"request {request}: expected a context of 0 or more tokens, got {context_lens[request]}")
 
 
 def _block_table(block_ids: Sequence[Sequence[int] | np.ndarray], seq_lens: np.ndarray, block_size: int) -> np.ndarray:

@@ -54,8 +54,14 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self.context_chunk_workspace_size = workspace_tokens(vllm_config)
         self.dcp_rank = get_dcp_group().rank
         self.is_profile_run = False
-        self._check_sizes()
-        decode = self._decode_backend()
+        backend, decode = self.attention_backend, self._decode_backend()
+        if backend is not None and not backend.supports_head_size(self.head_dim):
+            raise ValueError(
+                f"expected a head size of {backend.get_supported_head_sizes()}, got {self.head_dim}; it is L + R"
+            )
+        sizes = [] if decode is None else decode.get_supported_kernel_block_sizes()
+        if self.block_size < 1 or not accepts_block_size(sizes, self.block_size):
+            raise ValueError(f"expected a block size of {sizes or 'at least 1'}, got {self.block_size} tokens")
         self._init_reorder_batch_threshold(
             None if decode is None else 1,
             supports_spec_as_decode=decode is not None and decode.supported_query_len != 1,
@@ -97,7 +103,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         if not common.causal:
             raise UnsupportedConfiguration("an MLA layer attends causally, got causal=False")
         check_common(common, self.block_size, self._sharding())
-        decodes = self._count_decodes(common.query_start_loc_cpu[: common.num_reqs + 1].diff())
+        decode, query_lens = self._decode_backend(), common.query_start_loc_cpu[: common.num_reqs + 1].diff()
+        uniform = decode is not None and not decode.supports_nonuniform_queries
+        decodes = count_decodes(query_lens, self.reorder_batch_threshold, uniform)
         metadata = self._assemble(common, common.num_reqs - decodes, prefills_first=False, use_cuda_graph=False)
         if metadata.context_plan is not None:
             metadata.bind_workspace(self.workspace)
@@ -156,27 +164,11 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             _cached_decode_metadata=None,
         )
 
-    def _check_sizes(self) -> None:
-        backend, decode = self.attention_backend, self._decode_backend()
-        if backend is not None and not backend.supports_head_size(self.head_dim):
-            raise ValueError(
-                f"expected a head size of {backend.get_supported_head_sizes()}, got {self.head_dim}; it is L + R"
-            )
-        sizes = [] if decode is None else decode.get_supported_kernel_block_sizes()
-        if self.block_size < 1 or not accepts_block_size(sizes, self.block_size):
-            raise ValueError(f"expected a block size of {sizes or 'at least 1'}, got {self.block_size} tokens")
-
     def _sharding(self) -> Sharding:
         parallel = self.vllm_config.parallel_config
         return Sharding(
             parallel.decode_context_parallel_size, self.dcp_rank, getattr(parallel, "cp_kv_cache_interleave_size", 1)
         )
-
-    def _count_decodes(self, query_lens: Tensor) -> int:
-        """Decodes at the front of a batch; of one length where the decode backend needs that."""
-        decode = self._decode_backend()
-        uniform = decode is not None and not decode.supports_nonuniform_queries
-        return count_decodes(query_lens, self.reorder_batch_threshold, uniform)
 
     def _assemble(
         self, common: CommonAttentionMetadata, prefills: int, prefills_first: bool, use_cuda_graph: bool

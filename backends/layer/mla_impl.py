@@ -63,11 +63,26 @@ class MLACommonImpl(MLAKernels):
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedConfiguration("quantised output not supported; quantise the result of forward")
-        output = self._output(q, output)
+        shape = (q.shape[0], self.num_heads * self.v_head_dim)
+        if output is not None and (output.shape != shape or output.dtype != q.dtype):
+            raise ValueError(
+                f"expected an output {list(shape)} of {q.dtype}, got {list(output.shape)} of {output.dtype}"
+            )
+        output = q.new_zeros(shape) if output is None else output.zero_()
         if attn_metadata is None:
             return output
-        self._check_rows(attn_metadata, q, k_c_normed, k_pe)
-        self._make_ready(attn_metadata, q)
+        tokens = attn_metadata.num_prefill_tokens + attn_metadata.num_decode_tokens
+        rows = [len(operand) for operand in (q, k_c_normed, k_pe)]
+        if min(rows) < tokens or len(set(rows)) > 1:
+            raise ValueError(
+                f"expected at least {tokens} tokens by the metadata, as many in each operand, got {rows[0]} of q, "
+                f"{rows[1]} of k_c_normed and {rows[2]} of k_pe"
+            )
+        if not self.is_prepared(attn_metadata):
+            self.prepare(attn_metadata)
+        workspace = attn_metadata.context_chunk_workspace
+        if attn_metadata.is_profile_run and workspace is not None:  # what multiplying out a full one takes
+            q.new_empty(workspace.shape[0], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         q = q.reshape(q.shape[0], self.num_heads, self.qk_head_dim)
         k_pe = k_pe.reshape(k_pe.shape[0], self.qk_rope_head_dim)
         if kv_cache.numel():
@@ -195,30 +210,3 @@ class MLACommonImpl(MLAKernels):
         kv = (projected[0] if isinstance(projected, tuple) else projected).unflatten(-1, (self.num_heads, -1))
         k_nope, v = kv.tensor_split([self.qk_nope_head_dim], dim=-1)
         return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1), v
-
-    def _make_ready(self, attn_metadata: MLACommonMetadata, q: Tensor) -> None:
-        """Hand the batch to the kernels; to measure memory, allocate what multiplying out a full workspace takes."""
-        if not self.is_prepared(attn_metadata):
-            self.prepare(attn_metadata)
-        workspace = attn_metadata.context_chunk_workspace
-        if attn_metadata.is_profile_run and workspace is not None:
-            q.new_empty(workspace.shape[0], self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
-
-    def _output(self, q: Tensor, output: Tensor | None) -> Tensor:
-        shape = (q.shape[0], self.num_heads * self.v_head_dim)
-        if output is None:
-            return q.new_zeros(shape)
-        if output.shape != shape or output.dtype != q.dtype:
-            raise ValueError(
-                f"expected an output {list(shape)} of {q.dtype}, got {list(output.shape)} of {output.dtype}"
-            )
-        return output.zero_()
-
-    def _check_rows(self, attn_metadata: MLACommonMetadata, *operands: Tensor) -> None:
-        tokens = attn_metadata.num_prefill_tokens + attn_metadata.num_decode_tokens
-        rows = [operand.shape[0] for operand in operands]
-        if min(rows) < tokens or len(set(rows)) > 1:
-            raise ValueError(
-                f"expected at least {tokens} tokens by the metadata, as many in each operand, got {rows[0]} of q, "
-                f"{rows[1]} of k_c_normed and {rows[2]} of k_pe"
-            )

@@ -54,22 +54,46 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
         kv_b_proj: Any,
         indexer: object | None = None,
     ) -> None:
-        _refuse(
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            logits_soft_cap=logits_soft_cap,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            indexer=indexer,
-            attn_type=None if attn_type == AttentionType.DECODER else attn_type,
-        )
+        for name, value in (
+            ("alibi_slopes", alibi_slopes),
+            ("sliding_window", sliding_window),
+            ("logits_soft_cap", logits_soft_cap),
+            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
+            ("indexer", indexer),
+            ("attn_type", None if attn_type == AttentionType.DECODER else attn_type),
+        ):
+            if value is not None:
+                raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
         self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
         self.q_lora_rank, self.kv_lora_rank, self.v_head_dim = q_lora_rank, kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.qk_head_dim = qk_nope_head_dim, qk_rope_head_dim, qk_head_dim
         self.kv_cache_dtype = layout_of(kv_cache_dtype)
         self.kv_b_proj = kv_b_proj
         self._prepared: tuple[object, object] = (None, None)
-        self._check_sizes()
-        self._make_kernels()
+        entry_width(self.kv_cache_dtype, kv_lora_rank, qk_rope_head_dim)
+        for name, got, expected in (
+            ("head_size", head_size, kv_lora_rank + qk_rope_head_dim),
+            ("qk_head_dim", qk_head_dim, qk_nope_head_dim + qk_rope_head_dim),
+            ("num_kv_heads", num_kv_heads, 1),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"expected {name} {expected} for L = {kv_lora_rank}, P = {qk_nope_head_dim}, "
+                    f"R = {qk_rope_head_dim} and one latent head, got {got}"
+                )
+        backend = self.attention_backend
+        names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS)
+        sizes = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
+        prefill, decode = backend.prefill_backend, backend.decode_backend
+        if decode is not None and self.kv_cache_dtype not in decode.supported_kv_cache_dtypes:
+            raise UnsupportedConfiguration(
+                f"{decode.get_name()}: cache dtype {self.kv_cache_dtype} not supported (supported: "
+                f"{', '.join(decode.supported_kv_cache_dtypes)})"
+            )
+        self.prefill: Any = None if prefill is None else prefill(**sizes)
+        # A rank decodes for the heads of all of them.
+        sizes["num_heads"] *= self.dcp_world_size
+        self.decode: Any = None if decode is None else decode(**sizes, kv_cache_dtype=self.kv_cache_dtype)
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
@@ -79,7 +103,19 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
         Raises:
             ValueError: a projection without a weight, or with one of another shape.
         """
-        weight = _dense_weight(self.kv_b_proj, self.kv_lora_rank, act_dtype)
+        linear = self.kv_b_proj
+        weight = stored_weight(linear)
+        if not is_dense(weight):
+            identity = torch.eye(self.kv_lora_rank, dtype=act_dtype, device=weight.device)
+            if hasattr(linear, "quant_method"):
+                weight = linear.quant_method.apply(linear, identity, bias=None).mT
+            elif getattr(linear, "bias", None) is not None:
+                raise ValueError(
+                    "expected a kv_b_proj without a bias, or a quant_method that can leave it out; got a bias"
+                )
+            else:
+                image = linear(identity)
+                weight = (image[0] if isinstance(image, tuple) else image).mT
         expected = (self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)
         if weight.shape != expected:
             raise ValueError(
@@ -118,56 +154,6 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
         """Whether the last batch that the kernels were handed is this one, as it is now."""
         prefill, decode = self._prepared
         return prefill is attn_metadata.prefill_metadata and decode is attn_metadata.decode_metadata
-
-    def _check_sizes(self) -> None:
-        width = self.kv_lora_rank + self.qk_rope_head_dim
-        entry_width(self.kv_cache_dtype, self.kv_lora_rank, self.qk_rope_head_dim)
-        for name, got, expected in (
-            ("head_size", self.head_size, width),
-            ("qk_head_dim", self.qk_head_dim, self.qk_nope_head_dim + self.qk_rope_head_dim),
-            ("num_kv_heads", self.num_kv_heads, 1),
-        ):
-            if got != expected:
-                raise ValueError(
-                    f"expected {name} {expected} for L = {self.kv_lora_rank}, P = {self.qk_nope_head_dim}, "
-                    f"R = {self.qk_rope_head_dim} and one latent head, got {got}"
-                )
-
-    def _make_kernels(self) -> None:
-        """An instance of each kernel that the backend names."""
-        backend = self.attention_backend
-        names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS)
-        sizes = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
-        prefill, decode = backend.prefill_backend, backend.decode_backend
-        if decode is not None and self.kv_cache_dtype not in decode.supported_kv_cache_dtypes:
-            raise UnsupportedConfiguration(
-                f"{decode.get_name()}: cache dtype {self.kv_cache_dtype} not supported (supported: "
-                f"{', '.join(decode.supported_kv_cache_dtypes)})"
-            )
-        self.prefill: Any = None if prefill is None else prefill(**sizes)
-        # A rank decodes for the heads of all of them.
-        sizes["num_heads"] *= self.dcp_world_size
-        self.decode: Any = None if decode is None else decode(**sizes, kv_cache_dtype=self.kv_cache_dtype)
-
-
-def _refuse(**settings: object) -> None:
-    for name, value in settings.items():
-        if value is not None:
-            raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
-
-
-def _dense_weight(linear: Any, in_features: int, dtype: torch.dtype) -> Tensor:
-    """[out, in] weight of a linear layer, dequantised if it is stored in codes; ValueError for one that adds a bias."""
-    stored = stored_weight(linear)
-    if is_dense(stored):
-        return stored
-    identity = torch.eye(in_features, dtype=dtype, device=stored.device)
-    if hasattr(linear, "quant_method"):
-        return linear.quant_method.apply(linear, identity, bias=None).mT
-    if getattr(linear, "bias", None) is not None:
-        raise ValueError("expected a kv_b_proj without a bias, or a quant_method that can leave it out; got a bias")
-    image = linear(identity)
-    return (image[0] if isinstance(image, tuple) else image).mT
 
 
 def stored_weight(linear: Any) -> Tensor:

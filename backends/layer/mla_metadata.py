@@ -112,13 +112,20 @@ class MLACommonMetadata(AttentionMetadata):
             ValueError: the prefills have context and no workspace was bound.
         """
         if self._cached_prefill_metadata is None and self.num_prefills:
-            part = self.prefill_requests
+            part, context = self.prefill_requests, None
             lengths = self.query_lens_cpu[part]
+            if self.context_plan is not None:
+                if self.context_chunk_workspace is None:
+                    raise ValueError(
+                        "prefills with context need a workspace, got none; call MLACommonState.begin_forward first"
+                    )
+                plan = self.context_plan._asdict()
+                context = ChunkedContextMetadata(**plan, workspace=self.context_chunk_workspace)
             self._cached_prefill_metadata = MLACommonPrefillMetadata(
                 block_table=self.block_tables[part],
                 query_start_loc=self._starts(part),
                 max_query_len=int(lengths.max()),
-                chunked_context=self._chunked_context(),
+                chunked_context=context,
                 q_data_type=self.dtype,
                 output_dtype=self.dtype,
                 query_lens_cpu=lengths,
@@ -129,7 +136,8 @@ class MLACommonMetadata(AttentionMetadata):
     def decode_metadata(self) -> MLACommonDecodeMetadata | None:
         """The decodes alone, for a decode backend; None without any. The same object until the batch changes."""
         if self._cached_decode_metadata is None and self.num_decodes:
-            part, local = self.decode_requests, self.dcp_local_seq_lens
+            part, local, on_host = self.decode_requests, self.dcp_local_seq_lens, self.dcp_local_seq_lens_cpu
+            on_host = torch.tensor(self.seq_lens, dtype=torch.int32) if on_host is None else on_host
             self._cached_decode_metadata = MLACommonDecodeMetadata(
                 block_table=self.block_tables[part],
                 seq_lens=(self.seq_lens_tensor if local is None else local)[part],
@@ -137,7 +145,7 @@ class MLACommonMetadata(AttentionMetadata):
                 max_query_len=self.max_decode_query_len,
                 max_seq_len=self.max_decode_seq_len,
                 query_lens_cpu=self.query_lens_cpu[part],
-                seq_lens_cpu=self._local_seq_lens_cpu()[part],
+                seq_lens_cpu=on_host[part],
                 dcp_world_size=self.dcp_world_size,
                 dcp_rank=self.dcp_rank,
                 cp_kv_cache_interleave_size=self.cp_kv_cache_interleave_size,
@@ -174,35 +182,6 @@ class MLACommonMetadata(AttentionMetadata):
         Raises:
             ValueError: a batch that is no such step, or a block table without a page for a next token.
         """
-        self._check_step(num_seqs, num_queries, turn_prefills_into_decodes)
-        if num_queries:
-            self._write_step(model_input, sampled_token_ids, block_size, num_queries)
-        self._become_decodes()
-        self.seq_lens[:num_queries] = [length + 1 for length in self.seq_lens[:num_queries]]
-        self.max_decode_seq_len = max(self.seq_lens)
-        self.context_lens_tensor[:num_queries] = self.seq_lens_tensor[:num_queries] - 1
-        self.seq_start_loc[1:] = self.seq_lens_tensor.cumsum(dim=0)
-        self._cached_prefill_metadata = self._cached_decode_metadata = None
-
-    def _write_step(
-        self, model_input: Any, sampled_token_ids: Tensor | None, block_size: int, num_queries: int
-    ) -> None:
-        """Tokens, positions, lengths and slots of the next step; rows of padding stay as they are."""
-        position, columns = self.seq_lens_tensor[:num_queries].long(), self.block_tables.shape[1]
-        if may_look_at(position) and int(position.max()) // block_size >= columns:
-            raise ValueError(
-                f"the block table is too short: the next token of a sequence of {int(position.max())} needs "
-                f"{int(position.max()) // block_size + 1} blocks of {block_size} tokens, a row holds {columns}"
-            )
-        if sampled_token_ids is not None:
-            model_input.input_tokens[:num_queries] = sampled_token_ids.flatten()[:num_queries]
-        model_input.input_positions[:num_queries] = position
-        self.seq_lens_tensor[:num_queries] += 1
-        request = torch.arange(num_queries, device=position.device)
-        block = self.block_tables[request, position // block_size].long()
-        self.slot_mapping[:num_queries] = block * block_size + position % block_size
-
-    def _check_step(self, num_seqs: int, num_queries: int, turn_prefills_into_decodes: bool) -> None:
         if self.num_prefills and not turn_prefills_into_decodes:
             raise ValueError(
                 f"expected a batch of decodes, got {self.num_prefills} prefills; pass turn_prefills_into_decodes"
@@ -211,16 +190,28 @@ class MLACommonMetadata(AttentionMetadata):
             raise ValueError(
                 f"expected decodes of one token, got up to {self.max_decode_query_len}; build the next step's metadata"
             )
-        if num_seqs != len(self.seq_lens) or not 0 <= num_queries <= num_seqs:
+        requests = len(self.seq_lens)
+        if num_seqs != requests or not 0 <= num_queries <= num_seqs:
             raise ValueError(
-                f"expected num_seqs {len(self.seq_lens)}, the batch's requests, and at most as many queries, got "
-                f"{num_seqs} and {num_queries}"
+                f"expected num_seqs {requests}, the batch's requests, and at most as many queries, got {num_seqs} and "
+                f"{num_queries}"
             )
         if self.dcp_world_size > 1:
             raise ValueError(f"cannot advance on {self.dcp_world_size} context-parallel ranks; build the metadata anew")
-
-    def _become_decodes(self) -> None:
-        requests = len(self.seq_lens)
+        if num_queries:  # rows of padding stay as they are
+            position, columns = self.seq_lens_tensor[:num_queries].long(), self.block_tables.shape[1]
+            if may_look_at(position) and int(position.max()) // block_size >= columns:
+                raise ValueError(
+                    f"the block table is too short: the next token of a sequence of {int(position.max())} needs "
+                    f"{int(position.max()) // block_size + 1} blocks of {block_size} tokens, a row holds {columns}"
+                )
+            if sampled_token_ids is not None:
+                model_input.input_tokens[:num_queries] = sampled_token_ids.flatten()[:num_queries]
+            model_input.input_positions[:num_queries] = position
+            self.seq_lens_tensor[:num_queries] += 1
+            request = torch.arange(num_queries, device=position.device)
+            block = self.block_tables[request, position // block_size].long()
+            self.slot_mapping[:num_queries] = block * block_size + position % block_size
         if self.num_prefills:
             self.query_start_loc = torch.arange(requests + 1, dtype=torch.int32, device=self.query_start_loc.device)
             self.query_lens_cpu = torch.ones(requests, dtype=torch.int32)
@@ -229,24 +220,16 @@ class MLACommonMetadata(AttentionMetadata):
         self.num_decodes = self.num_decode_tokens = requests
         self.max_query_len = 1
         self.context_plan = self.context_shares = None
+        self.seq_lens[:num_queries] = [length + 1 for length in self.seq_lens[:num_queries]]
+        self.max_decode_seq_len = max(self.seq_lens)
+        self.context_lens_tensor[:num_queries] = self.seq_lens_tensor[:num_queries] - 1
+        self.seq_start_loc[1:] = self.seq_lens_tensor.cumsum(dim=0)
+        self._cached_prefill_metadata = self._cached_decode_metadata = None
 
     def _starts(self, part: slice) -> Tensor:
         """Where the requests of ``part`` start among its tokens; a view if they are the batch's first."""
         starts = self.query_start_loc[part.start : part.stop + 1]
         return starts - starts[0] if part.start else starts
-
-    def _local_seq_lens_cpu(self) -> Tensor:
-        local = self.dcp_local_seq_lens_cpu
-        return torch.tensor(self.seq_lens, dtype=torch.int32) if local is None else local
-
-    def _chunked_context(self) -> ChunkedContextMetadata | None:
-        if self.context_plan is None:
-            return None
-        if self.context_chunk_workspace is None:
-            raise ValueError(
-                "prefills with context need a workspace, got none; call MLACommonState.begin_forward first"
-            )
-        return ChunkedContextMetadata(**self.context_plan._asdict(), workspace=self.context_chunk_workspace)
 
 
 def part(size: int, other: int, first: bool) -> slice:

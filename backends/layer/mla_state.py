@@ -124,9 +124,17 @@ class MLACommonState:
                 f"expected a batch of up to {captured} decode tokens, as captured, got {attn_metadata.num_prefills} "
                 f"prefills and {attn_metadata.num_decode_tokens} decode tokens; run it without the graph"
             )
-        self._check_lengths(new)
+        longest, most = int(new["seq_lens_cpu"].max()), self.runner.max_seq_len_to_capture
+        if longest > most:
+            raise ValueError(
+                f"expected sequences of up to {most} tokens, as captured, got {longest}; run it without the graph"
+            )
         for name, buffer in input_buffers.items():
-            _fill(buffer, new[name], padding=-1 if name in ("slot_mapping", "block_tables") else 0)
+            buffer.fill_(-1 if name in ("slot_mapping", "block_tables") else 0)
+            # Columns that do not fit hold blocks for tokens to come.
+            sizes = zip(buffer.shape, new[name].shape, strict=True)
+            corner = tuple(slice(0, min(held, given)) for held, given in sizes)
+            buffer[corner].copy_(new[name][corner])
 
     def begin_forward(self, model_input: Any) -> None:
         """Bind the workspace, allocated at the first call where the input lies, to the batch.
@@ -147,20 +155,6 @@ class MLACommonState:
     def _require_capture(self) -> None:
         if not self._is_graph_capturing:
             raise ValueError("graph buffers exist inside of `with state.graph_capture(max_batch_size)` only")
-
-    def _check_lengths(self, new: dict[str, Tensor]) -> None:
-        longest, most = int(new["seq_lens_cpu"].max()), self.runner.max_seq_len_to_capture
-        if longest > most:
-            raise ValueError(
-                f"expected sequences of up to {most} tokens, as captured, got {longest}; run it without the graph"
-            )
-
-
-def _fill(buffer: Tensor, new: Tensor, padding: int) -> None:
-    """Copy ``new`` into the corner of ``buffer``; columns that do not fit hold blocks for tokens to come."""
-    buffer.fill_(padding)
-    corner = tuple(slice(0, min(held, given)) for held, given in zip(buffer.shape, new.shape, strict=True))
-    buffer[corner].copy_(new[corner])
 
 
 def _require_decoder_only(is_encoder_decoder_model: bool) -> None:

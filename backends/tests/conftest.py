@@ -17,7 +17,7 @@ import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration, output_dtype
+from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.chunking import ContextChunk
@@ -67,6 +67,32 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
         return module
 
     return install
+
+
+@pytest.fixture
+def planned(recorded: Callable[..., Any]) -> Callable[..., Any]:
+    """``planned(label, name, run, begin)``: FlashInfer's class, whose plan ``run`` finds under ``planned``.
+
+    ``begin`` sees what a wrapper is made with, and ``keep`` each plan.
+    """
+
+    def make(label: str, name: str, run: Any, begin: Any, keep: Any = lambda wrapper, a: None) -> Any:
+        class Wrapper:
+            planned: dict[str, Any]
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                recorded(label, f"{name}.__init__", lambda a: begin(self, a))(self, *args, **kwargs)
+                self.run = recorded(label, f"{name}.run", lambda a: run(self, a)).__get__(self)
+                self.plan = recorded(label, f"{name}.plan", self._keep).__get__(self)
+
+            def _keep(self, a: Any) -> None:
+                self.planned = dict(a)
+                keep(self, a)
+
+        Wrapper.run = recorded(label, f"{name}.run", run)
+        return Wrapper
+
+    return make
 
 
 def exact(
@@ -167,38 +193,6 @@ def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None, dtype: 
         plan = chunked_context_metadata([chunk], torch.zeros(sum(context), 576), device)
     table = torch.zeros(len(queries), 1, dtype=torch.int32)
     return prefill_metadata(queries, block_table=table, dtype=dtype, device=device, chunked_context=plan)
-
-
-@pytest.fixture
-def serves_new_tokens() -> Callable[..., None]:
-    """Drive an adapter without an LSE through new tokens, into ``out`` or not, and through what needs an LSE.
-
-    ``scale`` is that of an output in e4m3, or None.
-    """
-
-    def check(
-        backend_class: type[MLAPrefillBackend], nope: int, value: int, out: bool = False, scale: float | None = None
-    ) -> None:
-        backend = backend_class(HEADS, SCALE, LATENT, nope, ROPE, value, None)
-        backend.prepare_metadata(_metadata((3, 0, 33), None, torch.bfloat16))
-        generator, widths = torch.Generator().manual_seed(3), (nope + ROPE, nope + ROPE, value)
-        q, k, v = (torch.randn(37, HEADS, width, generator=generator).bfloat16() for width in widths)
-        start = torch.tensor([0, 3, 3, 36])
-        want, _ = exact(q[:36], k[:36], v[:36], start, start, SCALE, True)
-        dtype = torch.bfloat16 if scale is None else torch.float8_e4m3fn
-        given = torch.empty(37, HEADS, value, dtype=dtype) if out else None
-        result = backend.run_prefill_new_tokens(q, k, v, False, given, None if scale is None else torch.tensor(scale))
-        assert isinstance(result, torch.Tensor) and (result.shape, result.dtype) == ((37, HEADS, value), dtype)
-        assert given is None or result.data_ptr() == given.data_ptr()
-        atol, rtol = (1e-5, 2.0**-8) if scale is None else (0.02, 2.0**-4)
-        torch.testing.assert_close(result[:36].float() * (scale or 1.0), want.float(), atol=atol, rtol=rtol)
-        assert bool((result[36:].float() == 0).all())
-        with pytest.raises(UnsupportedConfiguration, match="LSE"):
-            backend.run_prefill_new_tokens(q, k, v, True)
-        with pytest.raises(UnsupportedConfiguration, match="LSE"):
-            backend.run_prefill_context_chunk(0, q, k, v)
-
-    return check
 
 
 LATENT = 512

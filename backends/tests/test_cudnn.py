@@ -1,49 +1,83 @@
-"""FlashInfer's entry against a stand-in; of the graph what needs no GPU. The plan itself is judged on a GPU."""
+"""CUDNN: of the graph what needs no GPU, and the node for e4m3 operands against a stand-in of the graph."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from mla_conformance.backends.cudnn import CudnnPrefillBackend
+from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends.cudnn import CudnnFp8
 from mla_conformance.backends.cudnn_graph import Key, layouts, lengths, offsets
-from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.metadata import prefill_metadata
+from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.reference.quantization import quantize_e4m3
 
-_FUNCTION = "flashinfer/cudnn/prefill.py:cudnn_batch_prefill_with_kv_cache"
-_VERSIONS = ["flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"]
-
-
-def _library(kernel: Any, version: Any) -> Any:
-    """LSE padded to [B, longest, N], garbage where no key is visible; natural before 0.7, then base 2 unless asked."""
-
-    def call(a: Any) -> Any:
-        queries, keys = (a[f"actual_seq_lens_{name}"].flatten().cumsum(0) for name in ("q", "kv"))
-        queries, keys = (torch.cat([torch.zeros(1, dtype=x.dtype), x]) for x in (queries, keys))
-        for name, operand, start in (("q", a["q"], queries), ("k", a["k_cache"], keys), ("v", a["v_cache"], keys)):
-            assert a[f"batch_offsets_{name}"].flatten().tolist() == (start * operand.stride(0)).tolist()
-        output, lse = kernel(a["q"], a["k_cache"], a["v_cache"], queries, keys, a["scale"], a["causal"])
-        empty = lse[0] == -math.inf
-        output[empty], lse[:, empty] = math.nan, -2e34
-        a["out"].copy_(output)
-        lse = lse if version.endswith("0.6.13") or a["lse_base"] == "ln" else lse / math.log(2)
-        return a["out"], _padded(lse, queries)
-
-    return call
+_SCALE, _HEADS, _WIDTH = 0.3, 2, 32
 
 
-def _padded(lse: Any, start: Any) -> Any:
-    padded = torch.full((len(start) - 1, int(start.diff().max()), lse.shape[0]), math.nan)
-    for request, (first, last) in enumerate(zip(start[:-1].tolist(), start[1:].tolist(), strict=True)):
-        padded[request, : last - first] = lse[:, first:last].mT
-    return padded
+@pytest.fixture
+def backend(monkeypatch: Any, kernel: Any) -> Any:
+    def execute(key: Any, tensors: Any, batch: Any) -> str:
+        """Multiplies by every scale, P's and its inverse among them."""
+        assert all(tensors[f"descale_{name}"].tolist() == [1.0] for name in "qkv")
+        assert all(batch.query_lens) and batch.query_start_loc.diff().tolist() == list(batch.query_lens)
+        assert float(tensors["scale_s"] * tensors["descale_s"]) == 1.0 and key.causal
+        start = batch.query_start_loc
+        output, lse = kernel(tensors["q"], tensors["k"], tensors["v"], start, start, key.scale, True)
+        tensors["o"].copy_(quantize_e4m3(output.double() * float(tensors["scale_o"]), 1.0))
+        tensors["stats"].copy_(lse.mT)
+        return "plan"
+
+    monkeypatch.setattr("mla_conformance.backends.cudnn.execute", execute)
+    made = CudnnFp8(_HEADS, _SCALE, 512, 16, 16, _WIDTH, None)
+    table = torch.zeros(4, 1, dtype=torch.int32)
+    made.prepare_metadata(
+        prefill_metadata((0, 3, 0, 4), block_table=table, dtype=torch.float8_e4m3fn, device=torch.device("cpu"))
+    )
+    return made
 
 
-@pytest.mark.parametrize("version", _VERSIONS)
-def test_conventions_of_the_entry(version: Any, recorded: Any, installed: Any, kernel: Any, conforms: Any) -> None:
-    entry = recorded(version, _FUNCTION, _library(kernel, version))
-    installed("flashinfer", cudnn=installed("flashinfer.cudnn", cudnn_batch_prefill_with_kv_cache=entry))
-    conforms(CudnnPrefillBackend.variants["flashinfer"])
+def _operands() -> Any:
+    """The last row does not count."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(8, _HEADS, _WIDTH, generator=generator).to(torch.float8_e4m3fn) for _ in range(3)]
+
+
+def test_output_is_divided_by_the_scale(backend: Any, kernel: Any) -> None:
+    q, k, v = _operands()
+    out = torch.zeros(8, _HEADS, _WIDTH).to(torch.float8_e4m3fn)
+    output, lse = backend.run_prefill_new_tokens(q, k, v, True, out=out, output_scale=torch.tensor(0.02))
+    start = torch.tensor([0, 3, 7])
+    want, want_lse = kernel(q[:7], k[:7], v[:7], start, start, _SCALE, True)
+    assert output.data_ptr() == out.data_ptr() and output.dtype == torch.float8_e4m3fn
+    assert torch.equal(output[:7].float(), quantize_e4m3(want.double() * float(1 / torch.tensor(0.02)), 1.0).float())
+    torch.testing.assert_close(lse[:, :7], want_lse)
+
+
+def test_no_plan_is_for_one_token(backend: Any, monkeypatch: Any) -> None:
+    longest: list[Any] = []
+
+    def execute(key: Any, tensors: Any, batch: Any) -> str:
+        longest.extend((key.max_query_len, key.max_key_len))
+        return "plan"
+
+    monkeypatch.setattr("mla_conformance.backends.cudnn.execute", execute)
+    start = torch.tensor([0, 1], dtype=torch.int32)
+    one = RaggedBatch(None, start, start, (1,), (1,))
+    q, k, v = (x[:1] for x in _operands())
+    backend._scale_o = torch.ones(1)
+    backend.attend(q, k, v, one, None)
+    assert longest == [2, 2]
+
+
+def test_declares_quantised_output_alone(backend: Any) -> None:
+    assert backend.supports_quant_output(fp8_static_tensor_sym())
+    assert not CudnnFp8.supports_unquantised_output(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedConfiguration, match="pass out in e4m3 and output_scale"):
+        backend.run_prefill_new_tokens(*_operands(), False)
+    with pytest.raises(UnsupportedConfiguration, match="context chunk is bfloat16"):
+        backend.run_prefill_context_chunk(0, *_operands())
 
 
 def test_offsets_are_elements_in_64_bits() -> None:
@@ -59,10 +93,3 @@ def test_layouts_carry_the_strides_of_a_view() -> None:
     found = layouts(key)
     assert found["q"] == ((3, 4, 7, 192), (768 * 7, 192, 768, 1))
     assert found["v"] == ((3, 4, 9, 128), (1024 * 9, 256, 1024, 1))
-
-
-@pytest.mark.parametrize(("dims", "supported"), [((128, 64, 128), True), ((24, 8, 20), False), ((256, 64, 320), False)])
-def test_head_dims(dims: Any, supported: Any) -> None:
-    nope, rope, value = dims
-    dimensions = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
-    assert CudnnPrefillBackend.supports_mla_dimensions(dimensions) == supported

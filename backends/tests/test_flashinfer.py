@@ -1,27 +1,33 @@
-"""The ragged wrapper's adapter against stand-ins that follow FlashInfer before and after ``lse_base``."""
+"""Adapters of FlashInfer's wrappers, which plan, against stand-ins of it before and after its changes of form."""
 
 import math
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.flashinfer import FlashInferPrefillBackend
+from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.platform import DeviceCapability
 
-_FILE = "flashinfer/prefill.py:BatchPrefillWithRaggedKVCacheWrapper"
-_VERSIONS = ["flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"]
+OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
+RAGGED: Any = FlashInferPrefillBackend.variants
+PAGED: Any = FlashInferMLADecodeBackend.variants
+BUFFERS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 
-@pytest.fixture(params=_VERSIONS)
-def wrappers(request: Any, recorded: Any, installed: Any, kernel: Any) -> Any:
-    """Wrappers that were made, of a library that answers to base 2, [T, N], unless it is asked for another form."""
-    made = []
+@pytest.fixture(params=[OLD, NEW])
+def wrappers(request: Any, planned: Any, installed: Any, kernel: Any) -> list[Any]:
+    """Ragged wrappers that were made; LSE to base 2, [T, N], unless another form is asked for."""
+    made: list[Any] = []
 
     def run(wrapper: Any, a: Any) -> Any:
         plan = wrapper.planned
-        assert a["q"].shape[0] == int(plan["qo_indptr"][-1])
         starts = (plan["qo_indptr"], plan["kv_indptr"])
+        assert a["q"].shape[0] == int(starts[0][-1])
         assert (plan["head_dim_qk"], plan["head_dim_vo"]) == (a["q"].shape[-1], a["v"].shape[-1])
         output, lse = kernel(a["q"], a["k"], a["v"], *starts, plan["sm_scale"], plan["causal"])
         assert plan["o_data_type"] == output.dtype
@@ -29,49 +35,114 @@ def wrappers(request: Any, recorded: Any, installed: Any, kernel: Any) -> Any:
             assert plan["head_dim_qk"] == plan["head_dim_vo"]
             scales = [(scale.dtype, scale.tolist()) for scale in a["args"]]
             assert scales == [(torch.float32, [1.0] * output.shape[1])] * 3
-        lse = lse.clamp(min=-50000.0) if request.param.endswith("0.6.13") else lse
+        lse = lse.clamp(min=-50000.0) if request.param == OLD else lse
         lse = lse if a.get("lse_base") == "ln" else lse / math.log(2)
         lse = lse if a.get("lse_layout") == "HN" else lse.mT.contiguous()
         return output if a["out"] is None else a["out"].copy_(output), lse
 
-    class Wrapper:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            recorded(request.param, f"{_FILE}.__init__", lambda a: made.append(self))(self, *args, **kwargs)
-            self.run = recorded(request.param, f"{_FILE}.run", lambda a: run(self, a)).__get__(self)
-
-        def plan(self, *args: Any, **kwargs: Any) -> None:
-            def keep(a: Any) -> None:
-                self.planned = dict(a)
-
-            recorded(request.param, f"{_FILE}.plan", keep)(self, *args, **kwargs)
-
-    Wrapper.run = None
-    library = installed("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=Wrapper)
-    library.bound = lambda wrapper: wrapper
+    name = "flashinfer/prefill.py:BatchPrefillWithRaggedKVCacheWrapper"
+    wrapper = planned(request.param, name, run, lambda wrapper, a: made.append(wrapper))
+    installed("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=wrapper)
     return made
 
 
-@pytest.mark.parametrize("variant", FlashInferPrefillBackend.variants)
-def test_conventions(variant: Any, wrappers: Any, conforms: Any, monkeypatch: Any) -> None:
-    backend = FlashInferPrefillBackend.variants[variant]
-    conforms(backend)
+@pytest.mark.parametrize("variant", RAGGED)
+def test_conventions_of_prefill(variant: Any, wrappers: Any, conforms: Any) -> None:
+    conforms(RAGGED[variant])
     assert {w.planned["q_data_type"] for w in wrappers} == {torch.bfloat16}
     assert {(w.planned["head_dim_qk"], w.planned["head_dim_vo"]) for w in wrappers} == {(192, 128)}
-
-
-def test_operands_in_e4m3_have_one_head_dim_and_scales(wrappers: Any, conforms: Any) -> None:
-    conforms(FlashInferPrefillBackend.variants["fa3"], dtype=torch.float8_e4m3fn)
-    assert {w.planned["head_dim_qk"] for w in wrappers} == {256}
-
-
-def test_plans_once_for_each_batch(wrappers: Any, conforms: Any) -> None:
-    conforms(FlashInferPrefillBackend.variants["fa2"])
     assert len(wrappers) == 2  # the new tokens, called twice, and the context chunk of the next batch
 
 
+def test_operands_in_e4m3_have_one_head_dim_and_scales(wrappers: Any, conforms: Any) -> None:
+    conforms(RAGGED["fa3"], dtype=torch.float8_e4m3fn)
+    assert {w.planned["head_dim_qk"] for w in wrappers} == {256}
+
+
+@pytest.fixture(params=[OLD, NEW])
+def library(request: Any, recorded: Any, planned: Any, installed: Any, mla_kernel: Any) -> Any:
+    """A library whose paged wrapper keeps a plan in the buffers that it was given; LSE to base 2 unless asked."""
+    version, made = request.param, []
+    files = {OLD: "flashinfer/mla/_core.py", NEW: "flashinfer/mla/_batch_mla/_wrapper.py"}
+
+    def run(wrapper: Any, a: Any) -> Any:
+        flat = version == OLD
+        q = (a["q_nope"], a["q_pe"]) if flat else a["query"]
+        cache = (a["ckv_cache"], a["kpe_cache"]) if flat else a["kv_cache"]
+        plan, buffers = wrapper.planned, wrapper.buffers
+        lengths, indices = buffers["kv_len_arr"].tolist(), buffers["kv_indices"].tolist()
+        tables = [indices[first:end] for first, end in pairwise(buffers["kv_indptr"].tolist())]
+        queries, pages = buffers["qo_indptr"].diff().tolist(), torch.cat(cache, dim=-1)
+        assert plan["causal"] == (max(queries) > 1) and plan["page_size"] == pages.shape[1]
+        assert cache[0].untyped_storage().data_ptr() == cache[1].untyped_storage().data_ptr()
+        output, lse = mla_kernel(torch.cat(q, dim=-1), pages, lengths, queries, tables, plan["sm_scale"])
+        return output, (lse if a["return_lse_base_on_e"] else lse / math.log(2)).mT
+
+    def begin(wrapper: Any, a: Any) -> None:
+        assert a["use_cuda_graph"] and a["backend"] in ("fa2", "fa3")
+        wrapper.buffers = {name: a[name] for name in BUFFERS}
+        made.append(wrapper)
+
+    def keep(wrapper: Any, a: Any) -> None:
+        batch = a["metadata"] if version == NEW else a
+        for name, buffer in wrapper.buffers.items():
+            assert batch[name].dtype == torch.int32
+            buffer[: len(batch[name])].copy_(batch[name])
+
+    name = "BatchMLAPagedAttentionWrapper"
+    contents: dict[str, Any] = {name: planned(version, f"{files[version]}:{name}", run, begin, keep)}
+    if version == NEW:
+        csr = recorded(version, "flashinfer/mla/_batch_mla/_contracts.py:MLAPlanMetadata.csr", dict)
+        contents["MLAPlanMetadata"] = SimpleNamespace(csr=lambda **fields: csr(None, **fields))
+    installed("flashinfer.mla", **contents)
+    return SimpleNamespace(version=version, made=made)
+
+
+@pytest.mark.parametrize("variant", PAGED)
+@pytest.mark.parametrize("page", [1, 16, 64])
+def test_conventions_of_decode(variant: Any, page: Any, library: Any, decodes: Any) -> None:
+    decodes(PAGED[variant], page, (1, 1, 1), (65, 0, 130))
+
+
+def test_several_queries_a_request(library: Any, decodes: Any) -> None:
+    decodes(PAGED["fa3"], 16, (4, 1, 3), (65, 17, 4))
+
+
+def test_the_plan_follows_the_metadata_before_the_next_call(library: Any, decodes: Any) -> None:
+    """A replayed graph makes no call; it reads what prepare_metadata has left in the buffers of its shape's wrapper."""
+    backend = decodes(PAGED["fa2"], 16, (1, 1), (65, 130))
+    metadata = backend._decode_metadata
+    metadata.seq_lens_cpu = torch.tensor([3, 40], dtype=torch.int32)
+    backend.prepare_metadata(metadata)
+    (wrapper,) = library.made
+    assert wrapper.buffers["kv_len_arr"].tolist() == [3, 40]
+
+
+def test_an_e4m3_cache_needs_the_newer_version_hopper_and_bfloat16(library: Any, monkeypatch: Any) -> None:
+    backend, hopper = PAGED["fa3"], DeviceCapability(9, 0)
+    monkeypatch.setattr(backend, "libraries", ())
+    config = MLADecodeSelectorConfig(torch.bfloat16, "fp8", 64, 512, 64)
+    assert bool(backend.validate_configuration(hopper, config)) == (library.version == OLD)
+    assert backend.validate_configuration(hopper, config._replace(dtype=torch.float16))
+    monkeypatch.setattr(PAGED["fa2"], "libraries", ())
+    assert "needs compute capability 9.0" in PAGED["fa2"].validate_configuration(DeviceCapability(8, 0), config)[0]
+
+
+def test_scales_of_an_e4m3_cache_reach_the_kernel(library: Any) -> None:
+    if library.version == OLD:
+        pytest.skip("0.6.13 reads no e4m3 cache")
+    backend = PAGED["fa3"](2, 0.1, 512, 128, 64, 128, "fp8", None)
+    seen: dict[str, Any] = {}
+    wrapper = SimpleNamespace(run=lambda **a: seen.update(a) or (a["query"][0], torch.zeros(1, 2)))
+    backend.plan = lambda form: seen.update(form=form) or wrapper
+    q, pe = torch.zeros(1, 2, 512).bfloat16(), torch.zeros(1, 2, 64).bfloat16()
+    backend.attend(q, pe, torch.zeros(1, 16, 576).to(torch.float8_e4m3fn), torch.tensor(0.25))
+    assert (seen["ckv_scale"], seen["kpe_scale"], seen["form"].cache_dtype) == (0.25, 0.25, torch.float8_e4m3fn)
+
+
 def test_choice_by_device(monkeypatch: Any) -> None:
-    monkeypatch.setattr(FlashInferPrefillBackend, "libraries", ())
-    chosen: list[Any] = [
-        FlashInferPrefillBackend.resolve(DeviceCapability(*c)) for c in ((8, 0), (9, 0), (10, 0), (12, 0))
-    ]
-    assert [backend.variant for backend in chosen] == ["fa2", "fa3", "cutlass", "fa2"]
+    expected = {FlashInferPrefillBackend: "fa2 fa3 cutlass fa2", FlashInferMLADecodeBackend: "fa2 fa3 fa2 fa2"}
+    for family, chosen in expected.items():
+        monkeypatch.setattr(family, "libraries", ())
+        found: list[Any] = [family.resolve(DeviceCapability(*c)) for c in ((8, 0), (9, 0), (10, 0), (12, 0))]
+        assert [backend.variant for backend in found] == chosen.split()

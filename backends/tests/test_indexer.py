@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend
-from mla_conformance.backends.deep_gemm_vllm import DeepGemmIndexerVllm
+from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerBackend

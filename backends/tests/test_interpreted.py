@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted_libraries
+from mla_conformance.backends.interpreted import InterpretedLibrary
 from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import known_variants
@@ -25,7 +24,7 @@ def library(tmp_path: Any, monkeypatch: Any) -> Any:
     real = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "triton"}
     for name in real:
         del sys.modules[name]
-    yield interpreted_libraries((Library("triton_engine", "triton-engine", "pip install triton-engine"),))[0]
+    yield InterpretedLibrary("triton_engine", "triton-engine", "pip install triton-engine")
     for name in [name for name in sys.modules if name.partition(".")[0] in ("triton", "triton_engine")]:
         del sys.modules[name]
     sys.modules.update(real)

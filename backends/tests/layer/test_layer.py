@@ -1,6 +1,5 @@
-"""The composed backend, the implementation's construction, weights, ranks, and the layer from hidden states on."""
+"""The composed backend, the implementation's construction, weights and ranks."""
 
-from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,14 +10,8 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
-from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend, mla_backend
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
-from mla_conformance.reference.dimensions import PRESETS
-from mla_conformance.reference.kv_cache import PagedContext
-from mla_conformance.reference.layer import LayerSpec, mla_layer
-from mla_conformance.reference.projections import MLAWeights, kv_b_proj
-from mla_conformance.reference.rope import Rotation, rope
 
 
 def validate(backend: type[MLACommonBackend], **changes: Any) -> list[str]:
@@ -39,7 +32,7 @@ def validate(backend: type[MLACommonBackend], **changes: Any) -> list[str]:
 
 def test_the_layer_of_two_kernels(world: Any) -> None:
     w = world()
-    assert w.backend.get_name() == "EAGER+EXACT" and issubclass(w.backend, MLACommonBackend) and w.backend.is_mla()
+    assert w.backend.get_name() == "EAGER" and issubclass(w.backend, MLACommonBackend) and w.backend.is_mla()
     assert w.backend.get_impl_cls() is w.backend.get_impl_cls()
     assert (
         w.backend.get_impl_cls().__name__ == "MLACommonImpl"
@@ -105,7 +98,7 @@ def test_sizes_that_do_not_fit_together_are_refused(world: Any) -> None:
     with pytest.raises(ValueError, match="expected a cache dtype of auto, fp8, fp8_ds_mla, got 'int8'"):
         world().impl(kv_cache_dtype="int8")
     plain = type("Plain", (world().decode,), {"supported_kv_cache_dtypes": ["auto"]})
-    with pytest.raises(UnsupportedConfiguration, match=r"EXACT: cache dtype fp8 not supported \(supported: auto\)"):
+    with pytest.raises(UnsupportedConfiguration, match=r"EAGER: cache dtype fp8 not supported \(supported: auto\)"):
         world(decode=plain).impl(kv_cache_dtype="fp8")
 
 
@@ -184,44 +177,3 @@ def test_lengths_of_a_rank_may_come_with_the_batch(world: Any, batch: Any) -> No
     common.dcp_local_seq_lens = torch.tensor([2, 4], dtype=torch.int32)
     view = w.builder(1).build(0, common).decode_metadata
     assert view.seq_lens.data_ptr() == common.dcp_local_seq_lens.data_ptr() and view.seq_lens_cpu.tolist() == [2, 4]
-
-
-@pytest.mark.parametrize("path", ["compute_friendly", "data_movement_friendly", "chunked_prefill"])
-def test_from_hidden_states_to_hidden_states(path: Any, world: Any) -> None:
-    """Projections, rope, cache, prefill and decode in one mixed batch; the golden layer by each of its routes."""
-    model, generator = PRESETS["small"], torch.Generator().manual_seed(3)
-    w = world(dims=type(world().dims)(heads=4, nope=16, rope=8, value=16, latent=32))
-    turn = Rotation.plain(model.head.qk_rope_head_dim, interleaved=True)
-    spec = LayerSpec(model="small", dims=model, scale=w.scale, rotation=turn)
-    shapes: dict[str, Any] = {name: shape for name, (shape,) in spec.weight_shapes.items()}
-    weights = MLAWeights(**{
-        name: shape and torch.randn(shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5
-        for name, shape in shapes.items()
-    })  # fmt: skip
-    queries, contexts = (4, 3, 1, 2), (9, 0, 14, 5)
-    starts, context_starts = [0, *accumulate(queries)], [0, *accumulate(contexts)]
-    history = torch.randn(sum(contexts), model.hidden_size, generator=generator, dtype=torch.float64)
-    hidden = torch.randn(sum(queries), model.hidden_size, generator=generator, dtype=torch.float64)
-    blocks = torch.randperm(64, generator=generator)[:20].reshape(4, 5)
-    past = torch.cat([torch.arange(c) for c in contexts])
-    new = torch.cat([torch.arange(c, c + q) for q, c in zip(queries, contexts, strict=True)])
-
-    w.weight = kv_b_proj(weights.W_UK, weights.W_UV).float()
-    latents = torch.cat((history @ weights.W_DKV, rope(history @ weights.W_KR, past, turn)), dim=-1)
-    for row, (start, stop) in enumerate(pairwise(context_starts)):
-        token = torch.arange(stop - start)
-        w.cache[blocks[row][token // 4], token % 4] = latents[start:stop].float()
-    cached = PagedContext(w.cache.clone(), blocks, contexts, workspace_tokens=16)
-
-    assert weights.W_DQ is not None
-    q_c = hidden @ weights.W_DQ
-    q_pe = rope(torch.einsum("tl,lnr->tnr", q_c, weights.W_QR), new, turn)
-    q = torch.cat((torch.einsum("tl,lnp->tnp", q_c, weights.W_UQ), q_pe), dim=-1).float()
-    kv_c, k_pe = (hidden @ weights.W_DKV).float(), rope(hidden @ weights.W_KR, new, turn).float()
-    requests = [LayerRequest(queries[i], contexts[i], blocks[i].tolist(), i < 2) for i in range(4)]
-    metadata = w.builder().build_from_requests(requests)
-    metadata.bind_workspace(w.builder().workspace)
-    result = w.impl().forward(w.layer, q.flatten(1), kv_c, k_pe.unsqueeze(1), w.cache, metadata)
-
-    want = mla_layer(hidden, new, weights, spec, query_start_loc=starts, context=cached, path=path)
-    torch.testing.assert_close(result.double() @ weights.W_O, want, atol=2e-5, rtol=2e-5)

@@ -1,7 +1,5 @@
-"""A layer on ranks that share the tokens: what each holds, what they exchange, and that together they are one."""
+"""A layer on ranks that share the tokens: what each holds, what they exchange."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +10,7 @@ from hypothesis import strategies as st
 from mla_conformance.backends.layer.context_chunks import plan_context, share_context
 from mla_conformance.backends.layer.context_parallel import (
     Lockstep,
-    OnlyRank,
     Sharding,
-    dcp_group,
     gather_heads,
     local_token,
     merge_over_ranks,
@@ -22,31 +18,6 @@ from mla_conformance.backends.layer.context_parallel import (
 from mla_conformance.backends.layer.mla_batch import LayerRequest
 
 CPU = torch.device("cpu")
-PREFILLS = [(5, 21, True), (3, 0, True), (4, 6, True)]
-
-
-def rank_of(group: Any, whole: Any, world: Any, interleave: int) -> Callable[[], torch.Tensor]:
-    """One rank's forward; its cache holds its share of the context, and every rank computes all heads of the batch."""
-    w = world(ranks=group.world_size, interleave=interleave)
-    with dcp_group(group):
-        builder, impl = w.builder(group.rank), w.impl()
-    blocks = [list(range(12 * i, 12 * i + 12)) for i in range(len(whole.lengths))]
-    before = [LayerRequest(c, 0, ids, True) for (_, c, _), ids in zip(whole.lengths, blocks, strict=True) if c]
-    context = torch.cat([rows[:c] for rows, (_, c, _) in zip(whole.latents, whole.lengths, strict=True)])
-    slots = builder.build_from_requests(before).slot_mapping
-    impl.do_kv_cache_update(context[:, :32], context[:, 32:], w.cache, slots, w.layer._k_scale)
-    requests = [LayerRequest(q, c, ids, p) for (q, c, p), ids in zip(whole.lengths, blocks, strict=True)]
-    metadata = builder.build_from_requests(requests)
-    state = w.backend.get_state_cls()(w.runner())
-    state.begin_forward(SimpleNamespace(attn_metadata=metadata, input_tokens=torch.zeros(1)))
-    return lambda: impl.forward(w.layer, *whole.operands(), w.cache, metadata)
-
-
-def test_a_prefill_on_ranks_is_bit_by_bit_that_of_one_rank(world: Any, batch: Any) -> None:
-    whole, lockstep = batch(world(), PREFILLS), Lockstep(3)
-    alone = rank_of(OnlyRank(), whole, world, 1)()
-    for result in lockstep.run([rank_of(group, whole, world, 2) for group in lockstep.groups]):
-        assert torch.equal(result, alone)
 
 
 @settings(max_examples=25, deadline=None)

@@ -35,7 +35,7 @@ def assert_is(metadata: Any, rebuilt: Any) -> None:
         assert getattr(metadata.decode_metadata, name).equal(getattr(rebuilt.decode_metadata, name)), name
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(8))
 def test_advancing_is_rebuilding(seed: int, world: Any) -> None:
     rng = random.Random(seed)
     prompts = rng.randint(0, 3)
@@ -113,38 +113,10 @@ class Captured:
         with self.state.graph_capture(8):
             self.metadata = self.state.graph_capture_get_metadata_for_batch(8)
         self.buffers = self.state.get_graph_input_buffers(self.metadata)
-        self.impl = world.impl()
-        d = world.dims
-        widths = ((d.heads * (d.nope + d.rope),), (d.latent,), (1, d.rope))
-        self.inputs = [torch.full((8, *width), torch.nan, dtype=world.dtype) for width in widths]
 
-    def pointers(self) -> list[int]:
-        return [x.data_ptr() for x in (*self.buffers.values(), *self.inputs)]
-
-    def replay(self, batch: Any) -> torch.Tensor:
-        batch.store_context()
-        for static, operand in zip(self.inputs, batch.operands(), strict=True):
-            static[: operand.shape[0]] = operand
-        metadata = self.world.builder().build_from_requests(batch.requests, max(0, batch.padding))
+    def replay(self, batch: Any) -> None:
+        metadata = self.world.builder().build_from_requests(batch.requests)
         self.state.prepare_graph_input_buffers(self.buffers, metadata)
-        self.impl.prepare(self.metadata)
-        result: torch.Tensor = self.impl.forward(self.world.layer, *self.inputs, self.world.cache, self.metadata)
-        return result
-
-
-@pytest.mark.parametrize("padded", [True, False])
-def test_a_smaller_replay_after_a_larger_one(padded: bool, world: Any, batch: Any) -> None:
-    captured = Captured(world())
-    before = captured.pointers()
-    for requests in (8, 3, 1, 8, 5):
-        lengths = [(1, (7 * i + requests) % 23, False) for i in range(requests)]
-        one = batch(captured.world, lengths, seed=requests)
-        rows = 8 - requests if padded else 0
-        one.padding = rows
-        result, golden = captured.replay(one), one.golden()
-        torch.testing.assert_close(result[: len(golden)].double(), golden, atol=1e-5, rtol=1e-5)
-        assert not result[requests:].any()
-    assert captured.pointers() == before
 
 
 def test_the_buffers_hold_what_a_replay_brings(world: Any, batch: Any) -> None:

@@ -1,0 +1,277 @@
+"""Sparse adapters against stand-ins: kernels that follow a library's documented conventions, behind its signature."""
+
+import math
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.flash_attn_mla_sparse import FlashAttnMLASparseBackend
+from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
+from mla_conformance.backends.flashinfer_mla_sparse_sm90 import FlashInferMLASparseSM90Backend
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.roles import Role
+
+LABELS = {"flashinfer": "flashinfer-python 0.7.2.post1", "flash_mla": "sgl-flash-mla 1.0.0", "vllm": "vllm 0.33.0"}
+LAYOUTS = {656: "fp8_ds_mla", 584: "fp8_v4"}
+
+
+def cut(lists: Any, length: Any) -> Any:
+    """What a kernel looks at: nothing from the length on."""
+    behind = None if length is None else torch.arange(lists.shape[1]) >= length[:, None]
+    return lists.long() if behind is None else lists.long().masked_fill(behind, -1)
+
+
+@pytest.fixture
+def aiter(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) -> None:
+    """Lists of slots; NaN in a row whose list names none."""
+    module = "aiter.ops.triton.attention.unified_attention_sparse_mla"
+
+    def call(a: Any) -> None:
+        cache, lists = a["kv"], a["topk_indices"]
+        assert cache.shape[2] == 1 and lists.is_contiguous() and a["q"].is_contiguous() and a["kv_lora_rank"] == 512
+        assert (a["max_seqlen_q"], len(a["seqused_k"])) == (1, len(a["q"]))
+        found, _ = sparse_kernel(a["q"], slots_of(cache[:, :, 0], "auto"), lists.long(), a["softmax_scale"])
+        a["out"].copy_(found)
+        a["out"][(lists == -1).all(dim=1)] = torch.nan
+
+    function = f"{module.replace('.', '/')}.py:unified_attention_sparse_mla"
+    call = recorded("amd-aiter 0.1.21.dev46+ge4048607a", function, call)
+    installed(module, unified_attention_sparse_mla=call)
+
+
+@pytest.fixture
+def flash_attn(recorded: Any, installed: Any, sparse_kernel: Any) -> list[Any]:
+    """What vLLM's FlashAttention 3 is handed over pages of one token, as many of a table as ``seqused_k`` says."""
+    seen: list[Any] = []
+
+    def run(a: Any) -> Any:
+        seen.append(a)
+        assert (a["q"].shape[-1], a["q_v"].shape[-1]) == (64, 512)
+        assert (a["k"].shape[1:], a["v"].shape[1:]) == ((1, 1, 64), (1, 1, 512))
+        assert a["k"].untyped_storage().data_ptr() == a["v"].untyped_storage().data_ptr()
+        assert a["cu_seqlens_q"].tolist() == [*range(len(a["q"]) + 1)] and a["max_seqlen_q"] == 1
+        assert (a["fa_version"], a["causal"], a["return_softmax_lse"]) == (3, True, None)
+        assert a["block_table"].dtype == a["seqused_k"].dtype == torch.int32
+        lists, columns = a["block_table"], a["block_table"].shape[1]
+        behind = torch.arange(columns) >= a["seqused_k"][:, None]
+        assert a["max_seqlen_k"] == columns and bool((lists[behind] == -1).all()) and bool((lists[~behind] >= 0).all())
+        keys = torch.cat((a["v"], a["k"]), dim=-1)[:, 0, 0].double()
+        output, _ = sparse_kernel(torch.cat((a["q_v"], a["q"]), dim=-1), keys, lists, a["softmax_scale"])
+        return output
+
+    module = "vllm.vllm_flash_attn.flash_attn_interface"
+    call = recorded(LABELS["vllm"], f"{module.replace('.', '/')}.py:flash_attn_varlen_func", run)
+    installed(module, flash_attn_varlen_func=call)
+    return seen
+
+
+@pytest.fixture
+def flash_mla(recorded: Any, installed: Any, sparse_kernel: Any, slots_of: Any) -> None:
+    """64 or 128 heads; natural LSE, +inf without keys. A request has one query token, its list and its length."""
+
+    def source(cache: Any, indices: Any, length: Any) -> Any:
+        assert indices.shape[1] == 1 and indices.shape[2] % 64 == 0
+        assert cache.shape[2] == 1 and cache.stride(1) == cache.shape[3]
+        assert length is None or (length.dtype == torch.int32 and length.is_contiguous())
+        return slots_of(cache[:, :, 0], LAYOUTS[cache.shape[3]]), cut(indices[:, 0], length)
+
+    def decode(a: Any) -> Any:
+        q, cache = a["q"], a["k_cache"]
+        assert a["use_legacy"] and a["tile_scheduler_metadata"] == "schedule" and not a["causal"]
+        assert q.shape[1] == 1 and q.shape[2] in (64, 128) and a["head_dim_v"] == 512
+        assert (q.shape[3], cache.shape[3]) in ((576, 656), (512, 584))
+        keys, lists = source(cache, a["indices"], a["topk_length"])
+        assert cache.shape[3] != 656 or a["topk_length"] is a["extra_k_cache"] is None
+        if a["extra_k_cache"] is not None:
+            more, others = source(a["extra_k_cache"], a["extra_indices_in_kvcache"], a["extra_topk_length"])
+            lists = torch.cat((lists, torch.where(others < 0, -1, others + len(keys))), dim=1)
+            keys = torch.cat((keys, more))
+        output, lse = sparse_kernel(q[:, 0], keys, lists, a["softmax_scale"], a["attn_sink"])
+        return output[:, None], lse.masked_fill(lse == -math.inf, math.inf)[:, :, None]
+
+    def prefill(a: Any) -> Any:
+        q, kv, indices, length = a["q"], a["kv"], a["indices"], a["topk_length"]
+        assert a["use_legacy"] and a["d_v"] == 512 and q.shape[1] in (64, 128) and kv.shape[1] == 1
+        assert indices.shape[1] == 1 and indices.shape[2] % 128 == 0
+        assert length is None or (length.dtype == torch.int32 and length.is_contiguous())
+        output, lse = sparse_kernel(q, kv[:, 0], cut(indices[:, 0], length), a["sm_scale"], a["attn_sink"])
+        return output, lse, lse.masked_fill(lse == -math.inf, math.inf)
+
+    calls = {"get_mla_metadata": lambda a: ("schedule", None), "flash_mla_with_kvcache": decode}
+    calls["flash_mla_sparse_fwd"] = prefill
+    file = "flash_mla/flash_mla_interface.py"
+    installed("flash_mla", **{name: recorded(LABELS["flash_mla"], f"{file}:{name}", x) for name, x in calls.items()})
+
+
+@pytest.fixture
+def trtllm(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
+    """Slots of one query token a request, as many as ``seq_lens`` says; LSE [T, N] of the base that is asked for."""
+
+    def decode(a: Any) -> Any:
+        q, cache, table, columns = a["query"], a["kv_cache"], a["block_tables"], a["sparse_mla_top_k"]
+        tokens, queries, heads, _ = q.shape
+        assert queries == 1 and table.shape == (tokens, 1, columns) and a["max_seq_len"] == columns
+        assert cache.shape[1:] == (1, 64, 576) and q.is_contiguous() and cache.is_contiguous()
+        assert (a["backend"], a["return_lse"], a["return_lse_base"]) == ("trtllm-gen", True, "basee")
+        assert (a["qk_nope_head_dim"], a["kv_lora_rank"], a["qk_rope_head_dim"], a["bmm2_scale"]) == (128, 512, 64, 1.0)
+        assert not a["workspace_buffer"].any() and a["workspace_buffer"].numel() > 8 * 256 * heads * tokens
+        assert a["seq_lens"].dtype == table.dtype == torch.int32
+        lists = cut(table[:, 0], a["seq_lens"])
+        assert bool((lists >= 0).sum(dim=1).equal(a["seq_lens"].long()))
+        output, lse = sparse_kernel(q[:, 0], cache[:, 0].flatten(0, 1), lists, a["bmm1_scale"])
+        return output[:, None], lse
+
+    name = "trtllm_batch_decode_with_kv_cache_mla"
+    installed("flashinfer.mla", **{name: recorded(LABELS["flashinfer"], f"flashinfer/mla/_core.py:{name}", decode)})
+
+
+@pytest.fixture
+def flashinfer(recorded: Any, installed: Any, planned: Any, sparse_kernel: Any) -> None:
+    """A wrapper over pages of one token that is planned on the host for what it runs; natural LSE [T, N]."""
+    folder, label = "flashinfer/mla/_batch_mla", LABELS["flashinfer"]
+
+    def run(wrapper: Any, a: Any) -> Any:
+        plan = wrapper.planned
+        q, rows = (torch.cat(a[name], dim=-1) for name in ("query", "kv_cache"))
+        batch = plan["metadata"]
+        assert (plan["query_layout"], plan["kv_cache_layout"], plan["lse_mode"]) == ("split", "split", "basee")
+        assert a["return_lse"] and a["return_lse_base_on_e"] and rows.shape[1] == plan["page_size"] == 1
+        assert not plan["causal"] and all(batch[name].dtype == torch.int32 for name in batch if name != "cls")
+        scaled = rows.dtype == torch.float8_e4m3fn
+        assert plan["scale_mode"] == ("kv-per-tensor" if scaled else "default")
+        assert a["ckv_scale"] == a["kpe_scale"] and (a["ckv_scale"] is not None) == scaled
+        keys = rows[:, 0].double() * (a["ckv_scale"] if scaled else 1.0)
+        assert bool((batch["kv_indices"] >= 0).all()) and batch["qo_indptr"].tolist() == [*range(len(q) + 1)]
+        named = [batch["kv_indices"][begin:end].long() for begin, end in pairwise(batch["kv_indptr"].tolist())]
+        assert batch["kv_len_arr"].tolist() == [*map(len, named)]
+        lists = torch.nn.utils.rnn.pad_sequence(named, batch_first=True, padding_value=-1)
+        return sparse_kernel(q, keys, lists, plan["sm_scale"])
+
+    def begin(wrapper: Any, a: Any) -> None:
+        assert a["backend"] == "fa3" and a["float_workspace_buffer"].numel() >= 128 << 20
+
+    made = planned(label, f"{folder}/_wrapper.py:BatchMLAPagedAttentionWrapper", run, begin)
+    csr = recorded(label, f"{folder}/_contracts.py:MLAPlanMetadata.csr", dict)
+    metadata = SimpleNamespace(csr=lambda **fields: csr(None, **fields))
+    installed("flashinfer.mla", BatchMLAPagedAttentionWrapper=made, MLAPlanMetadata=metadata)
+
+
+@pytest.fixture
+def sglang(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
+    """The launcher, which shares keys where its shapes allow it; the kernel, which takes any dtype, and its lengths."""
+    module = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"
+
+    def launch(a: Any) -> Any:
+        q, kv = a["q"], a["kv"]
+        assert kv.dtype == torch.bfloat16 and kv.shape[1] == 1 and a["d_v"] == 512
+        assert q.shape[1] == {0: 3, 2: 16, 4: 8}[a["union"]]
+        lists = cut(a["indices"], None if a["union"] else a["topk_length"])
+        return sparse_kernel(q, kv[:, 0], lists, a["sm_scale"])[0]
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Any:
+            def run(q: Any, kv: Any, indices: Any, length: Any, out: Any, scale: Any, topk: Any, **sizes: Any) -> None:
+                assert grid == (len(q),) and topk == indices.shape[1] and all(x.is_contiguous() for x in (q, kv, out))
+                assert sizes == {"H": 3, "BLOCK_H": 16, "D_QK": 576, "D_V": 512, "BLOCK_N": 64, "IDX64": False}
+                out.copy_(sparse_kernel(q, kv[:, 0], cut(indices, length), scale)[0])
+
+            return run
+
+    def last(indices: Any, topk: int) -> Any:
+        return (torch.arange(1, topk + 1) * (indices >= 0)).amax(dim=1).int()
+
+    launcher = recorded("sglang 0.5.23", f"{module.replace('.', '/')}.py:sparse_mla_prefill", launch)
+    installed(module, sparse_mla_prefill=launcher, _sparse_mla_prefill_kernel=Kernel(), _topk_length=last)
+
+
+_BARE: dict[str, Any] = {"layout": None, "heads": 3, "lse": False}
+_PAGES: dict[str, Any] = {"layout": "auto", "page": 16, "heads": 2, "topk": 63, "length": True}
+_HALF: dict[str, Any] = {"layout": "auto", "heads": 2, "rope": 0, "dtype": torch.float16}
+ASKED: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "AITER_TRITON_SPARSE": (
+        "aiter",
+        [{"layout": "auto", "page": page, "heads": 16, "lse": False} for page in (16, 64)],
+    ),
+    "FLASH_ATTN_MLA_SPARSE": (
+        "flash_attn",
+        [{**asked, "lse": False} for asked in (_PAGES, _HALF, {"layout": None, "heads": 2, "topk": 1})],
+    ),
+    "FLASHMLA_SPARSE": (
+        "flash_mla",
+        [
+            {"layout": "fp8_ds_mla", "topk": 64, "sink": True},
+            {"layout": "fp8_v4", "rope": 0, "length": True, "heads": 128},
+            {"layout": "fp8_v4", "rope": 0, "page": 6, "extra": True, "sink": True, "length": True},
+            {"layout": None, "length": True, "sink": True},
+            {"layout": None, "rope": 0, "heads": 128},
+        ],
+    ),
+    "FLASHMLA_SPARSE[float32]": ("flash_mla", [{"layout": "fp8_ds_mla", "topk": 64, "sink": True}]),
+    # What it returns without keys, its documentation does not say.
+    "FLASHINFER_MLA_SPARSE": (
+        "trtllm",
+        [{"layout": "auto", "heads": 2, "topk": 100, "length": x, "keyless": False} for x in (False, True)],
+    ),
+    "FLASHINFER_MLA_SPARSE_SM90": (
+        "flashinfer",
+        [_PAGES, _HALF, {"layout": "fp8", "heads": 2}, {"layout": None, "heads": 2, "topk": 1}],
+    ),
+    "SGLANG_TRITON_SPARSE": ("sglang", [{**_BARE, "length": length} for length in (True, False)]),
+    "SGLANG_TRITON_SPARSE[union2]": ("sglang", [{**_BARE, "heads": 16}]),
+    "SGLANG_TRITON_SPARSE[union4]": ("sglang", [{**_BARE, "heads": 8}]),
+    "SGLANG_TRITON_SPARSE[interpreted]": (
+        "sglang",
+        [{**_BARE, "length": x, "dtype": dtype} for x in (False, True) for dtype in (torch.float16, torch.float32)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_conventions(name: str, selects: Any, request: Any) -> None:
+    stand_in, asked = ASKED[name]
+    request.getfixturevalue(stand_in)
+    for each in asked:
+        selects(load_role(parse_reference(name), Role.SPARSE), **each)
+
+
+@pytest.mark.parametrize(("behind", "copied"), [(2 * 576, False), (8, True)])
+def test_slots_are_renumbered_where_other_layers_lie_between_blocks(
+    behind: int, copied: bool, selects: Any, flash_attn: Any
+) -> None:
+    """A cache of pages of two tokens, of which another layer's lie behind each, or something odd."""
+    backend = selects(FlashAttnMLASparseBackend, "auto", heads=2, lse=False)
+    backend._sparse_metadata.query_lens_cpu = torch.ones(1, dtype=torch.int32)
+    cache = torch.zeros(4, 2 * 576 + behind).bfloat16()[:, : 2 * 576].unflatten(1, (2, 576))
+    indices = torch.tensor([[7, -1, 2, 0]], dtype=torch.int32)
+    backend.run_sparse_decode(torch.zeros(1, 2, 576).bfloat16(), cache, torch.tensor(1.0), indices, False)
+    seen = flash_attn[-1]
+    assert seen["block_table"].tolist() == [[7, 2, 0, -1] if copied else [13, 4, 0, -1]]
+    assert (seen["v"].data_ptr() != cache.data_ptr()) is copied and len(seen["v"]) == (8 if copied else 14)
+
+
+@pytest.mark.usefixtures("flash_mla")
+def test_refuses_what_it_does_not_take_before_it_calls(selects: Any) -> None:
+    with pytest.raises(UnsupportedConfiguration, match="topk_length of lists over fp8_ds_mla"):
+        selects(FlashMLASparseBackend, "fp8_ds_mla", length=True)
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_a_call_is_planned_for_its_own_lists(selects: Any) -> None:
+    backend = selects(FlashInferMLASparseSM90Backend, "auto", heads=2)
+    wrapper = backend._wrapper
+    q, cache = torch.zeros(1, 2, 576).bfloat16(), torch.zeros(4, 1, 576).bfloat16()
+    backend._sparse_metadata.query_lens_cpu = torch.ones(1, dtype=torch.int32)
+    backend.run_sparse_prefill(q, cache, torch.tensor([[3, -1, 2]], dtype=torch.int32), False)
+    assert backend._wrapper is wrapper and wrapper.planned["metadata"]["kv_indices"].tolist() == [3, 2]
+
+
+def test_a_version_before_the_metadata_object_says_so(installed: Any, monkeypatch: Any) -> None:
+    installed("flashinfer.mla", BatchMLAPagedAttentionWrapper=None)
+    monkeypatch.setattr(FlashInferMLASparseSM90Backend, "libraries", FlashInferMLASparseSM90Backend.libraries[:1])
+    (reason,) = FlashInferMLASparseSM90Backend.broken_dependencies()
+    assert reason.startswith("needs flashinfer-python 0.7 or newer, not ")

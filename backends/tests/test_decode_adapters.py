@@ -1,0 +1,280 @@
+"""Decode adapters against stand-ins: kernels that follow a library's documented conventions, behind its signature."""
+
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.roles import Role
+from mla_conformance.backends.triton_mla import key_splits
+
+STAND_INS: dict[str, tuple[str, dict[str, tuple[Any, ...]], list[Any]]] = {}
+UNIFORM = [(1, 1, 1), (65, 0, 130)], [(3, 3), (64, 129)]
+SINGLE = [(1, 1, 1), (65, 0, 130)], [(1, 1, 1), (1, 64, 63)]
+MANY = [(1, 1, 1), (65, 0, 130)], [(4, 1, 3), (65, 17, 4)]
+Kernel = Callable[..., Any]
+
+
+def stand_in(
+    names: str, pages: list[int], batches: Any, label: str, function: str, module: str, **others: Any
+) -> Callable[[Kernel], Kernel]:
+    """What stands for a function of a library, whose arguments come by name, for some adapters.
+
+    ``others`` are further contents of the module, recorded functions as pairs of their name and what they return.
+    """
+
+    def keep(call: Kernel) -> Kernel:
+        asked = [(page, *batch) for page in pages for batch in batches]
+        for name in names.split():
+            contents = {function.rpartition(":")[2]: (label, function, call), **others}
+            STAND_INS[f"{name} {label}"] = (module, contents, asked)
+        return call
+
+    return keep
+
+
+def without_keys(output: torch.Tensor, lse: torch.Tensor, left: float = -math.inf) -> Any:
+    """What a library leaves in rows without keys: NaN, and for an LSE what it may be."""
+    empty = lse[0] == -math.inf
+    output[empty], lse[:, empty] = math.nan, left
+    return output, lse
+
+
+@stand_in(
+    "TRITON_MLA[lse-float32]", [16, 32], UNIFORM, "vllm 0.33.0",
+    "vllm/v1/attention/ops/triton_decode_attention.py:decode_attention_fwd",
+    "vllm.v1.attention.ops.triton_decode_attention",
+)  # fmt: skip
+def triton_mla(a: Any, kernel: Any) -> None:
+    """A row of q is a request of one token."""
+    q, cache, page = a["q"], a["k_buffer"], a["page_size"]
+    assert (cache.shape[1:], a["v_buffer"].shape[1:]) == ((page, 1, 576), (page, 1, 512)) and a["is_mla"]
+    assert a["v_buffer"].data_ptr() == cache.data_ptr() and a["k_scale"] is a["v_scale"]
+    assert a["attn_logits"].shape == (*q.shape[:2], a["num_kv_splits"], 513)
+    found = kernel(q, cache[:, :, 0], a["b_seq_len"].tolist(), [1] * len(q), a["req_to_token"], a["sm_scale"])
+    output, lse = without_keys(*found)
+    a["o"].copy_(output)
+    a["lse"].copy_(lse.mT)
+
+
+_FLASH_MLA = "flash_mla/flash_mla_interface.py:flash_mla_with_kvcache"
+_SCHEDULE = "flash_mla/flash_mla_interface.py:get_mla_metadata"
+
+
+def flash_mla(a: Any, kernel: Any) -> Any:
+    """Queries [B, S, N, L + R], pages of 64; LSE [B, N, S]."""
+    q, cache = a["q"], a["k_cache"]
+    assert a.get("use_legacy") is (True if "use_legacy" in a else None)
+    assert a["num_splits"] is None and a["tile_scheduler_metadata"] == "schedule" and a["head_dim_v"] == 512
+    assert cache.shape[1:] == (64, 1, 576) and a["causal"] == (q.shape[1] > 1)
+    shape = q.shape[:2]
+    sizes, lengths = [shape[1]] * shape[0], a["cache_seqlens"].tolist()
+    found = kernel(q.flatten(0, 1), cache[:, :, 0], lengths, sizes, a["block_table"], a["softmax_scale"])
+    output, lse = without_keys(*found, left=math.inf)
+    return output.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
+
+
+for _label in ("sgl-flash-mla 1.0.0", "flash-mla 1.0.0+9241ae3"):
+    _contents = {"get_mla_metadata": (_label, _SCHEDULE, lambda a, kernel: ("schedule", None))}
+    stand_in("FLASHMLA", [64], UNIFORM, _label, _FLASH_MLA, "flash_mla", **_contents, has_legacy=lambda: True)(
+        flash_mla
+    )
+
+
+def aiter(a: Any, kernel: Any) -> None:
+    """Causal, over pages of one head; without a key, whatever stood in the output."""
+    cache, lengths = a["kv_buffer"], a["seqused_k"].tolist()
+    assert cache.shape[1:] == (64, 1, 576) and a["causal"] and a["q_descale"] is a["kv_descale"] is None
+    assert (a["kv_lora_rank"], a["qk_rope_head_dim"], a["max_seqlen_kv"]) == (512, 64, max(lengths))
+    queries = a["cu_seqlens_q"].diff()
+    found = kernel(a["q"], cache[:, :, 0], lengths, queries, a["block_tables"], a["softmax_scale"])
+    a["out"].copy_(without_keys(*found)[0])
+
+
+for _name, _kind, _batches in (("", "decode", (*UNIFORM, *SINGLE)), ("[prefill]", "prefill", MANY)):
+    _label, _function = "amd-aiter 0.1.21.dev46+ge4048607a", f"aiter/ops/triton/attention/mla.py:mla_{_kind}_fwd"
+    _module = "aiter.ops.triton.attention.mla"
+    stand_in(f"AITER_TRITON_MLA{_name}", [64], _batches, _label, _function, _module)(aiter)
+
+
+class QuantPolicy(IntEnum):
+    """LMDeploy's names of what its caches hold."""
+
+    NONE = 0
+    FP8 = 16
+
+
+@stand_in(
+    "LMDEPLOY_TRITON", [64], SINGLE, "lmdeploy 0.18.0",
+    "lmdeploy/pytorch/kernels/cuda/pagedattention.py:flash_attn_with_kvcache",
+    "lmdeploy.pytorch.kernels.cuda.pagedattention", QuantPolicy=QuantPolicy,
+)  # fmt: skip
+def lmdeploy(a: Any, kernel: Any) -> Any:
+    """Values that share the memory of the keys."""
+    keys, values, lengths = a["k_cache"], a["v_cache"], a["cache_seqlens"].tolist()
+    assert keys.shape[1:] == (64, 1, 576) and values.shape[1:] == (64, 1, 512)
+    assert keys.data_ptr() == values.data_ptr() and a["quant_policy"] == QuantPolicy.NONE
+    assert a["k_scales_zeros"] is a["v_scales_zeros"] is None
+    found = kernel(a["q"], keys[:, :, 0], lengths, [1] * len(lengths), a["page_table"], a["softmax_scale"])
+    return without_keys(*found)[0]
+
+
+@stand_in(
+    "SGLANG_TRITON", [32], SINGLE, "sglang 0.5.23",
+    "sglang/kernels/ops/attention/decode_attention.py:decode_attention_fwd",
+    "sglang.kernels.ops.attention.decode_attention",
+)  # fmt: skip
+def sglang(a: Any, kernel: Any) -> None:
+    """Slots of one token; the LSE of the first split is that of all keys, the others have none."""
+    q, slots = a["q"], a["k_buffer"]
+    assert (slots.shape[1:], a["v_buffer"].shape[1:]) == ((1, 576), (1, 512))
+    assert a["has_mla"] and (a["k_scale"], a["v_scale"]) == (1.0, 1.0)
+    assert a["attn_lse"].shape == (*q.shape[:2], a["max_kv_splits"]) and bool((a["attn_lse"] == -math.inf).all())
+    assert a["attn_logits"].shape == (*q.shape[:2], a["max_kv_splits"], 512)
+    assert a["num_kv_splits"].dtype == a["kv_indptr"].dtype == torch.int32
+    tables = [a["kv_indices"][i:j].tolist() for i, j in pairwise(a["kv_indptr"].tolist())]
+    found = kernel(q, slots, [*map(len, tables)], [1] * len(q), tables, a["sm_scale"])
+    output, lse = without_keys(*found)
+    a["o"].copy_(output)
+    a["attn_lse"][..., 0] = lse.mT
+
+
+def flash_attn_mla(a: Any, kernel: Any) -> Any:
+    """Rope and latent apart, of one tensor; bottom-right; natural LSE [N, T]."""
+    in_vllm = ("k", "v", "q_v", "seqused_k", "block_table")
+    names = in_vllm if "q_v" in a else ("k_cache", "v_cache", "qv", "cache_seqlens", "page_table")
+    k, v, qv, lengths, table = (a[name] for name in names)
+    assert (k.shape[2:], v.shape[2:], qv.shape[-1]) == ((1, 64), (1, 512), 512)
+    assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+    assert a["causal"] and a["return_softmax_lse"] and a["max_seqlen_q"] == int(a["cu_seqlens_q"].diff().max())
+    assert names is not in_vllm or (a["fa_version"], a["max_seqlen_k"]) == (3, int(lengths.max()))
+    pages, queries = torch.cat([v, k], dim=-1)[:, :, 0], a["cu_seqlens_q"].diff().tolist()
+    return kernel(torch.cat([qv, a["q"]], dim=-1), pages, lengths.tolist(), queries, table, a["softmax_scale"])
+
+
+for _name, _label, _function, _module in (
+    (
+        "upstream", "flash-attn-3 3.0.0+0251105a", "flash_attn_interface.py:flash_attn_with_kvcache",
+        "flash_attn_interface",
+    ),
+    ("sglang", "sglang-kernel 0.4.10", "sgl_kernel/flash_attn.py:flash_attn_with_kvcache", "sgl_kernel.flash_attn"),
+    (
+        "vllm", "vllm 0.33.0", "vllm/vllm_flash_attn/flash_attn_interface.py:flash_attn_varlen_func",
+        "vllm.vllm_flash_attn.flash_attn_interface",
+    ),
+):  # fmt: skip
+    stand_in(f"FLASH_ATTN_MLA[{_name}]", [16, 64], MANY, _label, _function, _module)(flash_attn_mla)
+
+
+@stand_in(
+    "TOKENSPEED_MLA", [32], UNIFORM, "tokenspeed-mla 2.0.4", "tokenspeed_mla/mla_decode.py:tokenspeed_mla_decode",
+    "tokenspeed_mla", get_num_sm=lambda device: 148,
+)  # fmt: skip
+def tokenspeed(a: Any, kernel: Any) -> Any:
+    """Queries [B, S, N, L + R]; LSE to base 2, [B, S, N]."""
+    q, cache, lengths = a["query"], a["kv_cache"], a["seq_lens"].tolist()
+    requests, queries, heads, _ = q.shape
+    assert a["return_lse"] and a["causal_mask"] and a["max_seq_len"] > 0
+    assert (a["kv_lora_rank"], a["qk_rope_head_dim"]) == (512, 64)
+    # What its docstring asks for, at the splits that its heuristic makes on 148 processors.
+    tiles = -(-heads * queries // 128)
+    splits, workspace = max(1, min(32, 148 // requests // (tiles * 2))), a["workspace_buffer"]
+    assert workspace.dtype == torch.int8 and workspace.numel() >= requests * 128 * tiles * splits * 513 * 4
+    assert a["block_tables"].is_contiguous() and a["seq_lens"].dtype == torch.int32
+    sizes = [queries] * requests
+    output, lse = kernel(q.flatten(0, 1), cache, lengths, sizes, a["block_tables"], a["softmax_scale"])
+    return output.unflatten(0, (requests, queries)), (lse / math.log(2)).mT.unflatten(0, (requests, queries))
+
+
+def workspace_size(a: Any, kernel: Any) -> int:
+    assert a["max_seq_len"] % 128 == 0 and a["sm_count"] == 0 and a["num_kv_splits"] == -1
+    return 4096
+
+
+@stand_in(
+    "CUTLASS_MLA", [128], [[(1, 1, 1), (129, 0, 260)]], "vllm 0.33.0", "vllm/_custom_ops.py:sm100_cutlass_mla_decode",
+    "vllm._custom_ops", sm100_cutlass_mla_get_workspace_size=(
+        "vllm 0.33.0", "vllm/_custom_ops.py:sm100_cutlass_mla_get_workspace_size", workspace_size,
+    ),
+)  # fmt: skip
+def cutlass(a: Any, kernel: Any) -> Any:
+    """128 heads, one query token a request; natural LSE [B, 128]."""
+    q_nope, q_pe, cache, table = a["q_nope"], a["q_pe"], a["kv_c_and_k_pe_cache"], a["page_table"]
+    tokens = q_nope.shape[0]
+    assert (q_nope.shape, q_pe.shape) == ((tokens, 128, 512), (tokens, 128, 64))
+    assert a["out"].shape == (tokens, 128, 512) and a["lse"].shape == (tokens, 128)
+    assert all(x.is_contiguous() for x in (q_nope, q_pe, table, a["out"], a["lse"]))
+    assert a["workspace"].dtype == torch.uint8 and a["workspace"].numel() == 4096 and a["num_kv_splits"] == -1
+    # The heads of padding are the same in each row: two stand for all of them.
+    query = torch.cat([q_nope, q_pe], dim=-1)
+    assert not query[:, 2:].any()
+    found = kernel(query[:, :2], cache, a["seq_lens"].tolist(), [1] * tokens, table, a["scale"])
+    output, lse = without_keys(*found, left=math.inf)
+    a["out"].copy_(pad(output, (0, 0, 0, 126)))
+    a["lse"].copy_(pad(lse, (0, 0, 0, 126)).mT)
+    return a["out"]
+
+
+@pytest.fixture
+def calls(recorded: Any, installed: Any, mla_kernel: Any) -> Callable[[str], list[Any]]:
+    """``calls("NAME LABEL")`` installs a stand-in; the arguments of its calls."""
+
+    def install(key: str) -> list[Any]:
+        module, contents, _ = STAND_INS[key]
+        seen: list[Any] = []
+
+        def made(label: str, function: str, call: Kernel) -> Any:
+            def run(a: Any) -> Any:
+                seen.append(dict(a))
+                return call(a, mla_kernel)
+
+            return recorded(label, function, run)
+
+        installed(module, **{name: made(*it) if isinstance(it, tuple) else it for name, it in contents.items()})
+        return seen
+
+    return install
+
+
+def _adapter(key: str) -> Any:
+    return load_role(parse_reference(key.split()[0]), Role.DECODE)
+
+
+@pytest.mark.parametrize("key", STAND_INS)
+def test_conventions(key: str, calls: Any, decodes: Any) -> None:
+    calls(key)
+    for page, queries, lengths in STAND_INS[key][2]:
+        decodes(_adapter(key), page, queries, lengths)
+
+
+def test_a_token_of_several_sees_the_keys_up_to_its_own(calls: Any, decodes: Any) -> None:
+    seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
+    decodes(_adapter("TRITON_MLA[lse-float32]"), 16, (3, 3), (40, 5))
+    assert seen[0]["b_seq_len"].tolist() == [38, 39, 40, 3, 4, 5]
+
+
+def test_the_lse_is_as_coarse_as_vllm_makes_it(calls: Any, decodes: Any) -> None:
+    seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
+    with pytest.raises(AssertionError):
+        decodes(_adapter("TRITON_MLA"), 16, (1,), (40,))
+    assert seen[0]["lse"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("length", "splits"), [(1, 1), (1023, 1), (1024, 2), (1536, 4), (10**6, 264)])
+def test_keys_are_split_as_in_vllm(length: Any, splits: Any) -> None:
+    assert key_splits(length, compute_units=132) == splits
+
+
+@pytest.mark.parametrize("key", [key for key in STAND_INS if key.startswith("FLASHMLA")])
+def test_says_which_build_served(key: str, calls: Any, decodes: Any) -> None:
+    calls(key)
+    evidence = decodes(_adapter(key), 64, (1, 1), (65, 3)).kernel_evidence()
+    assert _adapter(key).broken_dependencies() == []
+    assert list(evidence) == (["sgl-flash-mla", "kernels"] if "sgl" in key else ["flash-mla"])

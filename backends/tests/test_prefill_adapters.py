@@ -1,0 +1,335 @@
+"""Prefill adapters against stand-ins: kernels that follow a library's documented conventions, behind its signature."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.flash_attn import FlashAttnPrefillBackend
+from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.metadata import prefill_metadata
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.trials.subject import Subject
+
+HEADS, ROPE, SCALE = 2, 64, 0.11
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+STAND_INS: dict[str, tuple[str, str, str, Callable[..., Any]]] = {}
+
+
+def stand_in(module: str, label: str, function: str, names: str) -> Callable[..., Any]:
+    """What stands for a function of a library, whose arguments come by name, for some adapters."""
+
+    def keep(call: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names.split():
+            STAND_INS[f"{name} {label}"] = (module, label, function, call)
+        return call
+
+    return keep
+
+
+def varlen(a: Any, kernel: Any) -> Any:
+    """The call that FlashAttention's packages share: natural LSE [N, T]."""
+    q, k, v = a["q"], a["k"], a["v"]
+    assert all(x.data_ptr() % 16 == 0 and x.stride(-1) == 1 for x in (q, k, v))
+    assert all(x.shape[-1] * x.element_size() % 16 == 0 for x in (q, k, v))
+    queries, keys = a["cu_seqlens_q"], a["cu_seqlens_k"]
+    assert (a["max_seqlen_q"], a["max_seqlen_k"]) == (int(queries.diff().max()), int(keys.diff().max()))
+    return kernel(q, k, v, queries, keys, a["softmax_scale"], a["causal"])
+
+
+_VARLEN = "flash_attn_varlen_func"
+
+
+@stand_in(
+    "flash_attn.flash_attn_interface", "flash-attn 2.8.3", f"flash_attn/flash_attn_interface.py:{_VARLEN}",
+    "FLASH_ATTN[fa2]",
+)  # fmt: skip
+def fa2(a: Any, kernel: Any) -> Any:
+    """One head dim; +inf in a row without keys."""
+    assert a["return_attn_probs"] is True and a["q"].shape[-1] == a["v"].shape[-1]
+    output, lse = varlen(a, kernel)
+    return output, lse.masked_fill(lse == -math.inf, math.inf), None
+
+
+@stand_in("fa3_fwd_interface", "fa3-fwd 0.0.3", f"fa3_fwd_interface.py:{_VARLEN}", "FLASH_ATTN[fa3]")
+def fa3(a: Any, kernel: Any) -> Any:
+    assert a["return_attn_probs"] is True
+    return varlen(a, kernel)
+
+
+@stand_in("flash_attn.cute", "flash-attn-4 4.0.0b36", f"flash_attn/cute/interface.py:{_VARLEN}", "FLASH_ATTN[fa4]")
+def fa4(a: Any, kernel: Any) -> Any:
+    assert a["return_lse"] is True
+    return varlen(a, kernel)
+
+
+@stand_in("", "aten", "_flash_attention_forward", "FLASH_ATTN[torch]")
+def torchs_own(a: Any, kernel: Any) -> Any:
+    asked = {"return_attn_probs": True, "causal": a["is_causal"], "softmax_scale": a["scale"]}
+    asked |= {"q": a["query"], "k": a["key"], "v": a["value"], "max_seqlen_q": a["max_q"], "max_seqlen_k": a["max_k"]}
+    return (*fa2({**asked, "cu_seqlens_q": a["cum_seq_q"], "cu_seqlens_k": a["cum_seq_k"]}, kernel), None, None)
+
+
+@stand_in("", "aten", "_efficient_attention_forward", "TORCH_SDPA[efficient]")
+def efficient(a: Any, kernel: Any) -> Any:
+    """Bottom-right for mask 2; LSE [B, N, a multiple of 32]; garbage in rows without keys."""
+    assert a["bias"] is None and a["dropout_p"] == 0.0 and a["compute_log_sumexp"]
+    queries, operands = a["cu_seqlens_q"], {x: a[name][0] for x, name in (("q", "query"), ("k", "key"), ("v", "value"))}
+    mask = {"causal": a["custom_mask_type"] == 2, "softmax_scale": a["scale"]}
+    output, lse = varlen({**a, **operands, **mask}, kernel)
+    output[lse[0] == -math.inf] = math.nan
+    longest = -(-a["max_seqlen_q"] // 32) * 32
+    return output[None], padded(lse.nan_to_num(neginf=math.nan), queries, longest).mT, None, None
+
+
+def padded(lse: torch.Tensor, start: torch.Tensor, longest: int) -> torch.Tensor:
+    """[B, longest, N], garbage behind each request."""
+    found = torch.full((len(start) - 1, longest, lse.shape[0]), math.nan)
+    for request, (first, last) in enumerate(zip(start[:-1].tolist(), start[1:].tolist(), strict=True)):
+        found[request, : last - first] = lse[:, first:last].mT
+    return found
+
+
+def cudnn(a: Any, kernel: Any) -> Any:
+    """LSE padded to [B, longest, N], garbage where no key is visible; natural before 0.7, then base 2 unless asked."""
+    queries, keys = (a[f"actual_seq_lens_{name}"].flatten().cumsum(0) for name in ("q", "kv"))
+    queries, keys = (torch.nn.functional.pad(x, (1, 0)) for x in (queries, keys))
+    for name, operand, start in (("q", a["q"], queries), ("k", a["k_cache"], keys), ("v", a["v_cache"], keys)):
+        assert a[f"batch_offsets_{name}"].flatten().tolist() == (start * operand.stride(0)).tolist()
+    output, lse = kernel(a["q"], a["k_cache"], a["v_cache"], queries, keys, a["scale"], a["causal"])
+    empty = lse[0] == -math.inf
+    output[empty], lse[:, empty] = math.nan, -2e34
+    a["out"].copy_(output)
+    return a["out"], padded(lse if a.get("lse_base", "ln") == "ln" else lse / math.log(2), queries, _longest(queries))
+
+
+def trtllm(a: Any, kernel: Any) -> Any:
+    """LSE to base 2, [T, N]; strides of q ignored; garbage for a request without keys unless the host tells."""
+    assert a["query"].is_contiguous() and a["bmm2_scale"] == 1.0 and not a["workspace_buffer"].any()
+    queries, keys = a["cum_seq_lens_q"], a["cum_seq_lens_kv"]
+    assert a["seq_lens"].tolist() == keys.diff().tolist() and a["max_kv_len"] == _longest(keys)
+    assert a["max_q_len"] == _longest(queries)
+    assert "kv_seq_lens_cpu" not in a or a["kv_seq_lens_cpu"].tolist() == keys.diff().tolist()
+    output, lse = kernel(a["query"], a["key"], a["value"], queries, keys, a["bmm1_scale"], a["is_causal"])
+    empty = lse[0] == -math.inf
+    output[empty], lse[:, empty] = math.nan, 7.0
+    return output if a["out"] is None else a["out"].copy_(output), (lse / math.log(2)).mT.contiguous()
+
+
+for _version in ("flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"):
+    _entry = "flashinfer/cudnn/prefill.py:cudnn_batch_prefill_with_kv_cache"
+    stand_in("flashinfer.cudnn", _version, _entry, "CUDNN[flashinfer]")(cudnn)
+    _entry = "flashinfer/prefill.py:trtllm_ragged_attention_deepseek"
+    stand_in("flashinfer.prefill", _version, _entry, "TRTLLM_RAGGED")(trtllm)
+
+
+@stand_in(
+    "tokenspeed_mla", "tokenspeed-mla 2.0.4", "tokenspeed_mla/mla_prefill.py:tokenspeed_mla_prefill", "TOKENSPEED_MLA"
+)
+def tokenspeed(a: Any, kernel: Any) -> Any:
+    """Natural LSE, [T, N]; packed operands only."""
+    assert all(a[name].is_contiguous() for name in ("query", "key", "value"))
+    queries, keys = a["cum_seq_lens_q"], a["cum_seq_lens"]
+    assert (a["max_seq_len_q"], a["max_seq_len"]) == (_longest(queries), _longest(keys))
+    assert a["batch_size"] == len(queries) - 1
+    output, lse = kernel(a["query"], a["key"], a["value"], queries, keys, a["softmax_scale"], a["is_causal"])
+    return output if a["out"] is None else a["out"].copy_(output), lse.mT.contiguous()
+
+
+@stand_in(
+    "sglang.kernels.ops.attention.extend_attention", "sglang 0.5.23",
+    "sglang/kernels/ops/attention/extend_attention.py:extend_attention_fwd", "SGLANG_TRITON",
+)  # fmt: skip
+def extend(a: Any, kernel: Any) -> None:
+    """Either stage of the kernel: new tokens, or a prefix by its slots."""
+    assert a["skip_prefix"] != a["skip_extend"] and (a["k_scale"], a["v_scale"], a["page_size"]) == (1.0, 1.0, None)
+    assert all(a[name].is_contiguous() for name in ("q_extend", "k_extend", "v_extend", "o_extend"))
+    queries = a["qo_indptr"]
+    assert queries.dtype == torch.int64 and a["max_len_extend"] == _longest(queries)
+    if a["skip_prefix"]:
+        assert a["is_causal"] and not len(a["k_buffer"]) and not a["kv_indptr"].any()
+        k, v, keys = a["k_extend"], a["v_extend"], queries
+    else:
+        assert not a["is_causal"] and not len(a["k_extend"])
+        k, v, keys = a["k_buffer"][a["kv_indices"]], a["v_buffer"][a["kv_indices"]], a["kv_indptr"]
+    output, lse = kernel(a["q_extend"], k, v, queries, keys, a["sm_scale"], a["is_causal"])
+    a["o_extend"].copy_(output)
+    a["lse_extend"].copy_(lse.mT)
+
+
+@stand_in(
+    "lmdeploy.pytorch.kernels.cuda.flashattention", "lmdeploy 0.18.0",
+    f"lmdeploy/pytorch/kernels/cuda/flashattention.py:{_VARLEN}", "LMDEPLOY_TRITON",
+)  # fmt: skip
+def lmdeploy(a: Any, kernel: Any) -> Any:
+    assert a["causal"] and a["kv_layout"] == "shd" and a["max_seqlen_q"] == 33
+    return kernel(a["q"], a["k"], a["v"], a["cu_seqlens_q"], a["cu_seqlens_k"], a["softmax_scale"], a["causal"])[0]
+
+
+@stand_in(
+    "vllm.v1.attention.ops.triton_unified_attention", "vllm 0.33.0",
+    "vllm/v1/attention/ops/triton_unified_attention.py:unified_attention", "TRITON_ATTN",
+)  # fmt: skip
+def unified(a: Any, kernel: Any) -> None:
+    """Keys and values of pages of 16, equally wide; the output scaled by the reciprocal."""
+    k, v, lengths, start = a["k"], a["v"], a["seqused_k"].tolist(), a["cu_seqlens_q"]
+    assert k.shape == v.shape and k.shape[1] == 16 and a["causal"] and a["window_size"] == (-1, -1)
+    assert (a["max_seqlen_q"], a["max_seqlen_k"], a["softcap"]) == (max(lengths), max(lengths), 0)
+    tables = list(zip(a["block_table"], lengths, strict=True))
+    keys, values = (torch.cat([x[table].flatten(0, 1)[:n] for table, n in tables]) for x in (k, v))
+    output, _ = kernel(a["q"], keys, values, start, start, a["softmax_scale"], True)
+    scale = 1.0 if a["output_scale"] is None else a["output_scale"]
+    a["out"].copy_((output.float() / scale).clamp(-448, 448))
+
+
+def _longest(starts: torch.Tensor) -> int:
+    return int(starts.diff().max())
+
+
+def _adapter(name: str) -> Any:
+    return load_role(parse_reference(name), Role.PREFILL)
+
+
+@pytest.fixture
+def library(recorded: Any, installed: Any, kernel: Any, monkeypatch: Any) -> Callable[[str], Any]:
+    """``library("NAME LABEL")``: the adapter, with its stand-in installed."""
+
+    def install(key: str) -> Any:
+        module, label, function, call = STAND_INS[key]
+        name = function.rpartition(":")[2]
+        if module:
+            made = installed(module, **{name: recorded(label, function, lambda a: call(a, kernel))})
+            installed("flashinfer", cudnn=made)
+            return _adapter(key.split()[0])
+        arguments = [x.name for x in getattr(torch.ops.aten, name).default._schema.arguments]
+
+        def operator(*args: Any, **kwargs: Any) -> Any:
+            a = dict(zip(arguments, args, strict=False)) | kwargs
+            assert set(a) <= set(arguments)
+            return call(a, kernel)
+
+        monkeypatch.setattr(torch.ops.aten, name, operator)
+        return _adapter(key.split()[0])
+
+    return install
+
+
+WITHOUT_LSE = ("LMDEPLOY_TRITON lmdeploy 0.18.0", "TRITON_ATTN vllm 0.33.0")
+IN_CODES = [key for key in STAND_INS if key.startswith(("FLASH_ATTN[fa3]", "TRTLLM", "TOKENSPEED"))]
+
+
+@pytest.mark.parametrize(
+    ("key", "dtype"),
+    [*((key, BF16) for key in STAND_INS if key not in WITHOUT_LSE), *((key, E4M3) for key in IN_CODES)],
+)
+def test_conventions(key: str, dtype: Any, library: Any, conforms: Any) -> None:
+    conforms(library(key), dtype=dtype)
+
+
+def test_flex_attention_runs_on_a_cpu_so_that_it_is_the_real_one(conforms: Any) -> None:
+    backend = conforms(_adapter("FLEX_ATTENTION"), atol=2.0**-7)
+    assert backend.kernel_evidence()["mode"] == "eager"
+
+
+@pytest.mark.parametrize(
+    ("key", "nope", "value", "scale"),
+    [(WITHOUT_LSE[0], 192, 256, None), (WITHOUT_LSE[1], 128, 128, None), (WITHOUT_LSE[1], 128, 128, 0.013)],
+)
+@pytest.mark.parametrize("into", [False, True])
+def test_conventions_without_an_lse(
+    key: str, nope: int, value: int, scale: Any, into: bool, library: Any, kernel: Any
+) -> None:
+    """New tokens, into ``out`` or not, in e4m3 where a scale is given, and what needs an LSE."""
+    backend = library(key)(HEADS, SCALE, 512, nope, ROPE, value, None)
+    table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
+    backend.prepare_metadata(prefill_metadata((3, 0, 33), block_table=table, dtype=BF16, device=cpu))
+    generator, widths = torch.Generator().manual_seed(3), (nope + ROPE, nope + ROPE, value)
+    q, k, v = (torch.randn(37, HEADS, width, generator=generator).bfloat16() for width in widths)
+    dtype = BF16 if scale is None else E4M3
+    out = torch.empty(37, HEADS, value, dtype=dtype) if into or scale else None
+    result = backend.run_prefill_new_tokens(q, k, v, False, out, None if scale is None else torch.tensor(scale))
+    assert (result.shape, result.dtype) == ((37, HEADS, value), dtype)
+    assert out is None or result.data_ptr() == out.data_ptr()
+    start, (atol, rtol) = torch.tensor([0, 3, 3, 36]), (1e-5, 2.0**-8) if scale is None else (0.02, 2.0**-4)
+    want, _ = kernel(q[:36], k[:36], v[:36], start, start, SCALE, True)
+    torch.testing.assert_close(result[:36].float() * (scale or 1.0), want.float(), atol=atol, rtol=rtol)
+    assert bool((result[36:].float() == 0).all())
+    with pytest.raises(UnsupportedConfiguration, match="LSE"):
+        backend.run_prefill_new_tokens(q, k, v, True)
+    with pytest.raises(UnsupportedConfiguration, match="LSE"):
+        backend.run_prefill_context_chunk(0, q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"q": (9,), "lse": False}, []),
+        ({"q": (9,)}, ["LSE not declared"]),
+        ({"call": "context_chunk", "q": (9,), "kv": (20,)}, ["LSE not declared"]),
+    ],
+)
+def test_cases_that_need_an_lse_are_unsupported(fields: Any, said: Any, library: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(library(WITHOUT_LSE[1]), "supports_compute_capability", lambda device_capability: True)
+    subject = Subject.of("TRITON_ATTN", torch.device("cpu"))
+    assert subject.unsupported(Case.of(capability="new_tokens", **fields)) == said
+
+
+HEAD_DIMS = {
+    "CUDNN": {(128, 64, 128): True, (24, 8, 20): False, (256, 64, 320): False},
+    "LMDEPLOY_TRITON": {
+        (128, 64, 128): False,
+        (192, 64, 256): True,
+        (64, 64, 128): True,
+        (512, 64, 512): True,
+        (64, 0, 256): False,
+        (8, 4, 16): False,
+    },
+    "SGLANG_TRITON": {(128, 64, 32): False, (128, 64, 128): True},
+    "TRITON_ATTN": {(128, 64, 128): True, (128, 64, 192): True, (128, 64, 256): False},
+}
+
+
+@pytest.mark.parametrize("name", HEAD_DIMS)
+def test_says_which_head_dims_it_takes(name: str) -> None:
+    for (nope, rope, value), takes in HEAD_DIMS[name].items():
+        dims = MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
+        assert _adapter(name).supports_mla_dimensions(dims) == takes, dims
+
+
+@pytest.mark.parametrize(
+    ("capability", "missing", "chosen"),
+    [
+        ((9, 0), (), "fa3"),
+        ((9, 0), ("fa3",), "fa4"),
+        ((9, 0), ("fa3", "fa4"), "fa2"),
+        ((9, 0), ("fa3", "fa4", "fa2"), "torch"),
+        ((10, 0), (), "fa4"),
+        ((8, 0), (), "fa2"),
+        ((8, 0), ("fa2",), "torch"),
+        ((9, 0), ("fa3", "fa4", "fa2", "torch"), "fa3"),
+    ],
+)
+def test_choice_by_device_and_what_is_installed(capability: Any, missing: Any, chosen: Any, monkeypatch: Any) -> None:
+    for name, variant in FlashAttnPrefillBackend.variants.items():
+        reasons = ["missing"] if name in missing else []
+        monkeypatch.setattr(variant, "missing_dependencies", classmethod(lambda cls, reasons=reasons: reasons))
+    assert FlashAttnPrefillBackend.resolve(DeviceCapability(*capability)).variant == chosen
+
+
+def test_upstreams_build_of_fa3_is_used_where_the_wheel_is_missing(installed: Any, monkeypatch: Any) -> None:
+    module, fa3 = installed("flash_attn_interface"), _adapter("FLASH_ATTN[fa3]")
+    monkeypatch.setattr(fa3, "libraries", (Library("no_such_module", "fa3-fwd", ""),))
+    assert fa3.package().load() is module
+
+
+def test_the_family_itself_has_no_kernel(conforms: Any) -> None:
+    with pytest.raises(NotImplementedError, match="choose one of fa2, torch, fa3, fa4"):
+        conforms(FlashAttnPrefillBackend)
