@@ -52,7 +52,7 @@ class MergedInBase2(_Splits):
         return right._replace(weighted=weighted / total.masked_fill(total == 0, 1.0) * right.total)
 
 
-suspect_each(MergedInBase2, "decode_softmax", cut=(*_CUTS, *_DOWN, *_FIXED), merges_lse=(False, True))
+suspect_each(MergedInBase2, cut=(*_CUTS, *_DOWN, *_FIXED), merges_lse=(False, True))
 
 
 class NotRescaledInSplits(NotRescaled, _Splits):
@@ -61,7 +61,6 @@ class NotRescaledInSplits(NotRescaled, _Splits):
 
 suspect_each(
     NotRescaledInSplits,
-    "tiles",
     said=NotRescaled.__doc__,
     key_tile=(16, 32, 64, 128),
     cut=(*_CUTS[::4], *_CUTS[1::4], *_DOWN),
@@ -76,10 +75,10 @@ class PackedValues(EagerDecodeBackend):
         return flat.view(keys.shape[0], 1, self.kv_lora_rank)
 
 
-suspect_each(PackedValues, "decode_cache", key_tile=(16, 32, 64, 128, 2**31))
+suspect_each(PackedValues, key_tile=(16, 32, 64, 128, 2**31))
 
 
-@suspect("decode_cache")
+@suspect()
 class PackedValuesOfTheCache(EagerDecodeBackend):
     __doc__ = PackedValues.__doc__
 
