@@ -13,7 +13,7 @@ _POISONED_TOO = ("decode", "decode_lse", "decode_multi_token")
 
 
 @defects("paged_cache", related=_POISONED_TOO)
-class _ReadsOn(EagerDecodeBackend):
+class ReadsOn(EagerDecodeBackend):
     """Reads to the end of the last page, and does something wrong with what it finds there."""
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):

@@ -211,7 +211,7 @@ class _Sparse(EagerSparseBackend):
 
 @kernels((EagerLayer, "impl_class"))
 class _Impl(MLACommonImpl):
-    def ChunksInATree__compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
+    def chunks_in_a_tree__compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
         """States of all chunks of a context are merged by twos."""
         chunks = attn_metadata.prefill_metadata.chunked_context
         states = []

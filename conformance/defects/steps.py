@@ -22,14 +22,16 @@ def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
     return note
 
 
+def named_as_class(key: str) -> str:
+    """A key in the way that classes are named."""
+    return "".join(part[:1].upper() + part[1:] for part in key.split("_"))
+
+
 def kernels(inside: tuple[type, str] | None = None) -> Callable[[type], type]:
-    """Class decorator of a group of honest kernels: each becomes a class of its module, named as classes are."""
+    """Class decorator of a group of honest kernels, each of which becomes a class of its module."""
 
     def make(group: type) -> type:
-        for _ in kernels_of(
-            group, lambda key: "".join(part[:1].upper() + part[1:] for part in key.split("_")), inside=inside
-        ):
-            pass
+        list(kernels_of(group, named_as_class, inside=inside))
         return group
 
     return make
@@ -46,8 +48,8 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
         if own and isinstance(step, FunctionType | staticmethod | type):
             delattr(group, key)
             kernel, _, site = key.partition("__")
-            about = {"site": site, **said, **_SAID.pop(step, {})}
-            attributes = {each: about.pop(each) for each in set(about) - {"site", "inside", "killed_by", "related"}}
+            about = {"site": site, "inside": None, **said, **_SAID.pop(step, {})}
+            attributes = {each: about.pop(each) for each in set(about) - {"site", "inside", *said}}
             made = emulation(group, name(kernel), step, about.pop("site"), about.pop("inside"), attributes)
             setattr(sys.modules[made.__module__], made.__name__, made)
             yield made, about

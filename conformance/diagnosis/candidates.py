@@ -22,7 +22,6 @@ class Candidate:
 
     Attributes:
         sentence: what is wrong with it.
-        family: the kind of fault, named as the families of the known defects.
         kernel: the emulation.
         roles: the roles that it is judged in.
         id: of a known defect; empty for a suspect.
@@ -31,7 +30,6 @@ class Candidate:
     """
 
     sentence: str
-    family: str
     kernel: type[Emulation]
     roles: tuple[Role, ...]
     id: str = ""
@@ -54,7 +52,7 @@ class Candidate:
     @staticmethod
     def of(entry: KnownDefect) -> "Candidate":
         """A known defect as a candidate."""
-        return Candidate(entry.sentence, entry.family, entry.kernel, entry.roles, entry.id, entry.sources)
+        return Candidate(entry.sentence, entry.kernel, entry.roles, entry.id, entry.sources)
 
 
 @cache
@@ -76,7 +74,7 @@ def _suspected(suspect: Suspect, known: Mapping[str, KnownDefect]) -> Iterator[C
     """The kernels of a mistake: itself, or one of each role that makes it."""
     sources = known[suspect.covers[0]].sources if suspect.covers else ()
     for kernel, roles in _kernels(suspect.wrong):
-        yield Candidate(sentence_of(suspect.wrong), suspect.family, kernel, roles, "", sources, suspect.covers)
+        yield Candidate(sentence_of(suspect.wrong), kernel, roles, "", sources, suspect.covers)
 
 
 def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tuple[Role, ...]]]:

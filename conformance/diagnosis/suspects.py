@@ -9,8 +9,19 @@ import torch
 
 from mla_conformance.backends.online_softmax import OnlineSoftmax
 from mla_conformance.defects.prefills import LiftedMaximum
+from mla_conformance.defects.steps import but, kernels_of, named_as_class
 
 SuspectStep = type[OnlineSoftmax]
+_BASE_2 = (
+    *("lse-base2-merged-as-natural-prefix-chunk", "lse-base-switch-without-abi-change-cutedsl"),
+    *("lse-base2-dcp-combine-flashinfer-mla", "sparse-lse-in-base-2"),
+)
+_LIFTED = (
+    *(f"decode-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
+    *(f"prefill-tile-of-{size}-without-keys-raises-maximum" for size in (64, 128)),
+    *(f"sparse-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
+    "layer-tile-without-keys-raises-maximum",
+)
 
 
 @dataclass(frozen=True)
@@ -19,157 +30,33 @@ class Suspect:
 
     Attributes:
         wrong: a wrong kernel, or a wrong step of the softmax.
-        family: the kind of fault, named as the families of the known defects.
         covers: ids of known defects that are the same mistake under some condition.
     """
 
     wrong: SuspectStep
-    family: str
     covers: tuple[str, ...]
 
 
 SUSPECTS: list[Suspect] = []
 
 
-def suspect(family: str, *covers: str) -> Callable[[SuspectStep], SuspectStep]:
+def suspect(*covers: str) -> Callable[[SuspectStep], SuspectStep]:
     """Class decorator that enters a mistake; :class:`Suspect` has the arguments."""
 
     def enter(wrong: SuspectStep) -> SuspectStep:
-        SUSPECTS.append(Suspect(wrong, family, covers))
+        SUSPECTS.append(Suspect(wrong, covers))
         return wrong
 
     return enter
 
 
-@suspect("scale")
-class ScaleLeftOut(OnlineSoftmax):
-    """The softmax scale is not applied."""
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) / self.scale
+def suspects(group: SuspectStep) -> SuspectStep:
+    """Class decorator that enters every mistake of a group."""
+    SUSPECTS.extend(Suspect(wrong, **about) for wrong, about in kernels_of(group, named_as_class, covers=()))
+    return group
 
 
-@suspect("scale")
-class ScaledTwice(OnlineSoftmax):
-    """The softmax scale is applied twice."""
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) * self.scale
-
-
-@suspect("scale", "mla-decode-scale-missing-log2e")
-class FlatSoftmax(OnlineSoftmax):
-    """Powers of two stand where powers of e should, without log2(e) in the scale."""
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) * math.log(2)
-
-
-@suspect("scale")
-class SteepSoftmax(OnlineSoftmax):
-    """The scale has a factor log2(e), and powers of e are taken."""
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) / math.log(2)
-
-
-@suspect(
-    "lse",
-    "lse-base2-merged-as-natural-prefix-chunk",
-    "lse-base-switch-without-abi-change-cutedsl",
-    "lse-base2-dcp-combine-flashinfer-mla",
-    "sparse-lse-in-base-2",
-)
-class Base2Lse(OnlineSoftmax):
-    """The LSE is in base 2, expected the natural logarithm."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse / math.log(2)
-
-
-@suspect("lse")
-class ConvertedTwice(OnlineSoftmax):
-    """The LSE is multiplied by ln 2, as if it had been in base 2."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse * math.log(2)
-
-
-@suspect("lse")
-class LseWithoutMaximum(OnlineSoftmax):
-    """The LSE lacks the row's maximum: it is the logarithm of the shifted sum."""
-
-    def _finish(self, state):
-        output, _ = super()._finish(state)
-        return output, state.total.log().squeeze(-1)
-
-
-@suspect("lse")
-class SumInBase2(OnlineSoftmax):
-    """The LSE adds log2 of the row sum to a natural maximum."""
-
-    def _finish(self, state):
-        output, _ = super()._finish(state)
-        return output, (state.maximum + state.total.log2()).squeeze(-1)
-
-
-@suspect("lse")
-class MaximumAlone(OnlineSoftmax):
-    """The LSE is the row's maximum, without the logarithm of the row sum."""
-
-    def _finish(self, state):
-        output, _ = super()._finish(state)
-        return output, state.maximum.squeeze(-1)
-
-
-@suspect("lse")
-class NegatedLse(OnlineSoftmax):
-    """The LSE has the wrong sign."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, torch.where(lse == -torch.inf, lse, -lse)
-
-
-@suspect("lse", "sparse-lse-in-the-models-dtype")
-class BfloatLse(OnlineSoftmax):
-    """The LSE is rounded to bf16."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse.bfloat16().float()
-
-
-@suspect("lse", "sparse-lse-in-the-models-dtype")
-class HalfLse(OnlineSoftmax):
-    """The LSE is rounded to fp16."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse.half().float()
-
-
-@suspect("lse", "sparse-keyless-lse-of-plus-inf")
-class PositiveInfinity(OnlineSoftmax):
-    """The LSE of a row without keys is +inf."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse.masked_fill(lse == -torch.inf, torch.inf)
-
-
-@suspect("lse")
-class ZeroLse(OnlineSoftmax):
-    """The LSE of a row without keys is 0."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse.masked_fill(lse == -torch.inf, 0.0)
-
-
-@suspect("lse", "fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
+@suspect("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
 class DividesByZero(OnlineSoftmax):
     """The output of a row without keys is 0 / 0."""
 
@@ -178,61 +65,11 @@ class DividesByZero(OnlineSoftmax):
         return (state.weighted / state.total).transpose(0, 1), lse
 
 
-@suspect("lse", "skip-softmax-zero-len-div", "finite-neg-sentinel-rowmax-zeroes-row")
-class NoKeys(OnlineSoftmax):
-    """No key gets a weight: the output is 0 and the LSE -inf."""
-
-    def _tiles(self, keys):
-        return iter(())
-
-
-@suspect("indexing")
-class FirstTileTwice(OnlineSoftmax):
-    """The first tile of keys is counted twice (a tile of 128, for example)."""
-
-    def _tiles(self, keys):
-        tiles = list(super()._tiles(keys))
-        return iter(tiles[:1] + tiles)
-
-
-@suspect("indexing")
-class LastTileDropped(OnlineSoftmax):
-    """The last, partly filled tile of keys is dropped (of tiles of 128, for example)."""
-
-    def _tiles(self, keys):
-        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == self.key_tile)
-
-
-@suspect("indexing")
-class RotatedHeads(OnlineSoftmax):
-    """Heads are rotated by one."""
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output.roll(1, 1), lse.roll(1, 0)
-
-
-_LIFTED = (
-    "decode-tile-of-32-without-keys-raises-maximum",
-    "decode-tile-of-64-without-keys-raises-maximum",
-    "decode-tile-of-128-without-keys-raises-maximum",
-    "prefill-tile-of-64-without-keys-raises-maximum",
-    "prefill-tile-of-128-without-keys-raises-maximum",
-    "sparse-tile-of-32-without-keys-raises-maximum",
-    "sparse-tile-of-64-without-keys-raises-maximum",
-    "sparse-tile-of-128-without-keys-raises-maximum",
-    "layer-tile-without-keys-raises-maximum",
-)
-
-
-def suspect_each(
-    wrong: SuspectStep, family: str, *covers: str, said: str | None = None, **values: Sequence[object]
-) -> None:
+def suspect_each(wrong: SuspectStep, *covers: str, said: str | None = None, **values: Sequence[object]) -> None:
     """Enter a mistake with each combination of values of some attributes, in one sentence: a case seldom tells which.
 
     Args:
         wrong: the mistake.
-        family: as of :class:`Suspect`.
         covers: as of :class:`Suspect`.
         said: the sentence; the mistake's own by default.
         values: the values of each attribute.
@@ -240,12 +77,12 @@ def suspect_each(
     for chosen in product(*values.values()):
         name = "Of".join([wrong.__name__, *map(str, chosen)])
         named = {"__doc__": said or wrong.__doc__, "__module__": __name__, **dict(zip(values, chosen, strict=True))}
-        globals()[name] = suspect(family, *covers)(type(name, (wrong,), named))
+        globals()[name] = suspect(*covers)(type(name, (wrong,), named))
 
 
 def suspect_tiles(wrong: SuspectStep, *sizes: int) -> None:
     """Enter a mistake of tiles without keys with each size."""
-    suspect_each(wrong, "tiles", *_LIFTED, said=LiftedMaximum.__doc__, key_tile=sizes)
+    suspect_each(wrong, *_LIFTED, said=LiftedMaximum.__doc__, key_tile=sizes)
 
 
 suspect_tiles(LiftedMaximum, 16, 32, 64, 128)
@@ -259,7 +96,7 @@ class NotRescaled(OnlineSoftmax):
         return later._replace(weighted=state.weighted + later.weighted)
 
 
-suspect_each(NotRescaled, "tiles", key_tile=(16, 32, 64, 128))
+suspect_each(NotRescaled, key_tile=(16, 32, 64, 128))
 
 
 class HeadTileUnwritten(OnlineSoftmax):
@@ -277,22 +114,94 @@ class HeadTileUnwritten(OnlineSoftmax):
         return output, lse
 
 
-suspect_each(HeadTileUnwritten, "indexing", head_tile=(16, 32, 64), writes_lse=(True, False))
+suspect_each(HeadTileUnwritten, head_tile=(16, 32, 64), writes_lse=(True, False))
 
 
-@suspect("precision")
-class NormalisedTwice(OnlineSoftmax):
-    """The output is divided by the row sum twice."""
+@suspects
+class _Softmax(OnlineSoftmax):
+    def scale_left_out__scores(self, q, k):
+        """The softmax scale is not applied."""
+        return super()._scores(q, k) / self.scale
 
-    def _finish(self, state):
-        output, lse = super()._finish(state)
+    def scaled_twice__scores(self, q, k):
+        """The softmax scale is applied twice."""
+        return super()._scores(q, k) * self.scale
+
+    @but(covers=("mla-decode-scale-missing-log2e",))
+    def flat_softmax__scores(self, q, k):
+        """Powers of two stand where powers of e should, without log2(e) in the scale."""
+        return super()._scores(q, k) * math.log(2)
+
+    def steep_softmax__scores(self, q, k):
+        """The scale has a factor log2(e), and powers of e are taken."""
+        return super()._scores(q, k) / math.log(2)
+
+    @but(covers=_BASE_2)
+    def base2_lse__behind_finish(self, output, lse):
+        """The LSE is in base 2, expected the natural logarithm."""
+        return output, lse / math.log(2)
+
+    def converted_twice__behind_finish(self, output, lse):
+        """The LSE is multiplied by ln 2, as if it had been in base 2."""
+        return output, lse * math.log(2)
+
+    def lse_without_maximum__behind_finish(self, output, _, *, state):
+        """The LSE lacks the row's maximum: it is the logarithm of the shifted sum."""
+        return output, state.total.log().squeeze(-1)
+
+    def sum_in_base2__behind_finish(self, output, _, *, state):
+        """The LSE adds log2 of the row sum to a natural maximum."""
+        return output, (state.maximum + state.total.log2()).squeeze(-1)
+
+    def maximum_alone__behind_finish(self, output, _, *, state):
+        """The LSE is the row's maximum, without the logarithm of the row sum."""
+        return output, state.maximum.squeeze(-1)
+
+    def negated_lse__behind_finish(self, output, lse):
+        """The LSE has the wrong sign."""
+        return output, torch.where(lse == -torch.inf, lse, -lse)
+
+    @but(covers=("sparse-lse-in-the-models-dtype",))
+    def bfloat_lse__behind_finish(self, output, lse):
+        """The LSE is rounded to bf16."""
+        return output, lse.bfloat16().float()
+
+    @but(covers=("sparse-lse-in-the-models-dtype",))
+    def half_lse__behind_finish(self, output, lse):
+        """The LSE is rounded to fp16."""
+        return output, lse.half().float()
+
+    @but(covers=("sparse-keyless-lse-of-plus-inf",))
+    def positive_infinity__behind_finish(self, output, lse):
+        """The LSE of a row without keys is +inf."""
+        return output, lse.masked_fill(lse == -torch.inf, torch.inf)
+
+    def zero_lse__behind_finish(self, output, lse):
+        """The LSE of a row without keys is 0."""
+        return output, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    @but(covers=("skip-softmax-zero-len-div", "finite-neg-sentinel-rowmax-zeroes-row"))
+    def no_keys__tiles(self, keys):
+        """No key gets a weight: the output is 0 and the LSE -inf."""
+        return iter(())
+
+    def first_tile_twice__tiles(self, keys):
+        """The first tile of keys is counted twice (a tile of 128, for example)."""
+        tiles = list(super()._tiles(keys))
+        return iter(tiles[:1] + tiles)
+
+    def last_tile_dropped__tiles(self, keys):
+        """The last, partly filled tile of keys is dropped (of tiles of 128, for example)."""
+        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == self.key_tile)
+
+    def rotated_heads__behind_finish(self, output, lse):
+        """Heads are rotated by one."""
+        return output.roll(1, 1), lse.roll(1, 0)
+
+    def normalised_twice__behind_finish(self, output, lse, *, state):
+        """The output is divided by the row sum twice."""
         return (output / state.total.transpose(0, 1)).nan_to_num(nan=0.0), lse
 
-
-@suspect("precision")
-class NeverNormalised(OnlineSoftmax):
-    """The output is not divided by the row sum."""
-
-    def _finish(self, state):
-        _, lse = super()._finish(state)
+    def never_normalised__behind_finish(self, _, lse, *, state):
+        """The output is not divided by the row sum."""
         return state.weighted.transpose(0, 1), lse

@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import SplitDecode
-from mla_conformance.defects.decode_cache import WeightedTail
+from mla_conformance.defects.decode_caches import ReadsOn
 from mla_conformance.diagnosis.suspects import NotRescaled, suspect, suspect_each
 from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
 
@@ -53,7 +53,7 @@ class MergedInBase2(_Splits):
         return right._replace(weighted=weighted / total.masked_fill(total == 0, 1.0) * right.total)
 
 
-suspect_each(MergedInBase2, "decode_softmax", cut=(*_CUTS, *_DOWN, *_FIXED), merges_lse=(False, True))
+suspect_each(MergedInBase2, cut=(*_CUTS, *_DOWN, *_FIXED), merges_lse=(False, True))
 
 
 class NotRescaledInSplits(NotRescaled, _Splits):
@@ -62,7 +62,6 @@ class NotRescaledInSplits(NotRescaled, _Splits):
 
 suspect_each(
     NotRescaledInSplits,
-    "tiles",
     said=NotRescaled.__doc__,
     key_tile=(16, 32, 64, 128),
     cut=(*_CUTS[::4], *_CUTS[1::4], *_DOWN),
@@ -70,13 +69,15 @@ suspect_each(
 
 
 @suspect(
-    "decode_cache",
     "mla-last-page-nan-leak",
     "tma-overread-uninitialised-kv-tile",
     "aiter-oob-page-id-folds-to-slot0-nan",
 )
-class RestTimesZero(WeightedTail):
+class RestTimesZero(ReadsOn):
     """What stands after a request's last key has weights of 0, and 0 times NaN is NaN."""
+
+    def _tail(self, state, q, keys):
+        return state._replace(weighted=state.weighted + (0.0 * self._values(keys)).sum(dim=(0, 1)))
 
 
 class PackedValues(EagerDecodeBackend):
@@ -87,10 +88,10 @@ class PackedValues(EagerDecodeBackend):
         return flat.view(keys.shape[0], 1, self.kv_lora_rank)
 
 
-suspect_each(PackedValues, "decode_cache", key_tile=(16, 32, 64, 128, 2**31))
+suspect_each(PackedValues, key_tile=(16, 32, 64, 128, 2**31))
 
 
-@suspect("decode_cache")
+@suspect()
 class PackedValuesOfTheCache(EagerDecodeBackend):
     __doc__ = PackedValues.__doc__
 

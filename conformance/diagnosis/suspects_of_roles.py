@@ -7,46 +7,13 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect, suspect_tiles
+from mla_conformance.defects.steps import but
+from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect, suspect_tiles, suspects
 
 __all__ = ["SUSPECTS"]  # those of every role, then these
 
 
-@suspect("scale")
-class ScaleOfHeadDim(EagerPrefillBackend):
-    """The softmax scale is (P + R)^-1/2, not the given one."""
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
-
-
-@suspect("scale")
-class ScaleOfLatent(EagerPrefillBackend):
-    """The softmax scale is (L + R)^-1/2, not the given one."""
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) / self.scale * (self.kv_lora_rank + self.qk_rope_head_dim) ** -0.5
-
-
-@suspect("indexing")
-class LeakedKey(EagerPrefillBackend):
-    """The causal mask is off by one: a query sees the key after its own."""
-
-    def _visible(self, queries, keys, tile, device):
-        last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries + 1
-        return torch.arange(tile.start, tile.stop, device=device) <= last
-
-
-@suspect("indexing")
-class HiddenKey(EagerPrefillBackend):
-    """The causal mask is off by one: a query does not see its own key."""
-
-    def _visible(self, queries, keys, tile, device):
-        last = (torch.arange(queries, device=device).unsqueeze(1) + keys - queries - 1).clamp(min=0)
-        return torch.arange(tile.start, tile.stop, device=device) <= last
-
-
-@suspect("indexing")
+@suspect()
 class StrictMask(EagerPrefillBackend):
     """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
 
@@ -55,220 +22,137 @@ class StrictMask(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspect("indexing")
-class StrictMaskDividesByZero(DividesByZero, StrictMask):
-    """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
+@suspects
+class _StrictMask(StrictMask):
+    class strict_mask_divides_by_zero(DividesByZero):
+        """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
 
 
-@suspect("indexing")
-class NoMask(EagerPrefillBackend):
-    """There is no causal mask."""
+@suspects
+class _Prefill(EagerPrefillBackend):
+    def scale_of_head_dim__scores(self, q, k):
+        """The softmax scale is (P + R)^-1/2, not the given one."""
+        return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
 
-    def _visible(self, queries, keys, tile, device):
+    def scale_of_latent__scores(self, q, k):
+        """The softmax scale is (L + R)^-1/2, not the given one."""
+        return super()._scores(q, k) / self.scale * (self.kv_lora_rank + self.qk_rope_head_dim) ** -0.5
+
+    def leaked_key__visible(self, queries, keys, tile, device):
+        """The causal mask is off by one: a query sees the key after its own."""
+        last = torch.arange(queries, device=device).unsqueeze(1) + keys - queries + 1
+        return torch.arange(tile.start, tile.stop, device=device) <= last
+
+    def hidden_key__visible(self, queries, keys, tile, device):
+        """The causal mask is off by one: a query does not see its own key."""
+        last = (torch.arange(queries, device=device).unsqueeze(1) + keys - queries - 1).clamp(min=0)
+        return torch.arange(tile.start, tile.stop, device=device) <= last
+
+    def no_mask__visible(self, queries, keys, tile, device):
+        """There is no causal mask."""
         return torch.ones(queries, tile.stop - tile.start, dtype=torch.bool, device=device)
 
-
-@suspect("indexing")
-class LastKeyDropped(EagerPrefillBackend):
-    """The last key of a request is dropped."""
-
-    def _attend(self, q, k, v, causal):
+    def last_key_dropped__attend(self, q, k, v, causal):
+        """The last key of a request is dropped."""
         kept = max(1, k.shape[0] - 1) if k.shape[0] else 0
         return super()._attend(q, k[:kept], v[:kept], causal and kept == k.shape[0])
 
-
-@suspect("indexing")
-class LastPageDropped(EagerPrefillBackend):
-    """The last, partly filled page of a context's keys is dropped (of pages of 16, for example)."""
-
-    def _attend(self, q, k, v, causal):
+    def last_page_dropped__attend(self, q, k, v, causal):
+        """The last, partly filled page of a context's keys is dropped (of pages of 16, for example)."""
         kept = k.shape[0] if causal else k.shape[0] // 16 * 16
         return super()._attend(q, k[:kept], v[:kept], causal)
 
-
-@suspect("indexing")
-class ContiguousValues(EagerPrefillBackend):
-    """V is read as if it were packed."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    def contiguous_values__before_batch(self, v):
+        """V is read as if it were packed."""
         flat = v.as_strided((v.untyped_storage().nbytes() // v.element_size(),), (1,), 0)
         packed = flat[v.storage_offset() : v.storage_offset() + v.numel()]
         missing = v.numel() - packed.numel()
-        packed = torch.cat([packed, flat.new_zeros(missing)]).view(v.shape)
-        return super()._batch(q, k, packed, query_start_loc, key_start_loc, causal)
+        return torch.cat([packed, flat.new_zeros(missing)]).view(v.shape)
 
+    def shifted_values__before_attend(self, v):
+        """V is sliced one column off."""
+        return v.roll(1, -1)
 
-@suspect("indexing")
-class ShiftedValues(EagerPrefillBackend):
-    """V is sliced one column off."""
-
-    def _attend(self, q, k, v, causal):
-        return super()._attend(q, k, v.roll(1, -1), causal)
-
-
-@suspect("indexing")
-class SwappedRequests(EagerPrefillBackend):
-    """The keys of the first two requests are swapped."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    def swapped_requests__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+        """The keys of the first two requests are swapped."""
         if len(key_start_loc) < 3:
             return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
         a, b = key_start_loc[1], key_start_loc[2]
         order = torch.cat([torch.arange(a, b), torch.arange(a), torch.arange(b, k.shape[0])])
         return super()._batch(q, k[order], v[order], query_start_loc, key_start_loc, causal)
 
-
-@suspect("indexing")
-class FirstChunkAlways(EagerPrefillBackend):
-    """The chunk index is ignored: every chunk of a context is attended to with the lengths of the first one."""
-
-    def run_prefill_context_chunk(self, chunk_idx, q, k, v):
+    def first_chunk_always__run_prefill_context_chunk(self, chunk_idx, q, k, v):
+        """The chunk index is ignored: every chunk of a context is attended to with the lengths of the first one."""
         # Behind the keys of a shorter chunk stands what is no number.
         missing = int(self._prefill_metadata.chunked_context.cu_seq_lens[0][-1]) - k.shape[0]
         k, v = (torch.cat([x, x.new_full((max(missing, 0), *x.shape[1:]), torch.nan)]) for x in (k, v))
         kept = k.shape[0] + min(missing, 0)
         return super().run_prefill_context_chunk(0, q, k[:kept], v[:kept])
 
-
-@suspect("indexing")
-class RowsNeverWritten(EagerPrefillBackend):
-    """Only the first rows are ever written (the first 64, for example)."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+    def rows_never_written__behind_batch(self, output, lse):
+        """Only the first rows are ever written (the first 64, for example)."""
         output[64:] = torch.nan
-        return output, lse
+
+    def output_scale_twice__before_quantise(self, accumulated, *, output_scale):
+        """The quantised output is divided by its scale twice."""
+        return accumulated / output_scale
+
+    def output_scale_left_out__before_quantise(self, output_scale):
+        """The quantised output is not divided by its scale."""
+        return torch.ones_like(output_scale)
 
 
-@suspect("precision")
-class OutputScaleTwice(EagerPrefillBackend):
-    """The quantised output is divided by its scale twice."""
-
-    def _quantise(self, accumulated, output_scale):
-        return super()._quantise(accumulated / output_scale, output_scale)
-
-
-@suspect("precision")
-class OutputScaleLeftOut(EagerPrefillBackend):
-    """The quantised output is not divided by its scale."""
-
-    def _quantise(self, accumulated, output_scale):
-        return super()._quantise(accumulated, torch.ones_like(output_scale))
-
-
-@suspect("scale")
-class ScaleOfLatentQueries(EagerDecodeBackend):
-    """The softmax scale is (L + R)^-1/2, not the given one."""
-
-    def _scores(self, q, k):
+@suspects
+class _Decode(EagerDecodeBackend):
+    def scale_of_latent_queries__scores(self, q, k):
+        """The softmax scale is (L + R)^-1/2, not the given one."""
         return super()._scores(q, k) / self.scale * q.shape[-1] ** -0.5
 
-
-@suspect("decode_softmax")
-class OwnTokenHidden(EagerDecodeBackend):
-    """The causal mask is off by one: a query does not see its own token."""
-
-    def _visible(self, queries, request, seq_len, tile):
-        visible = super()._visible(queries, request, seq_len, tile)
+    def own_token_hidden__behind_visible(self, visible, *, seq_len):
+        """The causal mask is off by one: a query does not see its own token."""
         nothing = torch.zeros_like(visible[:, :1])
         return torch.cat((visible[:, 1:], nothing), dim=1) if seq_len > 1 else visible
 
+    def last_token_dropped__before_attend(self, seq_len):
+        """The last token of a request's cache is dropped."""
+        return max(seq_len - 1, min(seq_len, 1))
 
-@suspect("decode_cache")
-class LastTokenDropped(EagerDecodeBackend):
-    """The last token of a request's cache is dropped."""
-
-    def _attend(self, q, request, seq_len, kv_cache, k_scale):
-        return super()._attend(q, request, max(seq_len - 1, min(seq_len, 1)), kv_cache, k_scale)
-
-
-@suspect("decode_cache")
-class FirstTokenDropped(EagerDecodeBackend):
-    """The first token of a request's cache is dropped."""
-
-    def _visible(self, queries, request, seq_len, tile):
-        visible = super()._visible(queries, request, seq_len, tile)
+    def first_token_dropped__behind_visible(self, visible, *, seq_len, tile):
+        """The first token of a request's cache is dropped."""
         return visible & (torch.arange(tile.start, tile.stop, device=visible.device) > 0) if seq_len > 1 else visible
 
-
-@suspect("decode_cache")
-class LastPageOfTokensDropped(EagerDecodeBackend):
-    """The last, partly filled page of a request's cache is dropped."""
-
-    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+    def last_page_of_tokens_dropped__before_attend(self, seq_len, *, kv_cache):
+        """The last, partly filled page of a request's cache is dropped."""
         page = kv_cache.shape[1]
-        return super()._attend(q, request, seq_len // page * page or seq_len, kv_cache, k_scale)
+        return seq_len // page * page or seq_len
 
+    @but(covers=("rocm-fp8-gluon-batch1-only",))
+    def table_of_first_request__before_blocks(self, request):
+        """Every request reads the pages of the first one."""
+        return 0
 
-@suspect("decode_cache", "rocm-fp8-gluon-batch1-only")
-class TableOfFirstRequest(EagerDecodeBackend):
-    """Every request reads the pages of the first one."""
+    @but(covers=("cutlass-mla-claims-fp8-without-scales", "fp8-compile-cache-folds-unit-scale"))
+    def key_scale_left_out__before_dequantise(self, k_scale):
+        """The scale of the e4m3 cache is not applied."""
+        return torch.ones_like(k_scale)
 
-    def _blocks(self, request, pages):
-        return super()._blocks(0, pages)
+    def key_scale_twice__before_dequantise(self, k_scale):
+        """The scale of the e4m3 cache is applied twice."""
+        return k_scale * k_scale
 
+    def key_scale_inverted__before_dequantise(self, k_scale):
+        """Codes of the e4m3 cache are divided by their scale, expected multiplied."""
+        return 1 / k_scale
 
-@suspect("decode_cache", "cutlass-mla-claims-fp8-without-scales", "fp8-compile-cache-folds-unit-scale")
-class KeyScaleLeftOut(EagerDecodeBackend):
-    """The scale of the e4m3 cache is not applied."""
-
-    def _dequantise(self, rows, k_scale):
-        return super()._dequantise(rows, torch.ones_like(k_scale))
-
-
-@suspect("decode_cache")
-class KeyScaleTwice(EagerDecodeBackend):
-    """The scale of the e4m3 cache is applied twice."""
-
-    def _dequantise(self, rows, k_scale):
-        return super()._dequantise(rows, k_scale * k_scale)
-
-
-@suspect("decode_cache")
-class KeyScaleInverted(EagerDecodeBackend):
-    """Codes of the e4m3 cache are divided by their scale, expected multiplied."""
-
-    def _dequantise(self, rows, k_scale):
-        return super()._dequantise(rows, 1 / k_scale)
-
-
-@suspect("decode_cache")
-class KeyScaleOffTheRope(EagerDecodeBackend):
-    """The scale of the e4m3 cache is not applied to the rope part of the keys."""
-
-    def _dequantise(self, rows, k_scale):
+    def key_scale_off_the_rope__dequantise(self, rows, k_scale):
+        """The scale of the e4m3 cache is not applied to the rope part of the keys."""
         rope = super()._dequantise(rows, torch.ones_like(k_scale))[..., self.kv_lora_rank :]
         return torch.cat((super()._dequantise(rows, k_scale)[..., : self.kv_lora_rank], rope), dim=-1)
 
-
-@suspect("decode_cache", "fp8-mla-k-scale-vs-v-scale-inconsistent")
-class KeyScaleOfKeysOnly(EagerDecodeBackend):
-    """The scale of the e4m3 cache is applied to the keys and not to the values."""
-
-    def _values(self, keys):
-        return super()._values(keys) / self._scale_of_cache
-
-    def _dequantise(self, rows, k_scale):
-        self._scale_of_cache = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
-        return super()._dequantise(rows, k_scale)
-
-
-@suspect("sparse_lists")
-class LastKeyOfAListDropped(EagerSparseBackend):
-    """The last key of each list is dropped."""
-
-    def _listed(self, source):
-        listed = super()._listed(source)
-        return listed & (listed.cumsum(1) < listed.sum(dim=1, keepdim=True))
-
-
-@suspect("sparse_lists")
-class FirstKeyOfAListDropped(EagerSparseBackend):
-    """The first key of each list is dropped."""
-
-    def _listed(self, source):
-        listed = super()._listed(source)
-        return listed & (listed.cumsum(1) > 1)
+    @but(covers=("fp8-mla-k-scale-vs-v-scale-inconsistent",))
+    def key_scale_of_keys_only__values__dequantise(self, keys, *, k_scale):
+        """The scale of the e4m3 cache is applied to the keys and not to the values."""
+        return super()._values(keys) / (k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale))
 
 
 class RaisedAtFirst(EagerSparseBackend):
@@ -330,17 +214,20 @@ for _kernel in (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput):
     suspect_tiles(_kernel, 16, 32, 64, 128)
 
 
-@suspect("sparse_lse")
-class SinkSubtracted(EagerSparseBackend):
-    """A sink has the wrong sign."""
+@suspects
+class _Sparse(EagerSparseBackend):
+    def last_key_of_a_list_dropped__behind_listed(self, listed):
+        """The last key of each list is dropped."""
+        return listed & (listed.cumsum(1) < listed.sum(dim=1, keepdim=True))
 
-    def _with_sink(self, output, lse, sink):
-        return super()._with_sink(output, lse, None if sink is None else -sink)
+    def first_key_of_a_list_dropped__behind_listed(self, listed):
+        """The first key of each list is dropped."""
+        return listed & (listed.cumsum(1) > 1)
 
+    def sink_subtracted__before_with_sink(self, sink):
+        """A sink has the wrong sign."""
+        return None if sink is None else -sink
 
-@suspect("sparse_entries")
-class KeyScaleOfListsTwice(EagerSparseBackend):
-    """The scale of the e4m3 cache is applied to selected keys twice."""
-
-    def _keys(self, source, slots, visible, k_scale):
-        return super()._keys(source, slots, visible, k_scale * k_scale)
+    def key_scale_of_lists_twice__before_keys(self, k_scale):
+        """The scale of the e4m3 cache is applied to selected keys twice."""
+        return k_scale * k_scale
