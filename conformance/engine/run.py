@@ -28,7 +28,7 @@ from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.late_imports import load_all_again, refuse_written_since
-from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey
+from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.pairs import judged_pairs
@@ -62,6 +62,7 @@ class Run:
     before: Sequence[str] = ()
     found: Findings = field(default_factory=Findings)
     _tried: set[RecordKey] = field(default_factory=set)
+    _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
     _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
@@ -355,12 +356,14 @@ class Run:
             if key in done or record.record_key in self._tried:
                 continue
             self._tried.add(record.record_key)
-            explain = len({capability for reference, capability in done if reference == record.reference})
+            earlier = len({capability for reference, capability in done if reference == record.reference})
             outcome = failures.get(record.record_key)
             before = takewhile(record.record_key.__ne__, outcome.history if outcome else ())
             history = tuple(judged for judged in before if judged not in refused)
+            if explain := earlier < MOST_EXPLAINED:
+                self._explained.add(record.record_key)
             unhurried = len(self.request.cases) == 1
-            found.append(FailureConfirmation(record, history, explain < MOST_EXPLAINED, unhurried))
+            found.append(FailureConfirmation(record, history, explain, unhurried))
             done |= {key} - misled
         return found
 
@@ -410,6 +413,9 @@ class Run:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
         for record in self._in_order(self.found.verdicts.values()):
+            # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
+            if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
+                record = record.with_fields(explanation=UNASKED)
             groups[record.backend].append(self._expected(record))
         backends = tuple(
             self.found.summary(
