@@ -358,7 +358,7 @@ class Run:
             self._tried.add(record.record_key)
             earlier = len({capability for reference, capability in done if reference == record.reference})
             outcome = failures.get(record.record_key)
-            before = takewhile(record.record_key.__ne__, outcome.history if outcome else ())
+            before = takewhile((record.reference, record.case).__ne__, outcome.history if outcome else ())
             history = tuple(judged for judged in before if judged not in refused)
             if explain := earlier < MOST_EXPLAINED:
                 self._explained.add(record.record_key)
