@@ -219,10 +219,6 @@ def _precision(name: str, backend: Any) -> Setting:
     return Setting(f"float32 precision of {name}", read, partial(setattr, backend, "fp32_precision"))
 
 
-def _set_default_device(device: torch.device) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)
-
-
 def _set_inference(enabled: bool) -> None:
     mode = torch.inference_mode(enabled)
     mode.__enter__()
@@ -249,19 +245,9 @@ def _each(name: str, names: dict[str, int], read: Callable[[int], Any], write: C
     return Setting(name, values, restore, tell)
 
 
-def _set_handler(number: int, handler: Any) -> None:
-    if handler is not None:
-        signal.signal(number, handler)
-
-
 def _timer(number: int) -> str:
     """Whether it runs; how long it still runs changes by itself."""
     return "running" if signal.getitimer(number)[0] else "off"
-
-
-def _stop_timer(number: int, state: str) -> None:
-    if state == "off":
-        signal.setitimer(number, 0)
 
 
 def _set_limit(number: int, limits: tuple[int, int]) -> None:
@@ -414,7 +400,11 @@ _TIMERS: dict[str, int] = {name: getattr(signal, name) for name in ("ITIMER_REAL
 _LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("default device", torch.get_default_device, _set_default_device),
+    Setting(
+        "default device",
+        torch.get_default_device,
+        lambda old: torch.set_default_device(None if old.type == "cpu" else old),
+    ),
     _modes("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
     _modes("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
     Setting("inference mode", torch.is_inference_mode_enabled, _set_inference),
@@ -436,8 +426,9 @@ SETTINGS: tuple[Setting, ...] = (
     _attribute("fp16 sums", torch.backends.cuda.matmul, "allow_fp16_accumulation"),
     Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
     Setting("number of threads between operations", torch.get_num_interop_threads),
-    _each("handler of", _SIGNALS, getsignal, _set_handler),  # that of ``signal`` takes twenty times as long
-    _each("timer", _TIMERS, _timer, _stop_timer),
+    # The function of ``signal`` takes twenty times as long.
+    _each("handler of", _SIGNALS, getsignal, lambda number, old: old is None or signal.signal(number, old)),
+    _each("timer", _TIMERS, _timer, lambda number, old: old == "off" and signal.setitimer(number, 0)),
     _each("resource limit", _LIMITS, resource.getrlimit, _set_limit),
     Setting("floating-point control (rounding, denormals)", _control, _set_control),
     Setting("umask", _mask, lambda old: os.umask(int(old, 8))),

@@ -1,7 +1,6 @@
 """Judging case by case for a program that a kernel must not end, such as pytest: by a run in a process beside it."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.keeper import start_module
 from mla_conformance.engine.limits import end_with_parent
 from mla_conformance.engine.messages import Judge, read_line
 from mla_conformance.engine.pool import Limits
@@ -44,12 +44,7 @@ class Judging:
 
     def __init__(self, asked: Asked) -> None:
         self._connection, remote = socket.socketpair()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, str(remote.fileno()), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[remote.fileno()],
-            start_new_session=True,  # Ctrl-C is the program's, which ends this then
-        )
+        self._process = start_module(__name__, remote.fileno())
         remote.close()
         self.reasons = self._answer(asked).reasons
 

@@ -24,6 +24,7 @@ from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.likeness import Behaviour
+from mla_conformance.engine.keeper import start_module
 from mla_conformance.engine.limits import cause_of
 from mla_conformance.engine.messages import read_line
 from mla_conformance.engine.place import EXPLAIN_SECONDS
@@ -128,14 +129,7 @@ class Explainer:
         self._connection, remote = socket.socketpair()
         with remote:
             self._log = TemporaryFile()  # noqa: SIM115 - read when the process has ended
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(remote.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._log,
-                pass_fds=[remote.fileno()],
-                start_new_session=True,  # Ctrl-C is the test run's
-            )
+            self._process = start_module(__name__, remote.fileno(), stdout=subprocess.DEVNULL, stderr=self._log)
         self._owner = os.getpid()
 
     def _send(self, message: Any) -> None:

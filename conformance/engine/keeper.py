@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 _JUDGING = ("certify", "replay", "watch")
 """Commands of which most runs need the process; one that does not ends it with itself."""
@@ -48,14 +48,17 @@ def take() -> EarlyKeeper | None:
 
 def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
     """A new process that speaks over a socket and prints to ``log``."""
+    return start_module(__name__, descriptor, stdout=log, stderr=log, env=environment)
+
+
+def start_module(name: str, descriptor: int, **options: Any) -> "subprocess.Popen[bytes]":
+    """A module of the engine as a process that is told a socket, and its parent; Ctrl-C is the parent's alone."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, str(descriptor), str(os.getpid())],
+        [sys.executable, "-P", "-m", name, str(descriptor), str(os.getpid())],
         stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        env=environment,
         pass_fds=[descriptor],
         start_new_session=True,
+        **options,
     )
 
 

@@ -356,14 +356,12 @@ class Run:
             if key in done or record.record_key in self._tried:
                 continue
             self._tried.add(record.record_key)
-            explain = (
-                len({capability for reference, capability in done if reference == record.reference}) < MOST_EXPLAINED
-            )
-            if explain:
-                self._explained.add(record.record_key)
+            earlier = len({capability for reference, capability in done if reference == record.reference})
             outcome = failures.get(record.record_key)
-            before = takewhile(record.record_key.__ne__, outcome.history if outcome else ())
+            before = takewhile((record.reference, record.case).__ne__, outcome.history if outcome else ())
             history = tuple(judged for judged in before if judged not in refused)
+            if explain := earlier < MOST_EXPLAINED:
+                self._explained.add(record.record_key)
             unhurried = len(self.request.cases) == 1
             found.append(FailureConfirmation(record, history, explain, unhurried))
             done |= {key} - misled

@@ -261,7 +261,7 @@ def test_what_a_kernel_refused_is_no_part_of_a_history() -> None:
         for id, status in ((refused, Status.UNSUPPORTED), (judged, Status.PASS), (case, Status.FAIL))
     }
     history: Any = SimpleNamespace(history=[("B", ""), ("B", refused), ("B", judged), ("B", case)])
-    run.facts, run._tried = [], set()
+    run.facts, run._tried, run._explained = [], set(), set()
     (found,) = run._unconfirmed({("B", case): history})
     assert found.history == (("B", ""), ("B", judged)) and found.unhurried
 
