@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from mla_conformance.api.own_tests import is_alone, running_test
-from mla_conformance.diagnosis.explain import Failure, is_comparable
+from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ZERO
@@ -20,7 +20,7 @@ def with_explanation(trial: Trial, record: Record) -> Record:
     function = running_test().partition("[")[0], trial.subject.name
     if record.finding:
         _FINDINGS[function].add(record.finding)
-    if record.finding or not is_comparable(record):
+    if record.finding or not record.is_wrong_number:
         return record
     said = EXPLAINER.explain(function, Failure.of(trial, record))
     same = (finding for finding in _FINDINGS[function] if said.casefold().startswith(finding.casefold()))

@@ -15,7 +15,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
 from mla_conformance.certificate.records import is_records, kept_records
 from mla_conformance.commands.replay import case_id
-from mla_conformance.diagnosis.explain import Failure, is_comparable
+from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.limits import how_it_ends
@@ -92,7 +92,7 @@ def _subject(options: argparse.Namespace) -> Subject:
 def _looks_like(found: Reproduced) -> str:
     """What a failure looks like, judged again: by now all is loaded, so that it is soon compared; empty if unlike."""
     trial, record = judged_trial(found.subject, found.case, Context())
-    if record.check != found.record.check or not is_comparable(record):
+    if record.check != found.record.check or not record.is_wrong_number:
         return ""
     explained = record.with_fields(explanation=EXPLAINER.explain(("", found.subject.name), Failure.of(trial, record)))
     return explained.looks_like if explained.is_explained or explained.finding else ""

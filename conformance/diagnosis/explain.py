@@ -18,7 +18,7 @@ from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import holding, outcome
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
-from mla_conformance.judging.verdict import COMPARED, Status
+from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.trial import Trial
@@ -39,11 +39,6 @@ _PERHAPS = "perhaps "
 _PARTLY = " (not every known defect was compared)"
 MOST_TOLD = 2
 """Causes that a sentence names; more would be of no help."""
-
-
-def is_comparable(record: Record) -> bool:
-    """Whether a record is of wrong numbers, which candidates may have, too."""
-    return record.status is Status.FAIL and record.check in COMPARED
 
 
 class _Hourglass:
@@ -100,7 +95,7 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
         failure: the failure.
         patience: seconds for all candidates, and as many for cases nearby.
     """
-    if not is_comparable(failure.record):
+    if not failure.record.is_wrong_number:
         return ""
     if len(failure.case.q) > _MOST_REQUESTS:
         return UNCOMPARED
@@ -133,7 +128,7 @@ class ReportedCauses:
 
     def explain(self, failure: Failure) -> str:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
-        if not self.texts or not is_comparable(failure.record) or len(failure.case.q) > _MOST_REQUESTS:
+        if not self.texts or not failure.record.is_wrong_number or len(failure.case.q) > _MOST_REQUESTS:
             return ""
         started = time.thread_time()
         try:
@@ -176,7 +171,7 @@ def _holding(fitting: Sequence[Candidate], failure: Failure, time_left: _Hourgla
     def suspected(candidate: Candidate, case: Case) -> str | None:
         return None if time_left.has_run_out else outcome(_tried(candidate, case, failure)[1])
 
-    return holding(fitting, failure.case, observed, suspected)
+    return holding(fitting, failure.case, observed, suspected, failure.observed.is_numeric)
 
 
 def behaviour(candidate: Candidate, failure: Failure) -> Behaviour | None:

@@ -5,6 +5,7 @@ the same whether that is so of every page or of large ones. Where else a backend
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
@@ -43,10 +44,16 @@ def holding(
     case: Case,
     observed: Callable[[Case], _Outcome],
     suspected: Callable[[Candidate, Case], _Outcome],
+    is_numeric: bool = True,
 ) -> list[Candidate]:
-    """The candidates that give a backend's numbers on a case and its outcomes nearby."""
+    """The candidates that give a backend's numbers on a case and its outcomes nearby.
+
+    Without numbers, where all that is wrong is NaN, it comes first whether large numbers where nothing may be read do
+    harm, too.
+    """
     found = list(fitting)
-    for near in neighbours(case) if found else ():
+    unlike = [] if is_numeric or case.poison == "large" else [replace(case, poison="large")]
+    for near in [*unlike, *neighbours(case)] if found else ():
         seen = observed(near) if found else None
         if seen is not None:
             found = [each for each in found if suspected(each, near) in (seen, None)]

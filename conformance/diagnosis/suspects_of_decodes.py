@@ -5,6 +5,7 @@ import torch
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import SplitDecode
+from mla_conformance.defects.decode_cache import WeightedTail
 from mla_conformance.diagnosis.suspects import NotRescaled, suspect, suspect_each
 from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
 
@@ -66,6 +67,16 @@ suspect_each(
     key_tile=(16, 32, 64, 128),
     cut=(*_CUTS[::4], *_CUTS[1::4], *_DOWN),
 )
+
+
+@suspect(
+    "decode_cache",
+    "mla-last-page-nan-leak",
+    "tma-overread-uninitialised-kv-tile",
+    "aiter-oob-page-id-folds-to-slot0-nan",
+)
+class RestTimesZero(WeightedTail):
+    """What stands after a request's last key has weights of 0, and 0 times NaN is NaN."""
 
 
 class PackedValues(EagerDecodeBackend):

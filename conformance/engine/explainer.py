@@ -28,7 +28,7 @@ from mla_conformance.engine.limits import cause_of
 from mla_conformance.engine.messages import read_line
 from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.record import Record, ended_by
+from mla_conformance.judging.record import UNASKED, Record, ended_by
 from mla_conformance.report.causes import simplicity
 from mla_conformance.trials.context import Context
 
@@ -61,7 +61,7 @@ class Explained:
             return said
         is_simplest = all(simplicity(failure.record) < simplicity(other) for other in self.compared)
         if self.spent > _PATIENCE and not is_simplest:
-            return ""
+            return UNASKED
         self.compared.append(failure.record)
         started = time.thread_time()
         said = explain(failure, WHOLE if is_simplest else PATIENCE)

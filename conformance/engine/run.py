@@ -34,7 +34,7 @@ from mla_conformance.engine.undisturbed import OnGpu
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.late_imports import load_all_again, refuse_written_since
-from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey
+from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.pairs import judged_pairs
@@ -72,6 +72,7 @@ class Run:
     before: Sequence[str] = ()
     found: Findings = field(default_factory=Findings)
     _tried: set[RecordKey] = field(default_factory=set)
+    _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
     _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
@@ -386,6 +387,8 @@ class Run:
         history = outcome.history if outcome else ()
         before = takewhile(lambda judged: judged != (record.reference, record.case), history)
         history = tuple(done for done in before if not self._is_refused(done))
+        if explain:
+            self._explained.add(record.record_key)
         return FailureConfirmation(record, history, explain, unhurried=len(self.request.cases) == 1)
 
     def _is_refused(self, done: RecordKey) -> bool:
@@ -441,6 +444,9 @@ class Run:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
         for record in sorted(self.found.verdicts.values(), key=self._position):
+            # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
+            if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
+                record = record.with_fields(explanation=UNASKED)
             groups[record.backend].append(self._expected(record))
         backends = tuple(
             self.found.summary(

@@ -14,7 +14,7 @@ from msgspec import Meta, field
 from msgspec.structs import replace
 
 from mla_conformance.backends.foreign import LINE, cut
-from mla_conformance.judging.verdict import FAILED, Status, Verdict
+from mla_conformance.judging.verdict import COMPARED, FAILED, Status, Verdict
 
 EXPLORED: Final = "explored"
 """What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
@@ -32,7 +32,9 @@ UNCOMPARED: Final = "not compared with every known defect, which would take too 
 """The explanation of a failure for which time ran out."""
 INDISTINCT: Final = "compared with every known defect: several fit about as well, so that none is named"
 """The explanation of a failure of which nothing is told, since it would be a guess."""
-_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT)
+UNASKED: Final = "not compared with every known defect: other failures of this kernel were"
+"""The explanation of a failure that was not chosen for it, and looks like none that was."""
+_EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT, UNASKED)
 _ENDED = "explanation ended by "
 COMPILING: Final = "unjudged: it was still compiling when the time that a case may take was over; raise --timeout"
 """Of a case that says nothing of the kernel, which it did not come to."""
@@ -162,6 +164,11 @@ class Record(Said, frozen=True):
         more = [f"and {len(self.after) - _SHOWN_CASES} more"] if len(self.after) > _SHOWN_CASES else []
         count = f"{len(self.after)} other case{'s' if len(self.after) > 1 else ''}"
         return f"fails only after {count}: {', '.join([*self.after[:_SHOWN_CASES], *more])}"
+
+    @property
+    def is_wrong_number(self) -> bool:
+        """Whether it failed by its numbers, which known defects may have, too."""
+        return self.status is Status.FAIL and self.check in COMPARED
 
     @property
     def is_explained(self) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import EXPLORED, UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.record import EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, Check, Status
 from mla_conformance.report.terminal import MESSAGE, near
 
@@ -129,7 +129,7 @@ def _compared(group: Sequence[Record]) -> str:
     if any(record.is_explained for record in group):
         return ""
     if not unlike:
-        said = next((record.explanation for record in group if record.explanation), "")
+        said = next((record.explanation for record in group if record.explanation not in ("", UNASKED)), "")
         return f"; {said}" if said else ""
     return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
 

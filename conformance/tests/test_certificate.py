@@ -213,7 +213,7 @@ TAMPERED: list[tuple[Callable[[Json], None], str]] = [
     (set_to("findings", to=[{**FINDING, "expectation": ""}]), f"the finding on {WAIVED} gives no reason"),
     (
         set_to("findings", to=[{**FINDING, "expectation": "known", "explanation": ""}]),
-        "1 findings are wrong numbers, and none of them says what it looks like",
+        f"the finding on {WAIVED} is a wrong number, and nothing says what it looks like",
     ),
     (set_to("backend", to="EAGER"), "backend EAGER is an emulated kernel, which is never certified"),
     (set_to("device", to="NVIDIA B200"), "the certificate of NVIDIA B200"),

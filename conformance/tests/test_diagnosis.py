@@ -17,6 +17,7 @@ from mla_conformance.backends.selected import Selected
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.bases import SplitDecode
+from mla_conformance.defects.decode_cache import AdditiveMask, WholePages
 from mla_conformance.defects.known import FAMILIES, known_defects
 from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates
@@ -178,6 +179,14 @@ def test_a_new_defect_is_killed_and_said_to_be_new(kernel: type[EagerPrefillBack
     trial, record = tried(located(kernel), SUSPECT_CASES[0])
     assert record.failed
     assert told(trial, record) == UNLIKE
+
+
+@pytest.mark.parametrize(
+    ("kernel", "named"), [(AdditiveMask, "weights of 0, and 0 times NaN"), (WholePages, "Nothing bounds the keys")]
+)
+def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(kernel: type, named: str) -> None:
+    said = told(*tried(located(kernel), "decode:dims=small;heads=2;q=[1,1];kv=[130,40];lse=0"))
+    assert said.startswith("perhaps ") and named in said and said.count(" 0 times NaN") == (kernel is AdditiveMask)
 
 
 class OneNan(EagerPrefillBackend):

@@ -16,7 +16,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, Expectations, read_expectations, shipped, to_toml
 from mla_conformance.expectations.grammar import CaseQuery, Condition, ConditionError
-from mla_conformance.judging.record import BackendFacts, Record
+from mla_conformance.judging.record import UNASKED, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -224,5 +224,5 @@ def test_a_run_applies_expectations(tmp_path: Path) -> None:
         run.folder.journal.append(Judgement(FAILURE))
         run.resume()
         (record,) = run.summary().records
-        assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE
+        assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE.with_fields(explanation=UNASKED)
         assert run.folder.journal.records() == {("MINE", FAILURE.case): FAILURE}
