@@ -71,7 +71,7 @@ def write_report(tmp_path: Path) -> Callable[..., Path]:
     """Writes the report of a run whose records are given, as ``certify`` would; returns its path."""
 
     def write(name: str, records: Sequence[Record], cases: Sequence[str] = (), **environment: str) -> Path:
-        return write_run(tmp_path / name, records, cases, **environment)
+        return write_run(tmp_path / name, records, cases, environment=environment)
 
     return write
 

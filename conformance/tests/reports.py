@@ -18,7 +18,7 @@ def write_run(
     facts: Sequence[BackendFacts] = (),
     shard: Shard | None = None,
     code: Mapping[str, str] = MappingProxyType({}),
-    **environment: str,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
     """Write the report as ``certify`` would; facts are of backends that are not as the records tell, or absent."""
     listed = tuple(cases or dict.fromkeys(record.case for record in records))

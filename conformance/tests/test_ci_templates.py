@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mla_conformance.cases.case import Case
 from mla_conformance.cli import _parser
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,16 @@ def test_every_command_is_one_that_exists(path: Path) -> None:
         assert callable(options.run) and (not extra or ("certify" in arguments and extra == ["${certify[@]}"])), (
             arguments
         )
+
+
+def test_the_commands_of_the_page_of_findings_can_be_given() -> None:
+    page = (ROOT / "docs" / "findings.md").read_text("utf-8")
+    found = [" ".join(span.split()) for span in re.findall(r"`([^`]*)`", page) if "mla-conformance " in span]
+    assert len(found) > 25
+    for name, *arguments in map(shlex.split, found):
+        options = _parser().parse_args(arguments)
+        assert name == "mla-conformance" and callable(options.run)
+        assert options.command != "replay" or Case.parse(options.case)
 
 
 def test_github_judges_a_matrix_and_gates_what_it_found() -> None:

@@ -1,5 +1,6 @@
-"""The gate: what closes it, what it only shows, and which reports it refuses."""
+"""The gate: what closes it, what it only shows, which reports it refuses; and what it was not shown, by name."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,35 +8,36 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.sharding import Shard
 from mla_conformance.cli import main
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import CORE, MustPass, profile_of
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.tests.reports import write_run
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
+Capture = pytest.CaptureFixture[str]
 Write = Callable[..., Path]
 CASES = [case.id for case in CAPABILITIES["lse"].cases]
 PASSED = [Record("MINE", "MINE", "lse", case, Status.PASS, used={"lse": 0.3}) for case in CASES[:4]]
 FAILED = PASSED[1].with_fields(status=Status.FAIL, check="lse")
 
 
-def gate(capsys: pytest.CaptureFixture[str], *arguments: Path | str, tier: str = "none") -> tuple[int, str, str]:
+def gate(capsys: Capture, *arguments: Path | str, tier: str = "none") -> tuple[int, str, str]:
     status = main(["gate", *map(str, arguments), "--require-tier", tier])
     captured = capsys.readouterr()
     return status, captured.out, captured.err
 
 
-def test_a_clean_run_passes(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clean_run_passes(write_report: Write, capsys: Capture) -> None:
     said = f"gate open · suite {SUITE_VERSION} · any selection accepted · 4 verdicts\n"
     assert gate(capsys, write_report("a.json", PASSED)) == (0, said, "")
 
 
-def test_a_failure_closes_the_gate_unless_it_is_expected(
-    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_closes_the_gate_unless_it_is_expected(write_report: Write, tmp_path: Path, capsys: Capture) -> None:
     report = write_report("a.json", [PASSED[0], FAILED])
     status, out, _ = gate(capsys, report)
     assert status == 1 and out.splitlines()[0].split() == ["failing", "MINE", FAILED.case, "·", "fail", "lse"]
@@ -55,14 +57,14 @@ def test_a_failure_closes_the_gate_unless_it_is_expected(
     ],
 )
 def test_expectations_that_are_wrong_close_the_gate(
-    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], entry: Expectation, said: str
+    write_report: Write, tmp_path: Path, capsys: Capture, entry: Expectation, said: str
 ) -> None:
     (tmp_path / "mine.toml").write_text(to_toml(entry))
     status, out, _ = gate(capsys, write_report("a.json", PASSED), "--expectations", tmp_path)
     assert status == 1 and said in out
 
 
-def test_the_baseline_tells_what_is_new(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_baseline_tells_what_is_new(write_report: Write, capsys: Capture) -> None:
     before = write_report("before.json", [FAILED, PASSED[0], PASSED[2], PASSED[3]])
     drifted = PASSED[2].with_fields(used={"lse": 0.55})
     now = write_report("now.json", [PASSED[1], PASSED[0].with_fields(status=Status.FAIL), drifted, PASSED[3]])
@@ -74,7 +76,7 @@ def test_the_baseline_tells_what_is_new(write_report: Write, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("limit", "expected"), [((), 0), (("--max-drift", "0.2"), 1), (("--max-drift", "0.5"), 0)])
 def test_drift_closes_the_gate_if_it_is_limited(
-    write_report: Write, capsys: pytest.CaptureFixture[str], limit: tuple[str, ...], expected: int
+    write_report: Write, capsys: Capture, limit: tuple[str, ...], expected: int
 ) -> None:
     before = write_report("before.json", PASSED)
     now = write_report("now.json", [record.with_fields(used={"lse": 0.6}) for record in PASSED])
@@ -82,17 +84,13 @@ def test_drift_closes_the_gate_if_it_is_limited(
 
 
 @pytest.mark.parametrize("now", [PASSED[:3], [*PASSED[:3], PASSED[3].with_fields(status=Status.UNSUPPORTED)]])
-def test_what_is_no_longer_judged_closes_the_gate(
-    write_report: Write, capsys: pytest.CaptureFixture[str], now: list[Record]
-) -> None:
+def test_what_is_no_longer_judged_closes_the_gate(write_report: Write, capsys: Capture, now: list[Record]) -> None:
     before = write_report("before.json", PASSED)
     status, out, _ = gate(capsys, write_report("now.json", now), "--baseline", before)
     assert status == 1 and f"no longer judged MINE {CASES[3]} · was pass" in out
 
 
-def test_an_incomplete_run_and_an_empty_one_do_not_pass(
-    write_report: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_incomplete_run_and_an_empty_one_do_not_pass(write_report: Write, capsys: Capture) -> None:
     status, out, _ = gate(capsys, write_report("a.json", PASSED, CASES[:6]))
     assert status == 1 and "not run          MINE lse · 2 cases of the list without a verdict" in out
     status, out, _ = gate(capsys, write_report("b.json", []))
@@ -100,15 +98,13 @@ def test_an_incomplete_run_and_an_empty_one_do_not_pass(
 
 
 @pytest.mark.parametrize("listed", [CASES[:4], []])
-def test_shards_make_one_run(write_report: Write, capsys: pytest.CaptureFixture[str], listed: list[str]) -> None:
+def test_shards_make_one_run(write_report: Write, capsys: Capture, listed: list[str]) -> None:
     shards = [write_report(f"{i}.json", PASSED[2 * i : 2 * i + 2], listed) for i in (0, 1)]
     assert gate(capsys, *shards)[0] == 0
     assert gate(capsys, shards[0])[0] == (1 if listed else 0)
 
 
-def test_must_pass_cases_have_to_be_passed(
-    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_must_pass_cases_have_to_be_passed(write_report: Write, tmp_path: Path, capsys: Capture) -> None:
     listed = tmp_path / "must.txt"
     listed.write_text("# mine\n" + "".join(f"core {case}\n" for case in CASES[:4]) + f"extra {CASES[5]}\n")
     unsupported = PASSED[0].with_fields(case=CASES[5], status=Status.UNSUPPORTED)
@@ -120,9 +116,7 @@ def test_must_pass_cases_have_to_be_passed(
         assert f"must pass        MINE {case} · {why}" in out
 
 
-def test_the_must_pass_list_of_this_version_is_what_the_vocabulary_gives(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_must_pass_list_of_this_version_is_what_the_vocabulary_gives(tmp_path: Path, capsys: Capture) -> None:
     assert main(["mustpass"]) == 0
     (tmp_path / "printed.txt").write_text(capsys.readouterr().out, encoding="utf-8")
     listed = MustPass.read(tmp_path / "printed.txt")
@@ -167,18 +161,140 @@ def test_a_backend_is_bound_by_its_roles_and_by_one_at_least() -> None:
 
 
 @pytest.mark.parametrize("text", ["# nothing\n", "core lse:nope=1\n"])
-def test_a_malformed_must_pass_list(
-    write_report: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
-) -> None:
+def test_a_malformed_must_pass_list(write_report: Write, tmp_path: Path, capsys: Capture, text: str) -> None:
     (tmp_path / "must.txt").write_text(text)
     status, _, err = gate(capsys, write_report("a.json", PASSED), "--must-pass", tmp_path / "must.txt")
     assert status == 2 and "expected 'PROFILE CASE_ID'" in err.replace("lines ", "") and "must.txt" in err
 
 
-def test_reports_that_do_not_belong_together(write_report: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_that_do_not_belong_together(write_report: Write, capsys: Capture) -> None:
     report = write_report("a.json", PASSED)
     assert "is in another report as well" in gate(capsys, report, report)[2]
     for other in ({"suite": "2025.1"}, {"tier": "smoke"}):
         status, _, err = gate(capsys, report, "--baseline", write_report("b.json", PASSED, **other))
         assert status == 2 and f"b.json: expected {next(iter(other))} " in err
     assert gate(capsys, report, "--expectations", report)[0] == 2
+
+
+SMOKE = [case.id for entry in CAPABILITIES.values() for case in entry.select(Tier.SMOKE)]
+FULL = sum(len(entry.cases) for entry in CAPABILITIES.values())
+TWO = [case.id for name in ("new_tokens", "lse") for case in CAPABILITIES[name].cases]
+
+
+def all_passed(cases: list[str], backend: str = "MINE") -> list[Record]:
+    return [Record(backend, backend, case.partition(":")[0], case, Status.PASS) for case in cases]
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a report of some backends, or of one shard, or of a backend that could not be judged."""
+
+    def write(
+        name: str, *records: Record, shard: Shard | None = None, gone: str = "", suite: str = SUITE_VERSION
+    ) -> Path:
+        absent = [BackendFacts(gone, gone, ("no such GPU",))] if gone else []
+        return write_run(tmp_path / name, records, TWO if shard else (), absent, shard, environment={"suite": suite})
+
+    return write
+
+
+def test_two_capabilities_of_all_do_not_open_the_gate(report: Callable[..., Path], capsys: Capture) -> None:
+    file = report("a.json", *all_passed(TWO))
+    status, out, _ = gate(capsys, file, tier="full")
+    extent = f"{len(TWO)} of {FULL} cases, 2 of {len(CAPABILITIES)} capabilities"
+    assert status == 1 and f"not run          MINE {extent} · of the full tier\n" in out
+    assert out.endswith(f" · {len(TWO)} verdicts · {FULL - len(TWO)} not run\n")
+    reported = {line.split()[3] for line in out.splitlines() if "without a verdict" in line}
+    reported |= set(next(line for line in out.splitlines() if "… and" in line).partition(": ")[2].split(", "))
+    assert reported == CAPABILITIES.keys() - {"new_tokens", "lse"}
+    assert gate(capsys, file)[0] == 0
+
+
+def test_a_tier_is_asked_for_by_what_it_holds(report: Callable[..., Path], capsys: Capture) -> None:
+    file = report("a.json", *all_passed(SMOKE))
+    assert gate(capsys, file, tier="smoke")[0] == 0
+    status, out, _ = gate(capsys, file, tier="full")
+    assert status == 1 and f"{len(SMOKE)} of {FULL} cases" in out
+
+
+def test_each_backend_needs_the_whole(report: Callable[..., Path], capsys: Capture) -> None:
+    file = report("a.json", *all_passed(SMOKE), *all_passed(SMOKE[1:], "OTHER"))
+    status, out, _ = gate(capsys, file, tier="smoke")
+    assert status == 1 and f"OTHER {len(SMOKE) - 1} of {len(SMOKE)} cases" in out and "MINE" not in out
+
+
+@pytest.mark.parametrize(
+    ("required", "said"),
+    [
+        (["MINE"], ""),
+        (["MINE", "DIED"], "missing          DIED * · in no report"),
+        (["GONE"], "missing          GONE * · unavailable: no such GPU"),
+        (["REFUSES"], "missing          REFUSES * · nothing of it was judged"),
+        (["MINE", "package.module:DIED"], "missing          DIED * · in no report"),
+    ],
+)
+def test_a_backend_that_has_to_be_judged(
+    report: Callable[..., Path], capsys: Capture, required: list[str], said: str
+) -> None:
+    refuses = [record.with_fields(status=Status.UNSUPPORTED) for record in all_passed(TWO[:2], "REFUSES")]
+    file = report("a.json", *all_passed(TWO[:2]), *refuses, gone="GONE")
+    status, out, _ = gate(capsys, file, "--require", *required)
+    assert (status, [line for line in out.splitlines() if "missing  " in line]) == (bool(said), [said] if said else [])
+
+
+def test_a_report_that_no_job_left_is_named_and_the_others_are_judged(
+    report: Callable[..., Path], capsys: Capture
+) -> None:
+    file = report("a.json", all_passed(TWO)[0].with_fields(status=Status.FAIL, check="lse"))
+    status, out, _ = gate(capsys, file, file.with_name("b.json"))
+    assert status == 1 and f"missing          *    {file.with_name('b.json')} · no such report" in out
+    assert f"failing          MINE {TWO[0]}" in out
+    status, out, _ = gate(capsys, file.with_name("*.jsn"), tier="full")
+    assert status == 1 and "*.jsn · no such report" in out and "nothing was judged" in out
+
+
+def test_a_shard_that_is_not_there_is_named(report: Callable[..., Path], capsys: Capture) -> None:
+    shards = [Shard.of(f"{index}/3", TWO) for index in (1, 2, 3)]
+    files = [report(f"{shard.index}.json", *all_passed(list(shard.cases)), shard=shard) for shard in shards]
+    assert gate(capsys, *files)[0] == 0
+    status, out, _ = gate(capsys, files[0], files[2])
+    assert status == 1 and "missing          MINE shard 2/3 · in no report" in out
+    assert f"MINE {len(TWO) - len(shards[1].cases)} of {len(TWO)} cases, 0 of 2 capabilities · of its list" in out
+
+
+def test_the_must_pass_list_is_asked_for_by_name_and_version(report: Callable[..., Path], capsys: Capture) -> None:
+    file, old = report("a.json", *all_passed(TWO)), report("old.json", *all_passed(TWO), suite="2025.1")
+    for name in ("shipped", "decode"):
+        status, out, _ = gate(capsys, file, "--must-pass", f"{name}@{SUITE_VERSION}")
+        assert status == 1 and f" · must-pass {name}@{SUITE_VERSION} · " in out
+    status, _, err = gate(capsys, file, "--must-pass", "core@2025.1", tier="full")
+    assert status == 2 and f"--must-pass core@2025.1: the list that is installed here is core@{SUITE_VERSION}" in err
+    status, _, err = gate(capsys, old, "--must-pass", "core")
+    assert (
+        status == 2
+        and f"core@{SUITE_VERSION} is of suite {SUITE_VERSION} here, but the report is of suite 2025.1" in err
+    )
+    assert gate(capsys, old, tier="full")[0] == 2 and gate(capsys, old, "--allow-suite", "2025.1")[0] == 0
+    status, _, err = gate(capsys, file, "--must-pass", "nope", tier="full")
+    assert status == 2 and "--must-pass nope: expected a file, shipped, or profiles that" in err
+
+
+def test_a_profile_that_is_named_binds_whatever_is_declared() -> None:
+    decodes = MustPass.of_suite().profiles["decode"]
+    refused = {case: Record("B", "B", "decode", case, Status.UNSUPPORTED) for case in decodes}
+    asked = MustPass.asked(["decode"])
+    assert [case for case, _ in asked.missing(refused)] == list(decodes)
+    assert {why.partition(":")[0] for _, why in asked.missing({})} == {"decode"}
+    both = MustPass.asked(["shipped", "decode"])
+    assert dict(both.missing(refused)).keys() > set(decodes)
+    with pytest.raises(InputError):
+        MustPass.asked(["decode", "absent.txt"])
+
+
+def test_a_report_cannot_say_that_less_is_the_whole(report: Callable[..., Path], capsys: Capture) -> None:
+    """The list, the tier and the shard are what the report says of itself; the gate asks the suite."""
+    file = report("a.json", *all_passed(TWO))
+    claimed = json.loads(file.read_text())
+    claimed["environment"]["tier"] = "nightly"
+    file.write_text(json.dumps(claimed))
+    assert gate(capsys, file, tier="full")[0] == 1

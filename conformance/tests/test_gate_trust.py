@@ -58,7 +58,7 @@ def report(
     suite: str = SUITE_VERSION,
     code: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    write_run(Path(name), records, facts=[facts], code=code, suite=suite, tier="smoke")
+    write_run(Path(name), records, facts=[facts], code=code, environment={"suite": suite, "tier": "smoke"})
     return name
 
 

@@ -1,8 +1,12 @@
-"""The verdict lock: two of one machine are compared row by row, others refused, and digests listed only then."""
+"""The verdict lock: two of one machine are compared row by row, others refused, and digests listed only then.
+
+A suite version stands for one list, one tolerance, one specification and one judge.
+"""
 
 import importlib
 import json
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,7 @@ import msgspec
 import pytest
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate
-from mla_conformance.certificate.digests import LOCKED, installed_digests, locked_digests
+from mla_conformance.certificate.digests import EARLIER, LOCKED, installed_digests, locked_digests, version_digests
 from mla_conformance.certificate.records import kept_records
 from mla_conformance.version import SUITE_VERSION
 
@@ -25,10 +29,10 @@ ROW = {"case": "lse:q=[64]", "kernel": "EAGER", "status": "pass", "used": {"lse"
 
 def handed_in(path: Path, records: list[Certificate]) -> list[Path]:
     """Records as files of their own."""
-    files = [path / f"{number}.json" for number in range(len(records))]
-    for file, record in zip(files, records, strict=True):
+    names = [path / f"{number}.json" for number in range(len(records))]
+    for file, record in zip(names, records, strict=True):
         file.write_bytes(msgspec.json.encode(record))
-    return files
+    return names
 
 
 def written(path: Path, header: dict[str, Any], *rows: dict[str, Any]) -> Path:
@@ -97,3 +101,21 @@ def test_equal_locks_and_four_records_like_those_handed_in_are_enough(
     before = written(tmp_path / "before", {**HEADER, "digests": {n: locked_digests()[n][0] for n in LOCKED}}, ROW)
     after = written(tmp_path / "after", {**HEADER, "digests": json.loads(judged)}, ROW)
     assert list(accept.problems(before, after, handed_in(tmp_path, records))) == []
+
+
+STORED = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text())
+DO = (
+    "sources that decide verdicts have changed since this version was stored: show by ci/lock.py and ci/accept.py that "
+    "verdicts are as before, or raise conformance/version.py if there are records of it, and run ci/suite_version.py"
+)
+
+
+def test_this_version_is_what_was_stored_of_it() -> None:
+    here = version_digests()
+    stored = STORED[SUITE_VERSION]
+    latest = {name: digests for name, digests in stored.items() if name != EARLIER}
+    assert {**latest, **{name: stored[name][-1:] for name in LOCKED}} == here, DO
+
+
+def test_no_two_versions_are_the_same() -> None:
+    assert len({json.dumps(stored, sort_keys=True) for stored in STORED.values()}) == len(STORED)

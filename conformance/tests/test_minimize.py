@@ -23,6 +23,7 @@ from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.case_files import read_case, write_case
 
+Capture = pytest.CaptureFixture[str]
 LARGE = Case.of(capability="chunked_context", q=(9, 5, 40), kv=(300, 17, 80), heads=6, dims="glm", data="needle", pad=3)
 
 WRONG = """
@@ -84,7 +85,7 @@ def test_what_passes_is_not_minimised() -> None:
         minimize(LARGE, lambda case: record(case, Status.PASS), limit=3)
 
 
-def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsys: Capture) -> None:
     case, found = tmp_path / "case.json", tmp_path / "found.json"
     write_case(case, Case.parse("lse:dims=small;q=[5,9,2];heads=2;data=needle;pad=2"))
     options = ["--backend", wrong, "--salt", "s1", "--device", "cpu", "--timeout", "2", "--out", str(found)]
@@ -100,9 +101,7 @@ def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsy
     assert salted.partition(", expected")[0] in capsys.readouterr().out
 
 
-def test_minimising_can_be_ended(
-    wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_minimising_can_be_ended(wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     hello = Supervisor.hello
 
     def hello_to_the_end(supervisor: Supervisor) -> Hello:
@@ -114,9 +113,7 @@ def test_minimising_can_be_ended(
     assert "ended by SIGTERM" in capsys.readouterr().err
 
 
-def test_a_failure_of_a_report_runs_again(
-    wrong: str, write_report: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Callable[..., Path], capsys: Capture) -> None:
     cases = ("lse:q=[3]", "lse:q=[7]")
     records = [Record("Wrong", wrong, "lse", case, Status.FAIL, message=f"wrong in {case}") for case in cases]
     path = write_report("report.json", records)
@@ -127,9 +124,7 @@ def test_a_failure_of_a_report_runs_again(
     assert "expected --failure 1 to 2, got 3: 1. wrong in lse:q=[3]; 2. wrong in" in capsys.readouterr().err
 
 
-def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(tmp_path: Path, capsys: Capture) -> None:
     assert main(["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu", "--out", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert printed.err.endswith(f"{tmp_path}: expected a file, this is a folder\n") and not printed.out
@@ -145,9 +140,7 @@ def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(
     ],
 )
 @pytest.mark.parametrize("command", ["replay", "minimize"])
-def test_a_file_without_a_case(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, content: str | None, said: str
-) -> None:
+def test_a_file_without_a_case(tmp_path: Path, capsys: Capture, command: str, content: str | None, said: str) -> None:
     path = tmp_path / "case.json"
     if content is not None:
         path.write_text(content)
@@ -165,7 +158,7 @@ def test_a_file_without_a_case(
         (["lse:q=[1]"], "expected --backend"),
     ],
 )
-def test_what_replay_is_asked_for(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_what_replay_is_asked_for(capsys: Capture, arguments: list[str], said: str) -> None:
     assert main(["replay", *arguments]) == 2
     assert said in capsys.readouterr().err
 

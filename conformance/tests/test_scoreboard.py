@@ -48,7 +48,7 @@ def certificate(backend: str, wrong: list[str] = [], **changes: Any) -> Certific
     )
     lacking = dict(MustPass.of_suite().missing({record.case: record for record in records}, waivable=True))
     environment = {"device": "NVIDIA H200", "suite": SUITE_VERSION, "torch": "2.11.0", "compute_capability": "9.0"}
-    told = {"date": "2026-01-02", "backend": backend, "reference": backend, "device": "NVIDIA H200"}
+    told: dict[str, Any] = {"date": "2026-01-02", "backend": backend, "reference": backend, "device": "NVIDIA H200"}
     told |= {"environment": {**environment, "salt": "x y"}, "counts": Counts.of(records, len(cases)), "cases": cases}
     return complete(**{**told, "findings": found, "lacking": lacking, **changes})
 
