@@ -100,7 +100,7 @@ class _Prefill(EagerPrefillBackend):
 
 
 @defects("memory_bounds")
-class _MemoryBoundsDecode(EagerDecodeBackend):
+class _Decode(EagerDecodeBackend):
     def decode_reads_a_page_behind_the_cache__before_run_decode(self, kv_cache):
         """The next page of a sequence is prefetched where no page follows."""
         page = kv_cache.stride(0) * kv_cache.element_size()
@@ -135,7 +135,7 @@ class _MemoryBoundsDecode(EagerDecodeBackend):
 
 
 @defects("memory_bounds")
-class _MemoryBoundsSparse(EagerSparseBackend):
+class _Sparse(EagerSparseBackend):
     def sparse_reads_a_vector_behind_the_lists__before_attend(self, sources):
         """The next vector of a list is loaded ahead, also behind the last one."""
         reads(sources[0].indices, end(sources[0].indices), _VECTOR)
@@ -152,7 +152,7 @@ class _MemoryBoundsSparse(EagerSparseBackend):
 
 
 @defects("memory_bounds")
-class _MemoryBoundsIndexer(EagerIndexerBackend):
+class _Indexer(EagerIndexerBackend):
     def indexer_reads_a_vector_behind_the_weights__before_logits(self, weights):
         """Weights are loaded in vectors, one more than there are."""
         reads(weights, end(weights), _VECTOR)
@@ -164,7 +164,7 @@ class _MemoryBoundsIndexer(EagerIndexerBackend):
 
 
 @defects("memory_bounds", inside=(EagerLayer, "impl_class"))
-class _MemoryBoundsImpl(MLACommonImpl):
+class _Layer(MLACommonImpl):
     def layer_reads_a_vector_behind_the_rope_keys__before_forward(self, k_pe):
         """New rope keys are loaded in vectors, one more than there are."""
         reads(k_pe, end(k_pe), _VECTOR)

@@ -57,7 +57,7 @@ class _OtherEnds(EagerCompressBackend):
 
 
 @defects("compress_keys")
-class _CompressKeysCompress(EagerCompressBackend):
+class _CompressKeysAlone(EagerCompressBackend):
     def compress_lengths_not_handed_over__missing(self, positions):
         """Without the lengths of its requests it takes all tokens for missing ones, and entries are no numbers."""
         return torch.ones_like(positions, dtype=torch.bool)
@@ -80,7 +80,7 @@ class _CompressKeysCompress(EagerCompressBackend):
 
 
 @defects("compress_keys", related=("compress_continued",))
-class _CompressKeysCompress_(EagerCompressBackend):
+class _CompressKeys(EagerCompressBackend):
     def compress_softmax_without_maximum__pooled(self, k, logits):
         """Exponentials are taken of the scores as they are, and overflow."""
         p = logits.exp()

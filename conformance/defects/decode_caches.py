@@ -42,7 +42,7 @@ def _has_several(kernel: EagerDecodeBackend) -> bool:
 
 
 @defects("paged_cache")
-class _PagedCacheDecode(EagerDecodeBackend):
+class _PagedCache(EagerDecodeBackend):
     @but(related=("decode_multi_token",))
     def flashmla_kv_indices_loop_tokens_vs_pages__blocks(self, request, pages):
         """Page ids are copied 64 at a time, in as many steps as 4096 tokens fit into the sequence; others stay 0."""

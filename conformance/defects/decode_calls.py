@@ -7,7 +7,7 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode
-from mla_conformance.defects.known import defects, known_defect
+from mla_conformance.defects.known import defects
 from mla_conformance.defects.prefill_calls import _ends
 from mla_conformance.defects.steps import but
 
@@ -76,6 +76,16 @@ class _Counters(EagerDecodeBackend):
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
 
 
+_PLAN: list[object] = [None]
+"""What the last decode has prepared in a workspace that prefills use as well."""
+
+
+class _Scribbles(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *operands, **options):
+        _PLAN[0] = None
+        return super().run_prefill_new_tokens(*operands, **options)
+
+
 @defects("graph_padding", related=_PADDED_TOO)
 class _OtherLayeredDecode(LayeredDecode):
     def flashmla_fp8_cg_padding_seq0_oob__before_attend(self, seq_len):
@@ -111,47 +121,29 @@ class _OtherLayeredDecode(LayeredDecode):
         return replace(decode_metadata, seq_lens=lengths)
 
     @but(killed_by="graph_replay", related=())
-    class flashinfer_fa2_nosplit_graph_uninit_tiles:
+    def flashinfer_fa2_nosplit_graph_uninit_tiles__run_decode(self, *operands, **options):
         """A smaller plan leaves tiles of the one before it in the list, and the first of them overwrites the last
         row."""
+        kept, plans = self._decode_metadata, self.__dict__.setdefault("plans", {})  # ranks are processes
+        before, lengths = plans.get(kept.dcp_rank, []), kept.seq_lens.clone()
+        plans[kept.dcp_rank] = planned = [length for length in lengths.tolist() if length]
+        if planned and len(planned) < len(before):
+            lengths[len(planned) - 1] = before[len(planned)]
+        self._decode_metadata = replace(kept, seq_lens=lengths)
+        result = super().run_decode(*operands, **options)
+        self._decode_metadata = kept
+        return result
 
-        def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-            kept = self._decode_metadata
-            self._decode_metadata = replace(kept, seq_lens=self._lengths(kept))
-            result = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
-            self._decode_metadata = kept
-            return result
+    @but(killed_by="mixed_batch", related=(), prefill_backend=_Scribbles)
+    class graph_eager_workspace_aliasing:
+        """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
 
-        def _lengths(self, metadata):
-            plans = self.__dict__.setdefault("plans", {})  # ranks are processes
-            before, lengths = plans.get(metadata.dcp_rank, []), metadata.seq_lens.clone()
-            plans[metadata.dcp_rank] = planned = [length for length in lengths.tolist() if length]
-            if planned and len(planned) < len(before):
-                lengths[len(planned) - 1] = before[len(planned)]
-            return lengths
+        def prepare_metadata(self, decode_metadata):
+            _PLAN[0] = decode_metadata
+            super().prepare_metadata(decode_metadata)
 
-
-class _Scribbles(EagerPrefillBackend):
-    """Uses the workspace in which a decode has left its plan."""
-
-    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
-        OneWorkspace.plan = None
-        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-
-
-@known_defect("graph-eager-workspace-aliasing", killed_by="mixed_batch")
-class OneWorkspace(LayeredDecode):
-    """Prefill and decode share a workspace, and a prefill overwrites what decode has prepared there."""
-
-    prefill_backend = _Scribbles
-    plan = None
-
-    def prepare_metadata(self, decode_metadata):
-        OneWorkspace.plan = decode_metadata
-        super().prepare_metadata(decode_metadata)
-
-    def _tiles(self, keys):
-        return super()._tiles(keys if self.plan is self._decode_metadata else -(-keys // 2))
+        def _tiles(self, keys):
+            return super()._tiles(keys if _PLAN[0] is self._decode_metadata else -(-keys // 2))
 
 
 @defects("call_order")

@@ -86,7 +86,7 @@ class _Decode(SplitDecode):
 
 
 @defects("decode")
-class _DecodeDecode(EagerDecodeBackend):
+class _OneToken(EagerDecodeBackend):
     def mla_decode_scale_missing_log2e__scores(self, q, k):
         """Powers of two are taken of scores that were not multiplied by log2(e), so the softmax is too flat."""
         return super()._scores(q, k) * math.log(2)
@@ -198,7 +198,7 @@ class _OtherDecode(EagerDecodeBackend):
 
 
 @defects("decode_multi_token")
-class _DecodeMultiTokenDecode(EagerDecodeBackend):
+class _SeveralTokens(EagerDecodeBackend):
     def decode_last_tile_of_packed_rows_lost__behind_finish(self, output, lse):
         """Several query tokens and their heads are packed into tiles of 64 rows; behind the first a partial one is
         lost."""
@@ -252,7 +252,7 @@ class _DecodeMultiTokenDecode(EagerDecodeBackend):
 
 
 @defects("decode_lse")
-class _OtherSplitDecode(SplitDecode):
+class _SplitLse(SplitDecode):
     @but(killed_by="decode_multi_token", related=("decode_lse",), split=64)
     def mtp_split_fully_causal_masked_zero_times_nan__part(self, state):
         """A split that an early query token does not see at all leaves 0 / 0, which is combined with the weight 0."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
-from typing import TypeVar
 
 import msgspec
 
@@ -25,7 +24,6 @@ FAMILIES = (
 _KNOWN: dict[str, "KnownDefect"] = {}
 Emulation = KernelBackend | AttentionBackend
 """What an emulation is: a kernel, or a layer around kernels."""
-EmulatedKernel = TypeVar("EmulatedKernel", bound=type[Emulation])
 
 
 class DefectError(ValueError):
@@ -115,7 +113,7 @@ def defects(
     """Class decorator that enters each kernel of a group: its name is an id, its docstring the sentence.
 
     Args:
-        killed_by: as of :class:`KnownDefect`, and ``related``; ``at`` says it of a single one.
+        killed_by: as of :class:`KnownDefect`, and ``related``; ``but`` says it of a single one.
         related: see there.
         inside: as of :func:`emulation`, which says what a group's functions and classes are.
 
@@ -130,24 +128,6 @@ def defects(
             _check(entry)
             _KNOWN[entry.id] = entry
         return group
-
-    return enter
-
-
-def known_defect(
-    id: str, *, killed_by: str, related: tuple[str, ...] = ()
-) -> Callable[[EmulatedKernel], EmulatedKernel]:
-    """Class decorator that enters an emulated bug into the list.
-
-    Raises:
-        DefectError: an id that is taken, a capability that does not exist, or no sentence.
-    """
-
-    def enter(kernel: EmulatedKernel) -> EmulatedKernel:
-        entry = KnownDefect(id, kernel, killed_by, related)
-        _check(entry)
-        _KNOWN[id] = entry
-        return kernel
 
     return enter
 

@@ -83,7 +83,7 @@ class _MixedBatch(MLACommonMetadataBuilder):
 
 
 @defects("cache_write", inside=(EagerLayer, "impl_class"))
-class _CacheWriteImpl(MLACommonImpl):
+class _CacheWrites(MLACommonImpl):
     def writer_overwrites_reserved_slot0__before_do_kv_cache_update(self, slot_mapping):
         """Rows of padding are written to slot 0."""
         return slot_mapping.clamp(min=0)
@@ -133,7 +133,7 @@ def _move(source, target, pairs):
 
 
 @defects("cache_write")
-class _CacheWriteLayer(EagerLayer):
+class _CacheOfTheLayer(EagerLayer):
     @but("get_kv_cache_shape")
     @staticmethod
     def mla_kv_spec_quant_mode_none_size_mismatch(
@@ -192,7 +192,7 @@ def _as_codes(weight):
 
 
 @defects("mixed_batch", inside=(EagerLayer, "impl_class"))
-class _MixedBatchImpl(MLACommonImpl):
+class _MixedBatches(MLACommonImpl):
     def dcp_fp8_context_gather_dtype_crash__before_gather(self, k_scale):
         """Context is gathered from a cache of codes without its scale."""
         return torch.ones_like(k_scale)

@@ -105,7 +105,7 @@ class _Combinations(_Numbered):
 
 
 @defects("combinations")
-class _CombinationsPrefill(EagerPrefillBackend):
+class _CombinationsOfBatches(EagerPrefillBackend):
     def quant_output_odd_head_unscaled__before_quantise(self, output_scale, *, accumulated):
         """Codes of an output are written for two heads at a time, and a last odd one is stored unscaled."""
         scale = output_scale.expand(accumulated.shape[1], 1).clone()

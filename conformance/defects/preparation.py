@@ -4,7 +4,7 @@ import torch
 
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.prepare import BLOCK
-from mla_conformance.defects.known import defects, known_defect
+from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -46,36 +46,26 @@ class _IndexHadamard(EagerPrepareBackend):
             return super()._largest(self.__dict__.pop("_before", blocks))
 
 
-@known_defect("prepare-neighbours-rotated-for-halves", killed_by="index_rotation", related=_EARLIER)
-class RotatesNeighbours(EagerPrepareBackend):
-    """Neighbours are rotated together, whatever the model's style is."""
-
-    def _rope(self, x):
-        preparation = self.preparation
+@defects("index_rotation", related=_EARLIER)
+class _IndexRotation(EagerPrepareBackend):
+    def _rope_in(self, x, is_neox_style):
+        own, self.preparation = self.preparation, self.preparation._replace(is_neox_style=is_neox_style)
         try:
-            self.preparation = preparation._replace(is_neox_style=False)
             return super()._rope(x)
         finally:
-            self.preparation = preparation
+            self.preparation = own
 
+    def prepare_neighbours_rotated_for_halves__rope(self, x):
+        """Neighbours are rotated together, whatever the model's style is."""
+        return self._rope_in(x, False)
 
-@defects("index_rotation", related=_EARLIER)
-class _IndexRotation(RotatesNeighbours):
-    def prepare_keys_rotated_in_another_style__rope(self, x):
-        """Queries are rotated in the model's style, and keys in neighbours."""
-        return super()._rope(x) if x.shape[1] == 1 and self.num_heads > 1 else EagerPrepareBackend._rope(self, x)
-
-
-@defects("index_rotation", related=_EARLIER)
-class _IndexRotationPrepare(EagerPrepareBackend):
     def prepare_halves_rotated_for_neighbours__rope(self, x):
         """Columns R/2 apart are rotated together, whatever the model's style is."""
-        preparation = self.preparation
-        try:
-            self.preparation = preparation._replace(is_neox_style=True)
-            return super()._rope(x)
-        finally:
-            self.preparation = preparation
+        return self._rope_in(x, True)
+
+    def prepare_keys_rotated_in_another_style__rope(self, x):
+        """Queries are rotated in the model's style, and keys in neighbours."""
+        return self._rope_in(x, False) if x.shape[1] == 1 and self.num_heads > 1 else super()._rope(x)
 
     def prepare_first_columns_rotated__rotated(self, x):
         """The first R columns are rotated where the model rotates the last."""

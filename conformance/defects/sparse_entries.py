@@ -167,7 +167,7 @@ def _whole_where_0(source):
 
 
 @defects("second_cache")
-class _SecondCacheSparse(EagerSparseBackend):
+class _SecondCaches(EagerSparseBackend):
     def sparse_second_cache_dropped__before_attend(self, sources):
         """Keys of the second cache are left out."""
         return sources[:1]

@@ -39,14 +39,14 @@ class _Lse(EagerSparseBackend):
 
 
 @defects("selection_padding", related=("sparse_lse",))
-class _SelectionPadding(_Lse):
+class _KeylessLse(_Lse):
     def sparse_keyless_lse_of_plus_inf__returned(self, lse):
         """The LSE of a row whose list names nothing is +inf."""
         return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 @defects("selection_padding", related=("sparse_lse",))
-class _SelectionPaddingSparse(EagerSparseBackend):
+class _SelectionPadding(EagerSparseBackend):
     def sparse_valid_entries_read_from_the_front__behind_listed(self, listed, *, source):
         """The entries that name a key are counted, and so many columns are read from the front, whatever stands
         there."""
@@ -110,7 +110,7 @@ class _OtherLists(EagerSparseBackend):
 
 
 @defects("sparse_decode", related=_SHAPES_TOO)
-class _SparseDecodeSparse(EagerSparseBackend):
+class _SparseDecode(EagerSparseBackend):
     class sparse_padding_taken_for_key_0:
         """-1 is clamped to 0, and the entry there counts as often as a list is padded."""
 
@@ -287,7 +287,7 @@ class _OtherSparse(EagerSparseBackend):
 
 
 @defects("sparse_decode")
-class _SparseDecodeSparse_(EagerSparseBackend):
+class _SparseDecodeAlone(EagerSparseBackend):
     @but(key_tile=64)
     def sparse_tile_without_keys_weighs_as_a_logit_of_0__behind_accumulate(self, later, *, state, scores):
         """A later tile of 64 columns in which a list names no key adds a weight of exp(0) to the row's sum."""

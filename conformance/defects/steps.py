@@ -10,6 +10,7 @@ from typing import Any
 
 _SAID: dict[Any, dict[str, Any]] = {}
 _SITE = re.compile(r"(?:(before|behind)_)?(_?\w+?)(?:__(_?\w+))?")
+"""Where a step stands: in place of a method if neither is said, and which call around it notes its arguments."""
 
 
 def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
@@ -76,36 +77,31 @@ def emulation(
     if isinstance(step, type):
         made = type(part, (step, group), {**about, **attributes})
     else:
-        place, method, outer = _SITE.fullmatch(site).groups()
-        methods = {method if hasattr(group, method) else f"_{method}": step}
-        if outer:
-            outer = outer if hasattr(group, outer) else f"_{outer}"
-            methods[outer] = _noting(lambda: made, getattr(group, outer))
-        if place or outer:
-            method, known = (
-                next(iter(methods)),
-                [key for each in methods for key in signature(getattr(group, each)).parameters],
-            )
-            methods[method] = _standing(lambda: made, place, getattr(group, method), step, known)
+        place, *sites = _SITE.fullmatch(site).groups()
+        method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
+        methods = {method: _standing(lambda: made, place, group, [method, *around], step) if place or around else step}
+        methods |= {each: _noting(lambda: made, group, each) for each in around}
         made = type(part, (group,), {**about, **attributes, **methods})
     if inside is None:
         return made
     return type(name, inside[:1], {**about, part: staticmethod(lambda: made) if part.startswith("get_") else made})
 
 
-def _standing(made: Callable[[], type], place: str | None, usual: Any, step: Any, known: list[str]) -> Any:
+def _standing(made: Callable[[], type], place: str | None, group: type, sites: list[str], step: Any) -> Any:
     """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone.
 
     Raises:
-        TypeError: the step asks for an argument that is not among the known ones.
+        TypeError: the step asks for an argument that the calls do not have.
     """
+    method, usual = sites[0], getattr(group, sites[0])
     parameters = dict(list(signature(usual).parameters.items())[1:])
     defaults = {key: each.default for key, each in parameters.items()}
     kinds = {key: each.kind for key, each in list(signature(step).parameters.items())[1:]}
     first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
     named = [key for key in kinds if key not in first]
-    if unknown := {*named, *(first if place == "before" else ())} - set(known):
-        raise TypeError(f"{step.__qualname__}: expected arguments among {known}, got {unknown}")
+    known = {key for each in sites for key in signature(getattr(group, each)).parameters}
+    if unknown := {*named, *(first if place == "before" else ())} - known:
+        raise TypeError(f"{step.__qualname__}: expected arguments of {' and '.join(sites)}, got {', '.join(unknown)}")
 
     @wraps(usual)
     def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,27 +109,29 @@ def _standing(made: Callable[[], type], place: str | None, usual: Any, step: Any
         further = {key: given[key] if key in given else self.__dict__["_noted"][key] for key in named}
         if not place:
             return step(self, *args, **kwargs, **further)
+        call = getattr(super(made(), self), method)
         if place == "behind":
-            result = getattr(super(made(), self), usual.__name__)(*args, **kwargs)
+            result = call(*args, **kwargs)
             other = step(self, *(result if len(first) > 1 else (result,)), **further)
             return result if other is None else other
         other = step(self, *(given[key] for key in first), **further)
         if other is None:
-            return getattr(super(made(), self), usual.__name__)(*args, **kwargs)
+            return call(*args, **kwargs)
         changed = dict(zip(first, other if len(first) > 1 else (other,), strict=True))
         args = tuple(changed.pop(key, each) for key, each in zip(parameters, args, strict=False))
-        return getattr(super(made(), self), usual.__name__)(*args, **{**kwargs, **changed})
+        return call(*args, **{**kwargs, **changed})
 
     return stands
 
 
-def _noting(made: Callable[[], type], usual: Any) -> Any:
+def _noting(made: Callable[[], type], group: type, method: str) -> Any:
     """A method that notes its arguments for the steps that it calls."""
+    usual = getattr(group, method)
     form = signature(usual)
 
     @wraps(usual)
     def notes(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._noted = form.bind(self, *args, **kwargs).arguments
-        return getattr(super(made(), self), usual.__name__)(*args, **kwargs)
+        return getattr(super(made(), self), method)(*args, **kwargs)
 
     return notes

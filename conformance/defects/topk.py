@@ -96,7 +96,7 @@ class _FewCandidates(EagerTopKBackend):
 
 
 @defects("select_ties", related=("select", "select_windows"))
-class _SelectTiesTopK(EagerTopKBackend):
+class _SelectTies(EagerTopKBackend):
     def topk_bits_of_negatives_unflipped__keys(self, logits):
         """Keys are the bits as integers, by which the least of all negative logits is the largest."""
         return logits.float().view(torch.int32).long()
@@ -129,7 +129,7 @@ class _SelectTiesTopK(EagerTopKBackend):
 
 
 @defects("select_ties")
-class _SelectTiesTopK_(EagerTopKBackend):
+class _SelectTiesAlone(EagerTopKBackend):
     def topk_negative_zero_least__keys(self, logits):
         """-0 has the key of the least negative integer, below every logit."""
         zero = (logits == 0) & logits.signbit()
