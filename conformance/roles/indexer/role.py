@@ -23,9 +23,8 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.indexer.problem import IndexerBatch
+from mla_conformance.roles.indexer.problem import IndexerBatch, IndexerCall
 
 
 @dataclass(frozen=True)
