@@ -110,7 +110,6 @@ class CacheBatch(CachedBatch[CacheCase]):
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
     def calls(self) -> tuple[CacheCall, ...]:
-        """One for each rank."""
         return tuple(map(self.call, range(self.case.ranks)))
 
     def call(self, rank: int) -> CacheCall:

@@ -11,7 +11,7 @@ from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
@@ -82,7 +82,7 @@ class IndexerBatch(CachedBatch[IndexerCase]):
         case, shape = self.case, self.drawn.shape[:2]
         drawn = _MEAN_WEIGHT + torch.randn(shape, generator=self.generator)
         scaled = drawn * case.heads**-0.5 * case.softmax_scale * self._query_scales
-        return self._padded(scaled.float())
+        return self.padded(scaled.float())
 
     @property
     def _query_scales(self) -> torch.Tensor:
@@ -95,12 +95,8 @@ class IndexerBatch(CachedBatch[IndexerCase]):
     def queries(self) -> torch.Tensor:
         """[T, H, D] in codes or in the model's dtype, on the device; rows of padding are poison."""
         if not self.case.holds_codes:
-            return self._padded(self.drawn)
-        return self._padded(quantize_e4m3(self.drawn.double() / self._query_scales.unsqueeze(-1), 1.0))
-
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        behind = poison((self.case.pad, *rows.shape[1:]), rows.dtype, rows.device, self.case.poison)
-        return torch.cat([rows.view(torch.uint8), behind.view(torch.uint8)]).view(rows.dtype).to(self.device)
+            return self.padded(self.drawn)
+        return self.padded(quantize_e4m3(self.drawn.double() / self._query_scales.unsqueeze(-1), 1.0))
 
     def calls(self) -> tuple[IndexerCall]:
         _ = self.entries, self.drawn, self.weights  # drawn in this order, whatever asks first

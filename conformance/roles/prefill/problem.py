@@ -15,7 +15,6 @@ from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc, stored
 from mla_conformance.problems.regimes import Site
 from mla_conformance.roles.definition import RoleDefinition
@@ -104,7 +103,7 @@ class PrefillBatch(Draw[PrefillCase]):
         output_scale: torch.Tensor | None,
     ) -> PrefillCall:
         case = self.case
-        q, k, v = (self._padded(x.to(self.device)) for x in (q, *keys))
+        q, k, v = (self.padded(x.to(self.device)) for x in (q, *keys))
         q, k, v = (lay_out(name, x, k, case) for name, x in (("q", q), ("k", k), ("v", v)))
         return PrefillCall(
             q=q,
@@ -124,11 +123,6 @@ class PrefillBatch(Draw[PrefillCase]):
         if self.case.quant == "fp8":
             return torch.float8_e4m3fn
         return output_dtype(self.dtype) if self.case.out else None
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.case.pad:
-            return x
-        return torch.cat([x, poison((self.case.pad, *x.shape[1:]), x.dtype, x.device, self.case.poison)])
 
 
 class _Prefill(RoleDefinition):
