@@ -85,6 +85,7 @@ class KernelCall(ABC):
     called: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
         known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
         for table in ("means", "reads", "queries", "per_row", "per_key"):
             unknown = [name for name in getattr(cls, table) if name not in known]
