@@ -7,7 +7,7 @@ No tensor and no torch: a case is written into journals, file names and bug repo
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, Self
@@ -176,6 +176,9 @@ class Case(ABC):
     )
 
     def __init_subclass__(cls) -> None:
+        for name, part in vars(cls).items():
+            if isinstance(part, Field):
+                _require_value(f"{cls.__name__}.{name}", part.default, part.metadata)
         _CLASSES.update(dict.fromkeys(cls.calls, cls))
 
     def __post_init__(self) -> None:

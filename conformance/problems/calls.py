@@ -84,6 +84,14 @@ class KernelCall(ABC):
     per_key: ClassVar[tuple[str, ...]] = ()
     called: ClassVar[Mapping[str, str]] = {}
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
+        for table in ("means", "reads", "queries", "per_row", "per_key"):
+            unknown = [name for name in getattr(cls, table) if name not in known]
+            if unknown:
+                raise TypeError(f"{cls.__name__}.{table}: expected names of its fields, got {unknown[0]!r}")
+
     @property
     @abstractmethod
     def name(self) -> str:

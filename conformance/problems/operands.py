@@ -57,6 +57,14 @@ class Draw(Generic[AnyCase]):
         """What the numbers follow from: the case's id, and the salt if there is one."""
         return f"{self.case.id}|salt={self.salt}" if self.salt else self.case.id
 
+    def padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows on the device, and behind them those of padding, which are poison."""
+        if not self.case.pad:
+            return rows.to(self.device)
+        behind = poison((self.case.pad, *rows.shape[1:]), rows.dtype, rows.device, self.case.poison)
+        # As bytes, since float8 cannot be joined everywhere.
+        return torch.cat([x.view(torch.uint8) for x in (rows, behind)]).view(rows.dtype).to(self.device)
+
     def drawing(self, seed: int) -> torch.Generator:
         """A generator beside that of the batch, for what is the same in batches of other shapes."""
         return torch.Generator().manual_seed(self.salted(seed))

@@ -1,6 +1,6 @@
 """Roles, a folder for each: its cases, their lists and space (no torch), its problem and calls, and what judges it.
 
-``role.py`` of a folder says in one value what the role is; ``table.py`` lists them.
+One value says what a role is, at the end of its ``role.py`` or ``problem.py``; ``table.py`` lists them.
 
 Imports from: cases, problems, driving, judging.
 """

@@ -78,6 +78,8 @@ class RoleDefinition:
     def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
         """What a case asks of a class; some of it otherwise."""
         told = facts_of(case, dtype) | self.facts(case, dtype) | otherwise
+        if missing := [name for name in self.config._fields if name not in told]:
+            raise TypeError(f"role {self.role}: expected a fact for {self.config.__name__}.{missing[0]}, got none")
         return self.config(**{name: told[name] for name in self.config._fields})
 
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:

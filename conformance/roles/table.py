@@ -17,7 +17,7 @@ from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.role import INDEXER
 from mla_conformance.roles.layer.role import LAYER
-from mla_conformance.roles.prefill.role import PREFILL
+from mla_conformance.roles.prefill.problem import PREFILL
 from mla_conformance.roles.prepare.role import PREPARE
 from mla_conformance.roles.sparse.problem import SPARSE
 from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER

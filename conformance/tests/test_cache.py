@@ -16,9 +16,8 @@ from mla_conformance.problems.written_rows import WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import read_entries
-from mla_conformance.roles.cache.call import CacheCall
 from mla_conformance.roles.cache.case import INDEX_CACHES, CacheCase
-from mla_conformance.roles.cache.problem import CacheBatch
+from mla_conformance.roles.cache.problem import CacheBatch, CacheCall
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one

@@ -2,17 +2,21 @@
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.case import Call, Case, CaseError, at_least
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.roles.topk.case import TopKCase
+from mla_conformance.roles.topk.problem import TopKCall
+from mla_conformance.roles.topk.role import TOPK
 from mla_conformance.tests.drawn import any_case
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, find_capability, find_tier, lists_of
 
@@ -52,8 +56,9 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
     assert len({case.id for case in ALL_CASES}) == len(ALL_CASES)
     assert {name for name, capability in CAPABILITIES.items() if not capability.cases} == set()
     assert all(case.capability == name for name, entry in CAPABILITIES.items() for case in entry.cases)
-    used = {name for entry in CAPABILITIES.values() for name in entry.lists if "." in name}
-    assert used == {f"{role}.{name}" for role in Role for name in lists_of(role)}
+    used = {name for entry in CAPABILITIES.values() for name in entry.lists}
+    listed = {f"{role}.{name}".removeprefix(".") for role in ("", *Role) for name in lists_of(role)}
+    assert used == listed - {"long_contexts"}
 
 
 def test_defaults_stay_out_of_the_id() -> None:
@@ -164,3 +169,19 @@ def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
         find_capability("nope")
     with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
         find_tier("huge")
+
+
+def test_a_role_s_table_that_contradicts_itself_says_where() -> None:
+    with pytest.raises(CaseError, match=r"field Wrong\.topk: expected a positive number, got 0"):
+
+        class Wrong(TopKCase):
+            topk: int = at_least(1, 0)
+
+    with pytest.raises(TypeError, match=r"Wrongly\.per_row: expected names of its fields, got 'logits'"):
+
+        class Wrongly(TopKCall):
+            per_row = ("q", "logits")
+
+    wrong, case = replace(TOPK, config=NamedTuple("Config", [("columns", int)])), Case.parse("select:q=[1];kv=[9]")
+    with pytest.raises(TypeError, match=r"role topk: expected a fact for Config\.columns, got none"):
+        wrong.config_of(case, torch.float32)

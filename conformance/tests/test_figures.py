@@ -38,8 +38,7 @@ from mla_conformance.report.differences import DRIFT
 from mla_conformance.report.terminal import MESSAGE, columns
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
-from mla_conformance.vocabulary.lists import LONG_CONTEXTS
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, long_contexts
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -123,7 +122,7 @@ def stated() -> dict[str, list[str]]:
             f"results, up to {mebibytes(GOLDEN_BYTES['cpu'])} on a CPU and {mebibytes(GOLDEN_BYTES['cuda'])} on a GPU",
             f"up to {mebibytes(PROBLEM_BYTES['cpu'])} and {mebibytes(PROBLEM_BYTES['cuda'])}",
             f"up to {MOST_TRIPLES} cases a role for triples of classes",
-            f"contexts up to {max(max(case.kv, default=0) for case in LONG_CONTEXTS):,} tokens",
+            f"contexts up to {max(max(case.kv, default=0) for case in long_contexts()):,} tokens",
         ],
         "docs/gate-your-repository.md": [
             f"uses over {DRIFT} more of its error budget",

@@ -13,8 +13,15 @@ from mla_conformance.cases.work import CPU_WORK, operations_of, work_of
 from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.vocabulary.arrays import SPACES, array_of
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, nightly_cases
-from mla_conformance.vocabulary.lists import LONG_CONTEXTS
+from mla_conformance.vocabulary.capabilities import (
+    CAPABILITIES,
+    Capability,
+    Tier,
+    counted,
+    listed,
+    long_contexts,
+    nightly_cases,
+)
 
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 
@@ -92,9 +99,9 @@ def test_each_tier_holds_the_one_below_and_no_case_twice() -> None:
 
 
 def test_long_contexts_are_nightly_only_and_state_their_need() -> None:
-    assert set(LONG_CONTEXTS) <= {case for call in Call for case in nightly_cases(call)}
-    assert max(max(case.kv, default=0) for case in LONG_CONTEXTS) == 2**20
-    for case in LONG_CONTEXTS:
+    assert set(long_contexts()) <= {case for call in Call for case in nightly_cases(call)}
+    assert max(max(case.kv, default=0) for case in long_contexts()) == 2**20
+    for case in long_contexts():
         assert 2e9 < memory_need(case, "cuda") < 130e9, case.id
         assert operations_of(case) > 1e12
 

@@ -15,7 +15,7 @@ from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.kv_cache import write_entries
 from mla_conformance.roles.decode.call import DecodeCall
-from mla_conformance.roles.indexer.call import IndexerCall
+from mla_conformance.roles.indexer.problem import IndexerCall
 from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.trials.trial import Trial

@@ -6,21 +6,19 @@ Adding a capability is one entry in ``capabilities.toml``; if none of the proced
 
 import json
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import chain
-from typing import Any
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case, CaseError, parse_fields
+from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.covering import choose
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, work_of
-from mla_conformance.vocabulary import lists
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _FIRST = 2
@@ -132,22 +130,22 @@ def _vocabulary() -> Iterator[Capability]:
 def _case_list(name: str) -> Iterable[Fields]:
     """A list of a role, or of those that several roles share."""
     role, _, own = name.rpartition(".")
-    found: Mapping[str, Any] = lists_of(Role(role)) if role else vars(lists)
+    found = lists_of(role)
     if own not in found:
         raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(found)}")
-    made: Iterable[Fields] = found[own] if role else found[own]()
-    return made
+    return found[own]
 
 
 @cache
-def lists_of(role: Role) -> dict[str, list[Fields]]:
-    """The lists in a role's ``cases.txt``, by name.
+def lists_of(role: str) -> dict[str, list[Fields]]:
+    """The lists in a role's ``cases.txt``, by name; without one those that several roles share.
 
     Raises:
         CaseError: a line that is no case, or of no list; names it.
     """
     found: dict[str, list[Fields]] = {}
-    text = (files(f"mla_conformance.roles.{role}") / "cases.txt").read_text(encoding="utf-8")
+    folder = f"roles.{role}" if role else "vocabulary"
+    text = (files(f"mla_conformance.{folder}") / "cases.txt").read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("["):
             found[line.strip("[]")] = []
@@ -155,13 +153,13 @@ def lists_of(role: Role) -> dict[str, list[Fields]]:
             try:
                 found[[*found][-1]].append(parse_fields(case))
             except (CaseError, IndexError) as error:
-                raise CaseError(f"{role}/cases.txt, line {number}: {error}") from error
+                raise CaseError(f"cases.txt in {folder}, line {number}: {error}") from error
     return found
 
 
 def load_lists() -> None:
     """Read every list of cases, which otherwise is when the first case of its capability is asked for."""
-    for role in Role:
+    for role in ("", *Role):
         lists_of(role)
 
 
@@ -186,9 +184,16 @@ def listed(space: Space) -> tuple[Case, ...]:
     return (*counted(space, Tier.FULL), *array_of(space.capability))
 
 
+@cache
+def long_contexts() -> tuple[Case, ...]:
+    """Of the nightly tier, of the capabilities that their calls are named after."""
+    listed = lists_of("")["long_contexts"]
+    return tuple(Case.of(capability=fields.get("call", Call.NEW_TOKENS), **fields) for fields in listed)
+
+
 def nightly_cases(capability: str) -> tuple[Case, ...]:
     """What the nightly tier adds to a capability's cases."""
-    return tuple(case for case in lists.LONG_CONTEXTS if case.capability == capability)
+    return tuple(case for case in long_contexts() if case.capability == capability)
 
 
 def find_capability(name: str) -> Capability:

@@ -1,19 +1,23 @@
 """From a case of a cache operation to its calls, one for each rank: what is read, and what must be written."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
 from mla_conformance.problems.cached_batch import CachedBatch, int32
-from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import edges, segments, start_loc
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.operands import ProblemError, edges, segments, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, block_table_of, write_pages
+from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.problems.written_rows import WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, encode, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.roles.cache.call import CacheCall
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
 from mla_conformance.roles.layer.problem import lay_out_latents, shaped
 
@@ -26,6 +30,45 @@ _HOLES = 8
 
 Arguments = tuple[Mapping[str, torch.Tensor], Mapping[str, CacheImage | WrittenRows], Mapping[str, int]]
 """What a call reads, what it writes, and its numbers, each by the names of its arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheCall(KernelCall):
+    """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token."""
+
+    case: CachedCase
+    operands: Mapping[str, torch.Tensor]  # the tensors that it reads, by the names of its arguments
+    written: Mapping[str, CacheImage | WrittenRows | WrittenEntries]
+    numbers: Mapping[str, int]  # its other arguments
+    rank: int = 0  # whose call it is
+
+    means: ClassVar = ("q", "k")
+
+    @property
+    def name(self) -> str:
+        name = str(self.case.call).replace("_", " ")
+        return f"{name} on rank {self.rank}" if self.case.ranks > 1 else name
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return tuple(self.q.shape)
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        return {f"{name} of {self.name}": x for name, x in self.operands.items()}
+
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
+        """Not here: what a call writes goes by the whole batch.
+
+        Raises:
+            ProblemError: always.
+        """
+        raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
+
+    def invoke(self, backend: Any, out: Guarded | None) -> None:
+        """The call that the case names, on memory as it was before."""
+        self.reset()
+        given = {name: image.cache for name, image in self.written.items()}
+        getattr(backend, f"run_{self.case.call}")(**given, **self.operands, **self.numbers)
 
 
 class CacheBatch(CachedBatch[CacheCase]):
@@ -67,7 +110,6 @@ class CacheBatch(CachedBatch[CacheCase]):
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
     def calls(self) -> tuple[CacheCall, ...]:
-        """One for each rank."""
         return tuple(map(self.call, range(self.case.ranks)))
 
     def call(self, rank: int) -> CacheCall:

@@ -39,7 +39,6 @@ class CacheJudge(Steps):
         super().__init__(problem, expectation)
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
-        """No numbers are returned."""
         return iter(())
 
     def _form(self, returned: Returned) -> Verdict | None:

@@ -23,7 +23,7 @@ from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
 from mla_conformance.reference.prepare_index import Prepared, rotated
 from mla_conformance.reference.rope import Rotation
-from mla_conformance.roles.cache.call import CacheCall
+from mla_conformance.roles.cache.problem import CacheCall
 from mla_conformance.roles.cache.role import CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.compress.state_pages import Columns, StatePages

@@ -29,12 +29,10 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         case = self.case
         q = torch.randn(sum(case.q), case.heads, sum(case.latent_dims), generator=self.generator)
         q = self.regime.new_queries(q, case.softmax_scale, lambda: self.sites(q))
-        padding = poison((case.pad, *q.shape[1:]), self.dtype, torch.device("cpu"), case.poison)
-        return torch.cat([q.to(self.dtype), padding]).to(self.device)
+        return self.padded(q.to(self.dtype))
 
     @property
     def whole(self) -> AttentionOperands | None:
-        """Attention to the tokens of all ranks; None where there is one."""
         if not self.case.is_merged:
             return None
         keys, values = self.keys, self.keys[..., : self.case.kv_lora_rank]
@@ -42,7 +40,6 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         return AttentionOperands(self.queries, keys, values, *starts, causal=True, dequantised=self.case.holds_codes)
 
     def calls(self) -> tuple[DecodeCall, ...]:
-        """One call for each rank."""
         _ = self.entries, self.queries  # drawn in this order, whatever asks first
         operands = lay_out_queries(self.queries, self.case)
         return tuple(self._call(rank, *operands) for rank in range(self.case.ranks))

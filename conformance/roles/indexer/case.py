@@ -39,7 +39,6 @@ class IndexerCase(CachedCase):
 
     @property
     def is_paged(self) -> bool:
-        """Whether the keys lie in a paged cache."""
         return not self.gathered
 
     @property

@@ -1,19 +1,69 @@
 """From an indexer's case to its call: keys in a paged index cache or gathered, queries, and the weights of heads."""
 
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 
+from mla_conformance.backends.indexer import MLAIndexerBackend
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.cases.case import Call
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
-from mla_conformance.problems.memory import poison
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
-from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase
 
 _MEAN_WEIGHT = 0.5
 """Weights have either sign, most of them that of a key that all heads agree on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerCall(KernelCall):
+    """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64."""
+
+    query: torch.Tensor  # [T, H, D], as handed over
+    weights: torch.Tensor  # [T, H] float32
+    stored: torch.Tensor  # the keys as handed over, [blocks, page, width] or gathered [S, D]
+    k_scale: torch.Tensor | None  # [S] float32, of gathered codes
+    slots: torch.Tensor  # [S] int64 on the CPU, where the key of each token stands
+    metadata: MLASparseMetadata
+    case: IndexerCase
+
+    means: ClassVar = ("k", "slots")
+    reads: ClassVar = ("query", "weights", "stored", "k_scale")
+    queries: ClassVar = ("query", "weights")
+    per_row: ClassVar = ("q", *queries)
+    per_key: ClassVar = means
+
+    @property
+    def name(self) -> str:
+        return "index top-k" if self.selects else "index logits"
+
+    @property
+    def selects(self) -> bool:
+        """Whether the best are asked for, not the scores."""
+        return self.case.call == Call.INDEX_TOPK
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        return self.q.shape[0], self.case.topk if self.selects else self.metadata.max_seq_len
+
+    @property
+    def meant(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.k, self.weights
+
+    def overwritten(self, other: Self) -> Self:
+        return replace(super().overwritten(other), q=other.q)
+
+    def invoke(self, backend: MLAIndexerBackend, out: Guarded | None) -> Any:
+        scale = {} if self.k_scale is None else {"k_scale": self.k_scale}
+        if self.selects:
+            return backend.run_index_topk(self.query, self.weights, self.stored, self.case.topk, **scale)
+        return backend.run_index_logits(self.query, self.weights, self.stored, **scale)
 
 
 class IndexerBatch(CachedBatch[IndexerCase]):
@@ -32,7 +82,7 @@ class IndexerBatch(CachedBatch[IndexerCase]):
         case, shape = self.case, self.drawn.shape[:2]
         drawn = _MEAN_WEIGHT + torch.randn(shape, generator=self.generator)
         scaled = drawn * case.heads**-0.5 * case.softmax_scale * self._query_scales
-        return self._padded(scaled.float())
+        return self.padded(scaled.float())
 
     @property
     def _query_scales(self) -> torch.Tensor:
@@ -45,12 +95,8 @@ class IndexerBatch(CachedBatch[IndexerCase]):
     def queries(self) -> torch.Tensor:
         """[T, H, D] in codes or in the model's dtype, on the device; rows of padding are poison."""
         if not self.case.holds_codes:
-            return self._padded(self.drawn)
-        return self._padded(quantize_e4m3(self.drawn.double() / self._query_scales.unsqueeze(-1), 1.0))
-
-    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        behind = poison((self.case.pad, *rows.shape[1:]), rows.dtype, rows.device, self.case.poison)
-        return torch.cat([rows.view(torch.uint8), behind.view(torch.uint8)]).view(rows.dtype).to(self.device)
+            return self.padded(self.drawn)
+        return self.padded(quantize_e4m3(self.drawn.double() / self._query_scales.unsqueeze(-1), 1.0))
 
     def calls(self) -> tuple[IndexerCall]:
         _ = self.entries, self.drawn, self.weights  # drawn in this order, whatever asks first

@@ -23,9 +23,8 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.indexer.call import IndexerCall
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.indexer.problem import IndexerBatch
+from mla_conformance.roles.indexer.problem import IndexerBatch, IndexerCall
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class GoldenScores(Golden):
 
 
 def golden_scores(problem: Problem) -> GoldenScores:
-    """The golden scores, computed in float64."""
     rows = choose_rows(problem)
     found = []
     for call in problem.calls:
@@ -83,13 +81,11 @@ class IndexJudge(SelectionSteps):
                 yield Measured(got.where(seen, 0.0), golden.scores.where(seen, 0.0), budget.where(seen, 0.0))
 
     def _expected_form(self, returned: Returned) -> Form:
-        """Scores, or numbers of tokens."""
         call = _call(returned)
         name, dtype = ("topk_indices", torch.int32) if call.selects else ("logits", torch.float32)
         return [(name, torch.Size(call.result_shape), dtype)]
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
-        """Scores, or which tokens were selected."""
         for call, got, golden, budget in self._called(observation):
             if call.selects:
                 numbers = got.long()

@@ -182,16 +182,13 @@ class LayerOnRanks:
         self._layers = tuple(Layer(backend, case, dtype, device, group) for group in self._lockstep.groups)
 
     def prepare(self, parts: Sequence["LayerCall"]) -> None:
-        """Weights and metadata of every rank."""
         for layer, part in zip(self._layers, parts, strict=True):
             part.prepare(layer)
 
     def forward(self, parts: Sequence["LayerCall"]) -> list[Any]:
-        """The result of every rank."""
         return self._lockstep.run(
             [partial(part.invoke, layer, None) for layer, part in zip(self._layers, parts, strict=True)]
         )
 
     def kernel_evidence(self) -> dict[str, str]:
-        """What the kernels of the first rank say of themselves."""
         return self._layers[0].kernel_evidence()

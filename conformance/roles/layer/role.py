@@ -16,7 +16,7 @@ from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.layer.case import LayerCase, Order
 from mla_conformance.roles.layer.driver import Layer, LayerOnRanks
 from mla_conformance.roles.layer.problem import LayerBatch
-from mla_conformance.roles.prefill.role import PREFILL
+from mla_conformance.roles.prefill.problem import PREFILL
 
 _COARSER = (
     Precision.FLOAT32,

@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
+from mla_conformance.backends.declaration import NO_LSE
+from mla_conformance.backends.foreign import yes_or_no
+from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc, stored
 from mla_conformance.problems.regimes import Site
+from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.prefill.context import ContextKeys, latent_context
@@ -96,7 +103,7 @@ class PrefillBatch(Draw[PrefillCase]):
         output_scale: torch.Tensor | None,
     ) -> PrefillCall:
         case = self.case
-        q, k, v = (self._padded(x.to(self.device)) for x in (q, *keys))
+        q, k, v = (self.padded(x.to(self.device)) for x in (q, *keys))
         q, k, v = (lay_out(name, x, k, case) for name, x in (("q", q), ("k", k), ("v", v)))
         return PrefillCall(
             q=q,
@@ -117,7 +124,27 @@ class PrefillBatch(Draw[PrefillCase]):
             return torch.float8_e4m3fn
         return output_dtype(self.dtype) if self.case.out else None
 
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.case.pad:
-            return x
-        return torch.cat([x, poison((self.case.pad, *x.shape[1:]), x.dtype, x.device, self.case.poison)])
+
+class _Prefill(RoleDefinition):
+    def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+        """What configurations do not say is asked of the class by itself."""
+        reasons = super().reasons(kernel, case, dtype, capability)
+        if (case.lse or case.has_context) and not getattr(kernel, "returns_lse", True):
+            reasons.append(NO_LSE)
+        if case.own_merge and not hasattr(kernel, "merge_attn_states"):
+            reasons.append("no merge_attn_states of its own")
+        if case.quant == "none":
+            declared = getattr(kernel, "supports_unquantised_output", lambda dtype: True)
+            if not yes_or_no(declared(dtype), "supports_unquantised_output"):
+                reasons.append(f"unquantised output of {dtype} not declared")
+        if case.quant == "fp8" and not reasons:
+            try:
+                key = fp8_static_tensor_sym()
+            except ValueError as error:
+                return [str(error)]
+            if not self.kernel(kernel, case, dtype, torch.device("cpu")).supports_quant_output(key):
+                reasons.append("fused e4m3 output not declared")
+        return reasons
+
+
+PREFILL = _Prefill(role=Role.PREFILL, batch=PrefillBatch, config=MLAPrefillSelectorConfig)

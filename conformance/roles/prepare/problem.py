@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.backends.prepare import MLAPrepareBackend, PrepareMetadata
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference.rope import plain_frequencies
 from mla_conformance.roles.prepare.case import PrepareCase
@@ -48,7 +48,8 @@ class PrepareBatch(Draw[PrepareCase]):
     """The batch of a preparation's case."""
 
     def calls(self) -> tuple[PrepareCall]:
-        case, q = self.case, self._rows(KINDS[self.case.data](self._normal(self.case.heads, self.case.head_dim)))
+        case, drawn = self.case, KINDS[self.case.data](self._normal(self.case.heads, self.case.head_dim))
+        q = self.padded(drawn.to(self.dtype))
         k, weights = self._beside()
         starts = start_loc(case.q)
         only = PrepareCall(
@@ -80,8 +81,8 @@ class PrepareBatch(Draw[PrepareCase]):
     def _beside(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [T, D], and the weights [T, H] of the model's dtype beside them, or in float32 by themselves."""
         case = self.case
-        keys = self._rows(KINDS[case.data](self._normal(case.head_dim)))
-        weights = self._rows(self._normal(case.heads), self.dtype if case.fused else torch.float32)
+        keys = self.padded(KINDS[case.data](self._normal(case.head_dim)).to(self.dtype))
+        weights = self.padded(self._normal(case.heads).to(self.dtype if case.fused else torch.float32))
         if not case.fused:
             return keys, weights
         projected = torch.cat((keys, weights), dim=1)
@@ -89,12 +90,6 @@ class PrepareBatch(Draw[PrepareCase]):
 
     def _normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(sum(self.case.q), *shape, generator=self.generator)
-
-    def _rows(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Rows on the device, and behind them those of padding, which are poison."""
-        drawn = rows.to(dtype or self.dtype)
-        behind = poison((self.case.pad, *drawn.shape[1:]), drawn.dtype, drawn.device, self.case.poison)
-        return torch.cat((drawn, behind)).to(self.device)
 
 
 def _outliers(x: torch.Tensor) -> torch.Tensor:

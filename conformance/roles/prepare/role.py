@@ -44,7 +44,6 @@ class GoldenPrepared(Golden):
 
 
 def golden_prepared(problem: Problem) -> GoldenPrepared:
-    """Queries and keys, computed in float64."""
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, PrepareCall)
     case, (q, k, weights) = call.case, map(rows.pick, (call.q, call.k, call.weights))
@@ -121,13 +120,11 @@ class PrepareJudge(Steps):
         return [(name, torch.Size(shape), dtype) for name, shape, dtype in forms]
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
-        """Scales and codes of keys, then of queries."""
         for part in self._parts(observation):
             yield self._scales(part)
             yield self._codes(part)
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
-        """Keys and queries of each call, in its own terms."""
         golden = self.expectation
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))

@@ -56,12 +56,10 @@ class SparseCase(CachedCase):
 
     @property
     def is_paged(self) -> bool:
-        """Whether the keys lie in a paged cache."""
         return self.call == Call.SPARSE_DECODE
 
     @property
     def has_extra(self) -> bool:
-        """Whether there is a second cache."""
         return self.extra != "none"
 
     @property
@@ -80,7 +78,6 @@ class SparseCase(CachedCase):
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
-        """Keys that a row of each request sees at most."""
         main = (min(self.topk, total) for total in self.totals)
         extra = (min(self.extra_topk, length) if self.has_extra else 0 for length in self.extra_lens)
         return tuple(map(sum, zip(main, extra, strict=True)))

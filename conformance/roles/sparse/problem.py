@@ -89,10 +89,10 @@ class SparseBatch(CachedBatch[SparseCase]):
         case = self.case
         shape = (sum(case.q), case.heads, self.main.keys.shape[-1])
         if case.data == Data.NORMAL:
-            return self._padded(self._normal(shape))
+            return self.padded(self._normal(shape))
         q = torch.randn(*shape, generator=self.generator)
         q = self.regime.new_queries(q, case.softmax_scale, lambda: self._sites(q))
-        return self._padded(q.to(self.dtype).to(self.device))
+        return self.padded(q.to(self.dtype).to(self.device))
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
         """Each row of the queries, and the keys of its list."""
@@ -108,11 +108,6 @@ class SparseBatch(CachedBatch[SparseCase]):
             return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device)
         seed = self.salted(self.case.seed) % COUNTER_SEEDS
         return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
-
-    def _padded(self, q: torch.Tensor) -> torch.Tensor:
-        if not self.case.pad:
-            return q
-        return torch.cat([q, poison((self.case.pad, *q.shape[1:]), q.dtype, q.device, self.case.poison)])
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -145,7 +140,6 @@ class SparseBatch(CachedBatch[SparseCase]):
 
     @property
     def whole(self) -> AttentionOperands | None:
-        """Attention to the keys of all ranks; None where there is one."""
         if not self.case.is_merged:
             return None
         starts = (self.query_start_loc, start_loc(self.totals))
@@ -154,7 +148,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         return AttentionOperands(self.queries, self.keys, values, *starts, False, dequantised=codes, selected=selected)
 
     def calls(self) -> tuple[SparseCall, ...]:
-        """One call for each rank."""
         _ = self.main, self.extra, self.queries  # drawn in this order, whatever asks first
         query = lay_out("q", self.queries, self.queries, self.case)
         return tuple(self._call(rank, query) for rank in range(self.case.ranks))

@@ -58,7 +58,6 @@ class SparseLayerCase(CachedCase):
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
-        """Tokens that a row of each request selects at most."""
         return tuple(min(self.topk, total) for total in self.totals)
 
     @property

@@ -12,7 +12,7 @@ from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
-from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, write_pages
 from mla_conformance.reference.cache_layout import encode
@@ -52,7 +52,6 @@ class SparseLayerBatch(HiddenStates):
     """The batch of a sparse layer's case."""
 
     def calls(self) -> tuple[SparseLayerCall | SparseLayerOnRanks]:
-        """The only call, which ranks make together."""
         _ = self.hidden, self.lists  # drawn in this order, whatever asks first
         parts = tuple(self._call(rank) for rank in range(self.case.tp))
         return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
@@ -89,9 +88,7 @@ class SparseLayerBatch(HiddenStates):
 
     def _padded(self) -> Tensor:
         """[T, hidden] of the new tokens, and of padding, which is poison."""
-        rows, case = self.hidden[self.new], self.case
-        behind = poison((case.pad, rows.shape[1]), rows.dtype, rows.device, case.poison)
-        x = torch.cat((rows, behind)).unsqueeze(1).to(self.device)
+        case, x = self.case, self.padded(self.hidden[self.new]).unsqueeze(1)
         return lay_out("q", x, x, case)[:, 0] if case.layout != Layout.HEADS_FIRST else x[:, 0]
 
     @cached_property

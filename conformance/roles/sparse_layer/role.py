@@ -49,7 +49,6 @@ class LayersOnRanks:
         self._layers = layers
 
     def prepare(self, parts: Sequence[SparseLayerCall]) -> None:
-        """Weights and metadata of every rank."""
         for layer, part in zip(self._layers, parts, strict=True):
             part.prepare(layer)
 
@@ -60,7 +59,6 @@ class LayersOnRanks:
         return [part.returned(layer) for layer, part in zip(self._layers, parts, strict=True)]
 
     def kernel_evidence(self) -> dict[str, str]:
-        """What the layer of the first rank says of itself."""
         reported: dict[str, str] = getattr(self._layers[0], "kernel_evidence", dict)()
         return reported
 

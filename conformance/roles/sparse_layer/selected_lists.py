@@ -22,7 +22,6 @@ class SelectedLists:
     starts: tuple[int, ...]  # first row of each request, and n
 
     def reset(self) -> None:
-        """As before the call."""
         storage_bytes(self.cache).copy_(self.before)
 
     def handed(self) -> "SelectedLists":

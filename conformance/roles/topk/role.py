@@ -36,7 +36,6 @@ class GoldenWindows(Golden):
 
 
 def golden_windows(problem: Problem) -> GoldenWindows:
-    """The logits of every judged row's window."""
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, TopKCall)
     lengths = rows.pick(call.metadata.lengths)
