@@ -49,13 +49,11 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`MLAPrefillBackend`."""
         check_unquantised(self, output_scale)
         output, lse = self._run(q, k, v, RaggedBatch.new_tokens(self._prefill_metadata), out)
         return (output, lse) if return_softmax_lse else output
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`MLAPrefillBackend`."""
         return self._run(q, k, v, RaggedBatch.context_chunk(self._prefill_metadata, chunk_idx), None)
 
     @abstractmethod
