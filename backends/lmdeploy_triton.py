@@ -49,6 +49,10 @@ class LmdeployPrefillBackend(RaggedPrefillBackend):
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("flashattention"),)
     devices = FROM_AMPERE  # what Triton compiles for
+    # What Triton multiplies, in tiles that fit; the largest one is of a power of two of columns.
+    takes_head_dims = staticmethod(
+        lambda qk, v: min(qk, v) >= 16 and not 128 < qk < 256 and v <= max(128, 1 << (qk.bit_length() - 1))
+    )
     returns_lse = False
     declaration = declared(
         DISTRIBUTIONS,
@@ -58,14 +62,6 @@ class LmdeployPrefillBackend(RaggedPrefillBackend):
             "head dims between 128 and 256, and wider values, are declared unsupported",
         ),
     )
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What Triton multiplies, in tiles that fit; the largest one is of a power of two of columns."""
-        keys, values = dimensions.qk_head_dim, dimensions.v_head_dim
-        if min(keys, values) < 16 or 128 < keys < 256:
-            return False
-        return values <= max(128, 1 << (keys.bit_length() - 1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Tensor:
         options = {"softmax_scale": self.scale, "causal": True, "kv_layout": "shd"}

@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -177,7 +177,7 @@ def unavailable_reasons(
     found = []
     for each in roles:
         try:
-            loaded = call_foreign(lambda each=each: resolve_backend(backend, device_capability, each), passing)
+            loaded = call_foreign(partial(resolve_backend, backend, device_capability, each), passing)
         except ForeignError as error:
             found.append([_import_reason(error)])
             continue
@@ -185,7 +185,7 @@ def unavailable_reasons(
             found.append([f"no {each} class"])
             continue
         try:
-            found.append(call_foreign(lambda loaded=loaded: _requirements(loaded, device_capability)))
+            found.append(call_foreign(partial(_requirements, loaded, device_capability)))
         except ForeignError as error:
             said = error.__cause__ if isinstance(error.__cause__, AnswerError) else f"it raised {error}"
             found.append([f"asked whether it can run here, {said}"])

@@ -25,15 +25,18 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
 
     Attributes:
         head_dims: pairs (q and k, v) that the kernels are made for; empty means any.
+        takes_head_dims: whether such a pair is one of those that have a rule and no list.
     """
 
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()
+    takes_head_dims: ClassVar[Any] = staticmethod(lambda qk, v: True)
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Whether they are among ``head_dims`` too."""
-        among = not cls.head_dims or (dimensions.qk_head_dim, dimensions.v_head_dim) in cls.head_dims
-        return among and super().supports_mla_dimensions(dimensions)
+        """Whether they are among ``head_dims`` and keep the rule too."""
+        pair = (dimensions.qk_head_dim, dimensions.v_head_dim)
+        among = not cls.head_dims or pair in cls.head_dims
+        return among and cls.takes_head_dims(*pair) and super().supports_mla_dimensions(dimensions)
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
         """Take the metadata of the next calls; plans of earlier ones are void."""

@@ -18,6 +18,7 @@ class TritonAttnPrefillBackend(RaggedPrefillBackend):
     name = "TRITON_ATTN"
     libraries = (Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", extra("vllm")),)
     devices = FROM_ADA  # where Triton converts to e4m3
+    takes_head_dims = staticmethod(lambda qk, v: v <= qk and qk >= 32)  # as vLLM's backend; V is padded and not cut
     returns_lse = False
     declaration = declared(
         "vllm triton",
@@ -26,11 +27,6 @@ class TritonAttnPrefillBackend(RaggedPrefillBackend):
         RETURNS_NO_LSE_OF_CHUNKS,
         ("e4m3 output: times the reciprocal of the scale, clamped at ±448, rounded to nearest even", "as it is"),
     )
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Head dims that vLLM's backend accepts; V can be padded and not cut."""
-        return dimensions.v_head_dim <= dimensions.qk_head_dim and dimensions.qk_head_dim >= 32
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """Static e4m3, one scale for the tensor."""
