@@ -27,13 +27,7 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
     name = "CUDNN"
     devices = FROM_HOPPER  # which ragged operands need
     by_device = {0: ("graph", "flashinfer")}
-    columns_of: ClassVar[int] = 8
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Multiples of 8 or 16 columns, at most 256."""
-        widths = (dimensions.qk_head_dim, dimensions.v_head_dim)
-        return max(widths) <= 256 and not any(width % cls.columns_of for width in widths)
+    takes_head_dims = staticmethod(lambda qk, v: max(qk, v) <= 256 and not qk % 8 and not v % 8)
 
     def kernel_evidence(self) -> dict[str, str]:
         """Versions of the packages and of the library that the frontend loaded."""
@@ -74,6 +68,7 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
     """``flashinfer.cudnn.cudnn_batch_prefill_with_kv_cache``."""
 
     libraries = (FLASHINFER, CUDNN)
+    head_dims = ((192, 128), (128, 128))  # that its documentation gives
     declaration = declared(
         "flashinfer-python nvidia-cudnn-frontend nvidia-cudnn-cu13",
         _EMPTY,
@@ -82,11 +77,6 @@ class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
         ("LSE padded to [B, longest, N]", "the rows that count are gathered"),
         ("LSE natural in 0.6.13, base 2 by default in 0.7.2", "0.7.2 is asked for the natural one"),
     )
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """The pairs that its documentation gives."""
-        return (dimensions.qk_head_dim, dimensions.v_head_dim) in ((192, 128), (128, 128))
 
     def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
         entry = FLASHINFER.load().cudnn.cudnn_batch_prefill_with_kv_cache
@@ -108,7 +98,7 @@ class CudnnFp8(CudnnPrefillBackend, variant="fp8"):
     libraries = (CUDNN,)
     devices = HOPPER  # where it was tried
     supported_dtypes = [torch.float8_e4m3fn]
-    columns_of = 16
+    takes_head_dims = staticmethod(lambda qk, v: max(qk, v) <= 256 and not qk % 16 and not v % 16)
     declaration = declared(
         "nvidia-cudnn-frontend nvidia-cudnn-cu13",
         _OFFSETS,

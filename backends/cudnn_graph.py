@@ -4,15 +4,11 @@ Per-request lengths and element offsets are data, the longest lengths and all st
 key lengths of a causal call are equal, so top-left and bottom-right alignment are the same mask.
 """
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import NamedTuple
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.packaged import *
 
 CUDNN = Library("cudnn", "nvidia-cudnn-frontend", extra("cudnn"))
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -43,15 +39,6 @@ class Key(NamedTuple):
         return Key(q.device, q.dtype, *lengths, (q.shape[-1], v.shape[-1]), strides, scale, batch.causal)
 
 
-class _Plan(NamedTuple):
-    """A built graph, its operands by name, and its scratch size."""
-
-    graph: Any
-    operands: dict[str, Any]
-    workspace_bytes: int
-    name: str
-
-
 def lengths(start_loc: Tensor) -> Tensor:
     """[B, 1, 1, 1] int32."""
     return start_loc.diff().view(-1, 1, 1, 1)
@@ -71,15 +58,15 @@ def execute(key: Key, tensors: Mapping[str, Tensor], batch: RaggedBatch) -> str:
             :data:`SCALES` too, one element each.
         batch: lengths.
     """
-    plan = _plan(key)
+    graph, operands, size, name = _plan(key)
     start_loc = {name: batch.key_start_loc if name in "kv" else batch.query_start_loc for name in _RAGGED}
     bound = {f"{name}_at": offsets(start_loc[name], tensors[name].stride(0)) for name in _RAGGED}
     bound |= {"q_len": lengths(batch.query_start_loc), "k_len": lengths(batch.key_start_loc)}
-    bound |= {name: tensors["stats"].new_empty(1) for name in _MAXIMA if name in plan.operands}
-    workspace = torch.empty(max(1, plan.workspace_bytes), dtype=torch.uint8, device=key.device)
-    named = {plan.operands[name]: tensor for name, tensor in {**tensors, **bound}.items()}
-    plan.graph.execute(named, workspace, handle=_handle(key.device))
-    return plan.name
+    bound |= {name: tensors["stats"].new_empty(1) for name in _MAXIMA if name in operands}
+    workspace = torch.empty(max(1, size), dtype=torch.uint8, device=key.device)
+    named = {operands[name]: tensor for name, tensor in {**tensors, **bound}.items()}
+    graph.execute(named, workspace, handle=_handle(key.device))
+    return name
 
 
 @cache
@@ -96,11 +83,11 @@ def _handle(device: torch.device) -> Any:
 
 
 @cache
-def _plan(key: Key) -> _Plan:
-    cudnn: Any = CUDNN.load()
+def _plan(key: Key) -> tuple[Any, dict[str, Any], int, str]:
+    """A built graph, its operands by name, its scratch bytes, and the name of its plan."""
     graph, operands = describe(key, _handle(key.device))
-    graph.build([cudnn.heur_mode.A])
-    return _Plan(graph, operands, graph.get_workspace_size(), graph.get_plan_name_at_index(0))
+    graph.build([CUDNN.load().heur_mode.A])
+    return graph, operands, graph.get_workspace_size(), graph.get_plan_name_at_index(0)
 
 
 def describe(key: Key, handle: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -121,7 +108,22 @@ def describe(key: Key, handle: Any = None) -> tuple[Any, dict[str, Any]]:
     for name, (shape, stride) in layouts(key).items():
         operands[name] = graph.tensor(name=name, dim=shape, stride=stride, data_type=io_type)
         operands[name].set_ragged_offset(operands[f"{name}_at"])
-    return graph, operands | _attention(graph, operands, key, io_type)
+    scales = {name: operands[name] for name in SCALES if name in operands}
+    seen = {"q": operands["q"], "k": operands["k"], "v": operands["v"], "seq_len_q": operands["q_len"]}
+    mask = {"use_causal_mask": key.causal, "use_padding_mask": True, "seq_len_kv": operands["k_len"]}
+    node = graph.sdpa_fp8 if scales else graph.sdpa
+    asked = {"name": "attention", "attn_scale": key.scale, "generate_stats": True}
+    output, stats, *maxima = node(**asked, **seen, **mask, **scales)
+    # Packed [T, N, V] and [T, N], and of e4m3 the largest magnitudes of P and of the output.
+    rows, width = (key.requests, key.heads, key.max_query_len), key.head_dims[1]
+    per_token = key.heads * width
+    output.set_output(True).set_dim((*rows, width)).set_stride((per_token * rows[2], width, per_token, 1))
+    output.set_data_type(io_type).set_ragged_offset(operands["o_at"])
+    stats.set_output(True).set_dim((*rows, 1)).set_stride((key.heads * rows[2], 1, key.heads, 1))
+    stats.set_data_type(types.FLOAT).set_ragged_offset(operands["stats_at"])
+    for maximum in maxima:
+        maximum.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(types.FLOAT)
+    return graph, operands | {"o": output, "stats": stats, **dict(zip(_MAXIMA, maxima, strict=False))}
 
 
 def layouts(key: Key) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -132,32 +134,3 @@ def layouts(key: Key) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         name: ((key.requests, key.heads, length, width), (token * length, head, token, column))
         for name, length, width, (token, head, column) in zip("qkv", longest, widths, key.strides, strict=True)
     }
-
-
-def _attention(graph: Any, operands: dict[str, Any], key: Key, io_type: Any) -> dict[str, Any]:
-    """The attention node's results: packed [T, N, V] and [T, N], of e4m3 the largest magnitudes of P and output too."""
-    scales = {name: operands[name] for name in SCALES if name in operands}
-    node = graph.sdpa_fp8 if scales else graph.sdpa
-    output, stats, *maxima = node(
-        name="attention",
-        q=operands["q"],
-        k=operands["k"],
-        v=operands["v"],
-        attn_scale=key.scale,
-        generate_stats=True,
-        use_causal_mask=key.causal,
-        use_padding_mask=True,
-        seq_len_q=operands["q_len"],
-        seq_len_kv=operands["k_len"],
-        **scales,
-    )
-    single = CUDNN.load().data_type.FLOAT
-    rows, width = (key.requests, key.heads, key.max_query_len), key.head_dims[1]
-    per_token = key.heads * width
-    output.set_output(True).set_dim((*rows, width)).set_stride((per_token * rows[2], width, per_token, 1))
-    output.set_data_type(io_type).set_ragged_offset(operands["o_at"])
-    stats.set_output(True).set_dim((*rows, 1)).set_stride((key.heads * rows[2], 1, key.heads, 1))
-    stats.set_data_type(single).set_ragged_offset(operands["stats_at"])
-    for maximum in maxima:
-        maximum.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(single)
-    return {"o": output, "stats": stats, **dict(zip(_MAXIMA, maxima, strict=False))}

@@ -43,8 +43,9 @@ class DeepGemmIndexerBackend(LibraryKernel, MLAIndexerBackend):
     )
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        metadata, deep_gemm = self._sparse_metadata, self.library
+        metadata = self._sparse_metadata
         check_index_call(self, metadata, (q, weights, k, k_scale), "logits")
+        deep_gemm = self.library
         request, longest, q = metadata.req_id_per_token, metadata.max_seq_len, q.contiguous()
         if k_scale is not None:
             assert metadata.workspace_starts is not None

@@ -40,7 +40,6 @@ class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`MLAPrefillBackend`."""
         start_loc = self._prefill_metadata.query_start_loc.tolist()
         accumulated, lse = self._batch(q, k, v, start_loc, start_loc, causal=True)
         output = self._store(accumulated, q.dtype, out, output_scale)
@@ -123,7 +122,6 @@ class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
     """EAGER behind the interface of this project; ``eager_generations`` holds it behind the others."""
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`MLAPrefillBackend`."""
         context = self._prefill_metadata.chunked_context
         if context is None:
             raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")

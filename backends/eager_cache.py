@@ -46,13 +46,11 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
     def run_write_latent(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         if may_look_at(slot_mapping):
             check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
 
     def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """See :class:`MLACacheBackend`."""
         if may_look_at(slot_mapping):
             check_index_keys(self, k, kv_cache, slot_mapping)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
@@ -67,7 +65,6 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
@@ -86,7 +83,6 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         check_index_room(self, kv_cache, k, k_scale)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
@@ -106,7 +102,6 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         dcp_rank: int = 0,
         cp_kv_cache_interleave_size: int = 1,
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         tokens = block_size * compress_ratio * dcp_world_size
         check_mapping(slot_mapping, query_start_loc, positions, block_table, tokens)
         request = _repeated(query_start_loc)
@@ -122,7 +117,6 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
     def run_global_slots(
         self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int
     ) -> None:
-        """See :class:`MLACacheBackend`."""
         check_lists(out, req_id_per_token, token_indices, len(block_table))
         request = req_id_per_token.long().unsqueeze(1).expand_as(token_indices)
         inside = (token_indices >= 0) & (token_indices // block_size < block_table.shape[1])

@@ -32,7 +32,6 @@ class EagerCompressBackend(NamedKernel, MLACompressBackend):
         state_cache: Tensor,
         kv_cache: Tensor,
     ) -> None:
-        """See :class:`MLACompressBackend`."""
         metadata = self._compress_metadata
         check_compress_call(self, metadata, (kv, score, ape), norm_weight, (state_cache, kv_cache))
         logits = score.float() + ape[self._places(metadata.positions)]

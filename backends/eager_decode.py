@@ -30,7 +30,6 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
     def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """See :class:`MLADecodeBackend`."""
         metadata = self._decode_metadata
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         self._model_dtype = ql_nope.dtype

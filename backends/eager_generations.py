@@ -29,14 +29,12 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
     def run_prefill_new_tokens(
         self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`earlier.MLAPrefillImpl`."""
         self._kernel.prepare_metadata(prefill_metadata)
         return self._kernel.run_prefill_new_tokens(q, k, v, return_softmax_lse)
 
     def run_prefill_context_chunk(
         self, prefill_metadata: MLACommonPrefillMetadata, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`earlier.MLAPrefillImpl`."""
         self._kernel.prepare_metadata(prefill_metadata)
         return self._kernel.run_prefill_context_chunk(chunk_idx, q, k, v)
 
@@ -52,7 +50,6 @@ class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
 
     @staticmethod
     def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
-        """Class of the kernel."""
         return EagerPrefillImpl
 
 
@@ -62,13 +59,11 @@ class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
     variant: ClassVar[str] = "present"
 
     def supports_out(self) -> bool:
-        """Yes."""
         return True
 
     def run_prefill_context_chunk(
         self, chunk: present.ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`present.MLAPrefillBackend`."""
         query_start_loc, key_start_loc = chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist()
         accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
         return self._store(accumulated, q.dtype, out, None), lse

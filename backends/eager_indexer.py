@@ -32,14 +32,12 @@ class EagerIndexerBackend(NamedKernel, MLAIndexerBackend):
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
-        """See :class:`MLAIndexerBackend`; -inf from a row's bound on."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")
         return self._logits(q, weights, k, k_scale)
 
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        """See :class:`MLAIndexerBackend`."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
         chosen = self._choose(self._logits(q, weights, k, k_scale), topk_tokens)
         return torch.where(chosen == NO_KEY, NO_KEY, self._numbers(k, chosen)).int()

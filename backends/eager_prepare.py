@@ -34,7 +34,6 @@ class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See :class:`MLAPrepareBackend`."""
         check_prepare_call(self, self._prepare_metadata, (q, k, weights, k_norm_weight, k_norm_bias))
         query = self._turned(self._query(q))
         key = self._turned(self._normed(k.float(), k_norm_weight, k_norm_bias).unsqueeze(1))

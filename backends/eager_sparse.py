@@ -37,7 +37,6 @@ class EagerSparseBackend(LatentSoftmax, NamedKernel, SelectedKeysBackend):
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See :class:`SelectedKeysBackend`."""
         self._model_dtype = q.dtype
         output = q.new_zeros(q.shape[0], self.num_heads, self.kv_lora_rank, dtype=torch.float32)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)

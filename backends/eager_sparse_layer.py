@@ -73,7 +73,6 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         index_kv_cache: Tensor | None,
         topk_indices_buffer: Tensor,
     ) -> Tensor:
-        """See :class:`MLASparseLayerBackend`."""
         operands = (hidden_states, positions, cos_sin_cache, kv_cache, index_kv_cache, topk_indices_buffer)
         check_sparse_layer_call(self, self._metadata, operands)
         self._attention.prepare_metadata(self._metadata.attention)

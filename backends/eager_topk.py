@@ -29,12 +29,10 @@ class EagerTopKBackend(NamedKernel, MLATopKBackend):
     )
 
     def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        """See :class:`MLATopKBackend`."""
         check_topk_call(self, self._topk_metadata, logits, topk_tokens)
         return self._selected(logits, topk_tokens).int()
 
     def run_pool_top_k_per_row(self, logits: Tensor, topk_tokens: int, pool: int, tail: bool) -> Tensor:
-        """See :class:`MLATopKBackend`."""
         check_topk_call(self, self._topk_metadata, logits, topk_tokens, pool)
         tokens = self._expanded(self._selected(logits, self._pools_of(topk_tokens, pool)), pool)
         return (torch.cat((tokens, self._tails(pool)), dim=1) if tail else tokens).int()

@@ -28,12 +28,8 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
     name = "FLASH_ATTN"
     devices = FROM_AMPERE
     by_device = {9: ("fa3", "fa4", "fa2", "torch"), 10: ("fa4", "fa2", "torch"), 0: ("fa2", "torch", "fa4")}
+    takes_head_dims = staticmethod(lambda qk, v: max(qk, v) <= 256)  # padded
     asked: ClassVar[str] = ""
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Anything up to 256 columns, padded."""
-        return max(dimensions.qk_head_dim, dimensions.v_head_dim) <= 256
 
     @classmethod
     def takes(cls, qk_head_dim: int, v_head_dim: int) -> bool:

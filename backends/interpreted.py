@@ -76,7 +76,7 @@ def interpreted(
     said = changes.pop("declaration", kernel.declaration)
     given = {
         "__module__": kernel.__module__,
-        "__doc__": interpreted.__doc__,
+        "__doc__": "The same source by Triton's interpreter.",
         "variant": variant,
         "libraries": tuple(library(**vars(each)) for each in kernel.libraries),
         "declaration": replace(said, deviations=(_DEVIATION, *said.deviations), emulated=True),

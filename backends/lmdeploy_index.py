@@ -121,8 +121,9 @@ class LmdeployPrepareBackend(LibraryKernel, MLAPrepareBackend):
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        metadata, library, neighbours = self._prepare_metadata, self.library, not self.preparation.is_neox_style
+        metadata, neighbours = self._prepare_metadata, not self.preparation.is_neox_style
         check_prepare_call(self, metadata, (q, k, weights, k_norm_weight, k_norm_bias))
+        library = self.library
         turns = metadata.cos_sin_cache[metadata.positions].chunk(2, dim=-1)
         cos, sin = (torch.cat((half, half), dim=-1) for half in turns)
         queries = (q.contiguous(), weights.contiguous(), cos, sin)

@@ -11,7 +11,7 @@ from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted
 from mla_conformance.backends.packaged import *
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.ragged import RaggedOutputBackend
+from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 DISTRIBUTIONS = "lmdeploy triton"
 _KERNELS = "lmdeploy.pytorch.kernels.cuda"
@@ -43,12 +43,17 @@ def lmdeploy_library(module: str) -> Library:
     return Library(f"{_KERNELS}.{module}", "lmdeploy", extra("lmdeploy"))
 
 
-class LmdeployPrefillBackend(RaggedOutputBackend):
+class LmdeployPrefillBackend(RaggedPrefillBackend):
     """New tokens whose LSE nobody needs."""
 
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("flashattention"),)
     devices = FROM_AMPERE  # what Triton compiles for
+    # What Triton multiplies, in tiles that fit; the largest one is of a power of two of columns.
+    takes_head_dims = staticmethod(
+        lambda qk, v: min(qk, v) >= 16 and not 128 < qk < 256 and v <= max(128, 1 << (qk.bit_length() - 1))
+    )
+    returns_lse = False
     declaration = declared(
         DISTRIBUTIONS,
         RETURNS_NO_LSE_OF_CHUNKS,
@@ -58,17 +63,7 @@ class LmdeployPrefillBackend(RaggedOutputBackend):
         ),
     )
 
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What Triton multiplies, in tiles that fit; the largest one is of a power of two of columns."""
-        keys, values = dimensions.qk_head_dim, dimensions.v_head_dim
-        if min(keys, values) < 16 or 128 < keys < 256:
-            return False
-        return values <= max(128, 1 << (keys.bit_length() - 1))
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, scale: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Tensor:
         options = {"softmax_scale": self.scale, "causal": True, "kv_layout": "shd"}
         output: Tensor = self.library.flash_attn_varlen_func(q, k, v, **batch.cumulative, **options)
         return output

@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -69,23 +69,24 @@ def _load_named(backend: BackendReference) -> Any:
     """What a path or an entry point names; a class, if it is a backend."""
     plugin = None if ":" in backend.reference else plugins()[backend.name]
     said = f"entry point {plugin.name} = {plugin.value}" if plugin else f"'{backend.reference}'"
-    load = plugin.load if plugin else lambda: _load_class(backend.reference)
+    location, _, name = backend.reference.rpartition(":")
+
+    def load() -> Any:
+        if plugin:
+            return as_backend(plugin.load())
+        module = _import_file(Path(location)) if location.endswith(".py") else import_module(location)
+        if not hasattr(module, name):
+            raise BackendReferenceError(f"'{backend.reference}': no class {name} in {location}")
+        return as_backend(getattr(module, name))
+
     try:
-        return call_foreign(lambda: as_backend(load()), passing=(BackendReferenceError,))
+        return call_foreign(load, passing=(BackendReferenceError,))
     except ForeignError as error:
         raise BackendReferenceError(f"{said} does not import: {error}") from error
 
 
 def _in_role(named: Any, role: Role) -> Any:
     return named if role_of(named) is role else sibling(named, role)
-
-
-def _load_class(reference: str) -> Any:
-    location, _, class_name = reference.rpartition(":")
-    module = _import_file(Path(location)) if location.endswith(".py") else import_module(location)
-    if not hasattr(module, class_name):
-        raise BackendReferenceError(f"'{reference}': no class {class_name} in {location}")
-    return getattr(module, class_name)
 
 
 def _import_file(path: Path) -> Any:
@@ -132,25 +133,15 @@ def as_backend(loaded: Any) -> Any:
 
 @cache
 def _adapted(cls: Any) -> Any:
-    if _is_split_layer(cls):
+    named, chunk = getattr(cls, "get_impl_cls", None), getattr(cls, "run_prefill_context_chunk", None)
+    # The computation that a layer's class names may be in two parts, which a module around it calls.
+    if callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
         return AdaptedLayerBackend.adapt(cls)
     if callable(getattr(cls, "get_prefill_impl_cls", None)):
         return EarlierAdapter.adapt(cls)
-    if _takes_chunk_objects(cls):
+    if callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
         return PresentAdapter.adapt(cls)
-    foreign = is_from_vllm(cls) and callable(getattr(cls, "run_prefill_context_chunk", None))
-    return AdaptedPrefillBackend.adapt(cls) if foreign else cls
-
-
-def _is_split_layer(cls: Any) -> bool:
-    """Whether the computation that a layer's class names is in two parts, which a module around it calls."""
-    named = getattr(cls, "get_impl_cls", None)
-    return callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None))
-
-
-def _takes_chunk_objects(cls: Any) -> bool:
-    method = getattr(cls, "run_prefill_context_chunk", None)
-    return callable(method) and "chunk" in inspect.signature(method).parameters
+    return AdaptedPrefillBackend.adapt(cls) if is_from_vllm(cls) and callable(chunk) else cls
 
 
 def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> Any:
@@ -183,27 +174,22 @@ def unavailable_reasons(
         roles = call_foreign(lambda: roles_of(backend), passing) if role is None else (role,)
     except ForeignError as error:
         return [_import_reason(error)]
-    found = [_role_reasons(backend, device_capability, each, passing) for each in roles]
+    found = []
+    for each in roles:
+        try:
+            loaded = call_foreign(partial(resolve_backend, backend, device_capability, each), passing)
+        except ForeignError as error:
+            found.append([_import_reason(error)])
+            continue
+        if loaded is None:
+            found.append([f"no {each} class"])
+            continue
+        try:
+            found.append(call_foreign(partial(_requirements, loaded, device_capability)))
+        except ForeignError as error:
+            said = error.__cause__ if isinstance(error.__cause__, AnswerError) else f"it raised {error}"
+            found.append([f"asked whether it can run here, {said}"])
     return [] if [] in found else list(dict.fromkeys(chain.from_iterable(found)))
-
-
-def _role_reasons(
-    backend: BackendReference,
-    device_capability: DeviceCapability | None,
-    role: Role,
-    passing: tuple[type[BackendReferenceError], ...],
-) -> list[str]:
-    try:
-        loaded = call_foreign(lambda: resolve_backend(backend, device_capability, role), passing)
-    except ForeignError as error:
-        return [_import_reason(error)]
-    if loaded is None:
-        return [f"no {role} class"]
-    try:
-        return call_foreign(lambda: _requirements(loaded, device_capability))
-    except ForeignError as error:
-        said = error.__cause__ if isinstance(error.__cause__, AnswerError) else f"it raised {error}"
-        return [f"asked whether it can run here, {said}"]
 
 
 def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> list[str]:

@@ -19,7 +19,6 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
     """Operands are checked and trimmed to the rows that count; a row without keys is set to 0 and -inf."""
 
     def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        """See :class:`MLADecodeBackend`."""
         metadata = self._decode_metadata
         rows, lse = int(metadata.query_lens_cpu.sum()), None
         check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)

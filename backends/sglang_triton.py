@@ -24,6 +24,7 @@ class SGLangTritonPrefillBackend(RaggedPrefillBackend):
     name = "SGLANG_TRITON"
     libraries = (_library("extend_attention"),)
     devices = FROM_AMPERE  # what Triton compiles for
+    takes_head_dims = staticmethod(lambda qk, v: v > 32)  # as models have them
     declaration = declared(
         "sglang triton",
         ("wants contiguous tensors", "others are copied"),
@@ -33,11 +34,6 @@ class SGLangTritonPrefillBackend(RaggedPrefillBackend):
             "dims up to 32 are declared unsupported",
         ),
     )
-
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Value head dims of models."""
-        return dimensions.v_head_dim > 32
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, new = q.contiguous(), k.contiguous(), v.contiguous(), batch.causal

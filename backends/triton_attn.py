@@ -7,17 +7,19 @@ LSE, so that it can serve neither a context chunk nor new tokens behind a contex
 from mla_conformance.backends.conversions import RaggedBatch, pad_head_dim
 from mla_conformance.backends.packaged import *
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
-from mla_conformance.backends.ragged import RaggedOutputBackend
+from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _PAGE = 16
 
 
-class TritonAttnPrefillBackend(RaggedOutputBackend):
+class TritonAttnPrefillBackend(RaggedPrefillBackend):
     """New tokens whose LSE nobody needs."""
 
     name = "TRITON_ATTN"
     libraries = (Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", extra("vllm")),)
     devices = FROM_ADA  # where Triton converts to e4m3
+    takes_head_dims = staticmethod(lambda qk, v: v <= qk and qk >= 32)  # as vLLM's backend; V is padded and not cut
+    returns_lse = False
     declaration = declared(
         "vllm triton",
         ("reads keys and values of pages", "copies them into pages of 16 tokens"),
@@ -26,18 +28,11 @@ class TritonAttnPrefillBackend(RaggedOutputBackend):
         ("e4m3 output: times the reciprocal of the scale, clamped at ±448, rounded to nearest even", "as it is"),
     )
 
-    @classmethod
-    def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Head dims that vLLM's backend accepts; V can be padded and not cut."""
-        return dimensions.v_head_dim <= dimensions.qk_head_dim and dimensions.qk_head_dim >= 32
-
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """Static e4m3, one scale for the tensor."""
         return quant_key == fp8_static_tensor_sym()
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, dtype: torch.dtype, scale: Tensor | None
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Tensor:
         lengths, pages = batch.query_lens, -(-max(batch.query_lens) // _PAGE)
         table = torch.arange(len(lengths) * pages, dtype=torch.int32).view(len(lengths), pages)
         slots = [torch.arange(length) + request * pages * _PAGE for request, length in enumerate(lengths)]
@@ -47,7 +42,7 @@ class TritonAttnPrefillBackend(RaggedOutputBackend):
             rows = x.new_zeros(table.numel() * _PAGE, *x.shape[1:])
             rows[place] = x
             stored.append(rows.view(table.numel(), _PAGE, *x.shape[1:]))
-        wide = q.new_empty(q.shape, dtype=dtype)
+        wide = q.new_empty(q.shape, dtype=q.dtype if out is None else out.dtype)
         self.library.unified_attention(
             q=q.contiguous(),
             k=stored[0],
@@ -63,6 +58,6 @@ class TritonAttnPrefillBackend(RaggedOutputBackend):
             block_table=table.to(q.device),
             softcap=0,
             **dict.fromkeys(("q_descale", "k_descale", "v_descale")),
-            output_scale=scale,
+            output_scale=self._output_scale,
         )
         return wide[..., : self.v_head_dim]

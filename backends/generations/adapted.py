@@ -52,8 +52,9 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
             needed_capability=getattr(wrapped, "needed_capability", ""),
             variant=getattr(wrapped, "variant", ""),
             decode_backend=getattr(wrapped, "decode_backend", None),
-            **({"merge_attn_states": _merge_attn_states} if hasattr(wrapped, "merge_attn_states") else {}),
         )
+        if hasattr(wrapped, "merge_attn_states"):
+            adapted.merge_attn_states = lambda self, *given, **named: self._target.merge_attn_states(*given, **named)
         adapted.__abstractmethods__ = frozenset(getattr(wrapped, "__abstractmethods__", ()))
         return adapted
 
@@ -64,33 +65,27 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """What the driven class says."""
         answer = cls.wrapped.supports_compute_capability(device_capability)
         return yes_or_no(answer, "supports_compute_capability")
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        """What the driven class says."""
         return bool(cls.wrapped.supports_dtype(dtype))
 
     @classmethod
     def is_available(cls) -> bool:
-        """What the driven class says."""
         return yes_or_no(cls.wrapped.is_available(), "is_available")
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:
-        """What the driven class says, if it does."""
         return reasons_of(getattr(cls.wrapped, "missing_dependencies", list)(), "missing_dependencies")
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
-        """What the driven class says, if it does."""
         return reasons_of(getattr(cls.wrapped, "broken_dependencies", list)(), "broken_dependencies")
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """What the driven class says, in its own terms."""
         translated = dimensions_for(cls.wrapped, dimensions)
         if hasattr(cls.wrapped, "supports_mla_dimensions"):
             return bool(cls.wrapped.supports_mla_dimensions(translated))
@@ -100,7 +95,6 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:
-        """What the driven class says, in its own terms."""
         theirs = dimensions_for(cls.wrapped, selector_config.mla_dimensions)
         translated = selector_config._replace(mla_dimensions=theirs)
         return reasons_of(cls.wrapped.validate_configuration(device_capability, translated))
@@ -120,15 +114,12 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         return self.sizes | {"vllm_config": config}
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
-        """What the driven object says, in its own terms."""
         return bool(self._target.supports_quant_output(quant_key_for(self.wrapped, quant_key)))
 
     def kernel_evidence(self) -> dict[str, str]:
-        """What the driven object says, if it does."""
         return dict(getattr(self._target, "kernel_evidence", dict)())
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
-        """Hand the metadata on."""
         self._target.prepare_metadata(prefill_metadata)
 
     def run_prefill_new_tokens(
@@ -140,18 +131,11 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hand the call on; see :class:`MLAPrefillBackend`."""
         given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
         return self._target.run_prefill_new_tokens(q, k, v, return_softmax_lse=return_softmax_lse, **given)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Hand the call on; see :class:`MLAPrefillBackend`."""
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
-
-
-def _merge_attn_states(self: AdaptedPrefillBackend, *args: Any, **kwargs: Any) -> None:
-    """The driven object's own merge; only a class that has one gets this method."""
-    self._target.merge_attn_states(*args, **kwargs)
 
 
 def first_columns(result: Any, width: int) -> Any:

@@ -177,7 +177,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
     def validate_configuration(
         cls, device_capability: DeviceCapability | None, selector_config: OurSelectorConfig
     ) -> list[str]:
-        """What the driven class says, asked in its generation's terms."""
         config = MLAPrefillSelectorConfig(selector_config.dtype, _is_r1(selector_config.mla_dimensions))
         return reasons_of(cls.wrapped.validate_configuration(device_capability, config))
 
@@ -194,7 +193,11 @@ class EarlierAdapter(AdaptedPrefillBackend):
         device = prefill_metadata.query_start_loc.device
         if self._target is None:
             self._begin(device, prefill_metadata.q_data_type or torch.get_default_dtype())
-        own = self._translated(prefill_metadata)
+        # The same fields in the backend's own classes, which may lack some of ours and have more.
+        context = prefill_metadata.chunked_context
+        if context is not None:
+            context = _retold(context, self.wrapped.get_chunked_context_metadata_cls())
+        own = _retold(replace(prefill_metadata, chunked_context=context), self.wrapped.get_prefill_metadata_cls())
         self.wrapped.post_process_prefill_metadata(own, self._state, own.query_start_loc)
         requests = own.query_start_loc.shape[0] - 1
         batch = SimpleNamespace(num_prefills=requests, prefill=own, num_decodes=0, decode=None)
@@ -216,13 +219,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
         )
         self._target = self.wrapped.get_prefill_impl_cls()(**arguments, device=device)
 
-    def _translated(self, metadata: MLACommonPrefillMetadata) -> Any:
-        """The same fields in the backend's own classes, which may lack some of ours and have more."""
-        context = metadata.chunked_context
-        if context is not None:
-            context = _retold(context, self.wrapped.get_chunked_context_metadata_cls())
-        return _retold(replace(metadata, chunked_context=context), self.wrapped.get_prefill_metadata_cls())
-
     def run_prefill_new_tokens(
         self,
         q: Tensor,
@@ -232,7 +228,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hand the call on with the metadata; the output is copied to ``out``."""
         check_unquantised(self, output_scale)
         result = self._unpadded(
             self._target.run_prefill_new_tokens(self._prefill_metadata, q, k, v, return_softmax_lse)
@@ -240,7 +235,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
         return result if out is None else copied_to(out, result)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Hand the call on with the metadata."""
         result = self._target.run_prefill_context_chunk(self._prefill_metadata, chunk_idx, q, k, v)
         return self._unpadded(result)
 

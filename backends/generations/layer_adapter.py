@@ -64,7 +64,6 @@ class AdaptedLayerBackend:
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        """What the driven class says; one that takes any device to have a compute capability needs one."""
         try:
             return bool(cls.wrapped.supports_compute_capability(capability))
         except AttributeError:
@@ -76,10 +75,12 @@ class AdaptedLayerBackend:
     def validate_configuration(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, block_size: int, **asked: Any
     ) -> list[str]:
-        """What the driven class says, and vLLM's metadata, which refuse some sizes whatever the class says."""
         if not cls.supports_compute_capability(asked["device_capability"]):
             return ["compute capability not supported"]
-        if not cls._reads_pages_of(block_size):
+        # Of the kernel; vLLM's class also takes pages that its engine splits.
+        pages = cls.wrapped.get_supported_kernel_block_sizes()
+        ours = [size if isinstance(size, int) else MultipleOf(size.base) for size in pages]
+        if not accepts_block_size(ours, block_size):
             return [f"pages of {block_size} tokens not supported"]
         configuration = {
             "head_size": head_size, "dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "block_size": block_size,
@@ -99,23 +100,12 @@ class AdaptedLayerBackend:
         missing = why_no_prefill(batch.dtype, batch.dimensions) if batch.prefills else ""
         if missing:
             reasons.append(f"prefills: {missing}")
-        if layout_of(batch.kv_cache_dtype) != "auto" and not cls._splits_as_told(batch):
-            reasons.append("a decode that its builder takes for a prefill, or the reverse, over a cache of codes")
+        if layout_of(batch.kv_cache_dtype) != "auto":
+            builder = cls.wrapped.get_builder_cls()  # which sees lengths alone
+            support, threshold = builder.query_len_support.value, builder.reorder_batch_threshold
+            if support != "single_only":
+                threshold = max(threshold, *batch.decodes, 1)
+            lengths = torch.tensor([*batch.decodes, *batch.prefills])
+            if count_decodes(lengths, threshold, support != "varlen") != len(batch.decodes):
+                reasons.append("a decode that its builder takes for a prefill, or the reverse, over a cache of codes")
         return reasons
-
-    @classmethod
-    def _reads_pages_of(cls, block_size: int) -> bool:
-        """Whether the kernel does; vLLM's class also takes pages that its engine splits."""
-        sizes = cls.wrapped.get_supported_kernel_block_sizes()
-        ours = [size if isinstance(size, int) else MultipleOf(size.base) for size in sizes]
-        return accepts_block_size(ours, block_size)
-
-    @classmethod
-    def _splits_as_told(cls, batch: BatchForm) -> bool:
-        """Whether the driven class's builder, which sees lengths alone, finds the same requests to be decodes."""
-        builder = cls.wrapped.get_builder_cls()
-        support, threshold = builder.query_len_support.value, builder.reorder_batch_threshold
-        if support != "single_only":
-            threshold = max(threshold, *batch.decodes, 1)
-        lengths = torch.tensor([*batch.decodes, *batch.prefills])
-        return count_decodes(lengths, threshold, support != "varlen") == len(batch.decodes)

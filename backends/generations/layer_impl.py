@@ -79,7 +79,9 @@ class AdaptedLayerBuilder:
         )
         built = self.build(0, common)
         if order != list(range(len(requests))):
-            built.order = _rows(requests, order).to(self._device)
+            lengths = [request.query_len for request in requests]
+            rows = torch.arange(sum(lengths)).split(lengths)
+            built.order = torch.cat([rows[request] for request in order]).to(self._device)
         return built
 
 
@@ -103,13 +105,6 @@ def in_vllms_terms(common: CommonAttentionMetadata) -> Any:
         causal=common.causal,
         seq_lens_cpu_upper_bound=seq_lens,
     )
-
-
-def _rows(requests: Sequence[LayerRequest], order: Sequence[int]) -> Tensor:
-    """[T] the rows of the requests in another order."""
-    lengths = [request.query_len for request in requests]
-    rows = torch.arange(sum(lengths)).split(lengths)
-    return torch.cat([rows[request] for request in order])
 
 
 class AdaptedLayerImpl:
@@ -163,7 +158,6 @@ class AdaptedLayerImpl:
         config.compilation_config.static_forward_context[LAYER_NAME] = self
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Hand the call on."""
         with current_config(self.config):
             self.module.process_weights_after_loading(act_dtype)
 
@@ -177,7 +171,10 @@ class AdaptedLayerImpl:
         attn_metadata: AdaptedLayerMetadata,
     ) -> Tensor:
         """[T, N·V] of vLLM's layer; operands as in :class:`MLACommonImpl`."""
-        self._take_scales(layer)
+        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
+            getattr(self.module, name).copy_(getattr(layer, name))
+        for name in ("_q_scale_float", "_k_scale_float", "_v_scale_float"):
+            setattr(self.module, name, getattr(layer, name))
         self.module.bind_kv_cache(kv_cache.unsqueeze(1))
         order = attn_metadata.order
         operands = (q.view(-1, self._heads, self._qk_head_dim), k_c_normed, k_pe)
@@ -191,12 +188,6 @@ class AdaptedLayerImpl:
         """The classes that vLLM put together."""
         parts = {"layer": self.module, "decode": self.module.impl, "prefill": self.module.prefill_backend}
         return {name: f"{type(part).__module__}.{type(part).__name__}" for name, part in parts.items()}
-
-    def _take_scales(self, layer: AttentionLayer) -> None:
-        for name in ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"):
-            getattr(self.module, name).copy_(getattr(layer, name))
-        for name in ("_q_scale_float", "_k_scale_float", "_v_scale_float"):
-            setattr(self.module, name, getattr(layer, name))
 
 
 class NoPrefill:

@@ -53,7 +53,15 @@ class PresentAdapter(AdaptedPrefillBackend):
             q_rows, k_rows, v_rows = (x[:rows] for x in (q, k, v))
             counted = None if out is None else out[:rows]
             result = self.run_prefill_new_tokens(q_rows, k_rows, v_rows, return_softmax_lse, counted, output_scale)
-            return _lengthened(result, q.shape[0], out)
+            output, *lse = result if isinstance(result, tuple) else (result,)
+            more = q.shape[0] - rows
+            if out is not None and output.data_ptr() == out.data_ptr():
+                out[rows:].zero_()
+                output = out
+            else:
+                output = torch.cat([output, output.new_zeros(more, *output.shape[1:])])
+            behind = [torch.cat([x, x.new_full((x.shape[0], more), -torch.inf)], dim=1) for x in lse]
+            return (output, behind[0]) if behind else output
         supports_out = self._target.supports_out()
         if supports_out or output_scale is not None:
             return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
@@ -88,20 +96,6 @@ class PresentAdapter(AdaptedPrefillBackend):
         given = {} if out is None else {"out": out}
         result = self._target.run_prefill_context_chunk(chunk, q, k, v, **given)
         return result if self._target.supports_out() else first_columns(result, self.v_head_dim)
-
-
-def _lengthened(result: Any, rows: int, out: Tensor | None) -> Any:
-    """A call's result with rows of 0 and LSE -inf behind it; in ``out`` if that is where the result is."""
-    output, *lse = result if isinstance(result, tuple) else (result,)
-    counted = output.shape[0]
-    if out is not None and output.data_ptr() == out.data_ptr():
-        out[counted:].zero_()
-        whole = out
-    else:
-        whole = torch.cat([output, output.new_zeros(rows - counted, *output.shape[1:])])
-    if not lse:
-        return whole
-    return whole, torch.cat([lse[0], lse[0].new_full((lse[0].shape[0], rows - counted), -torch.inf)], dim=1)
 
 
 def _place(name: str, part: Tensor, rows: Tensor) -> None:

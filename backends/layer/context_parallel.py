@@ -70,7 +70,6 @@ class OnlyRank(ContextParallelGroup):
         return x.unsqueeze(0)
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """The same."""
         return x
 
 
@@ -87,13 +86,11 @@ class DistributedGroup(ContextParallelGroup):
         self.rank = torch.distributed.get_rank(process_group)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[W, ...], by the group's all-gather."""
         gathered = x.new_empty(self.world_size, *x.shape)
         torch.distributed.all_gather(list(gathered), x.contiguous(), group=self._process_group)
         return gathered
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """[W, ...], by the group's all-to-all."""
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         torch.distributed.all_to_all_single(received, x.contiguous(), group=self._process_group)
         return received
@@ -215,9 +212,7 @@ class LockstepGroup(ContextParallelGroup):
     _lockstep: Lockstep = field(repr=False)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[W, ...], copies of what was given."""
         return torch.stack(self._lockstep.exchange(self.rank, x))
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """[W, ...], copies of what was given."""
         return torch.stack([given[self.rank] for given in self._lockstep.exchange(self.rank, x)])

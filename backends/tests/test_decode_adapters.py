@@ -40,8 +40,9 @@ def stand_in(
     return keep
 
 
-def without_keys(output: torch.Tensor, lse: torch.Tensor, left: float = -math.inf) -> Any:
+def without_keys(found: Any, left: float = -math.inf) -> Any:
     """What a library leaves in rows without keys: NaN, and for an LSE what it may be."""
+    output, lse = found
     empty = lse[0] == -math.inf
     output[empty], lse[:, empty] = math.nan, left
     return output, lse
@@ -59,7 +60,7 @@ def triton_mla(a: Any, kernel: Any) -> None:
     assert a["v_buffer"].data_ptr() == cache.data_ptr() and a["k_scale"] is a["v_scale"]
     assert a["attn_logits"].shape == (*q.shape[:2], a["num_kv_splits"], 513)
     found = kernel(q, cache[:, :, 0], a["b_seq_len"].tolist(), [1] * len(q), a["req_to_token"], a["sm_scale"])
-    output, lse = without_keys(*found)
+    output, lse = without_keys(found)
     a["o"].copy_(output)
     a["lse"].copy_(lse.mT)
 
@@ -77,7 +78,7 @@ def flash_mla(a: Any, kernel: Any) -> Any:
     shape = q.shape[:2]
     sizes, lengths = [shape[1]] * shape[0], a["cache_seqlens"].tolist()
     found = kernel(q.flatten(0, 1), cache[:, :, 0], lengths, sizes, a["block_table"], a["softmax_scale"])
-    output, lse = without_keys(*found, left=math.inf)
+    output, lse = without_keys(found, math.inf)
     return output.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
 
 
@@ -95,7 +96,7 @@ def aiter(a: Any, kernel: Any) -> None:
     assert (a["kv_lora_rank"], a["qk_rope_head_dim"], a["max_seqlen_kv"]) == (512, 64, max(lengths))
     queries = a["cu_seqlens_q"].diff()
     found = kernel(a["q"], cache[:, :, 0], lengths, queries, a["block_tables"], a["softmax_scale"])
-    a["out"].copy_(without_keys(*found)[0])
+    a["out"].copy_(without_keys(found)[0])
 
 
 for _name, _kind, _batches in (("", "decode", (*UNIFORM, *SINGLE)), ("[prefill]", "prefill", MANY)):
@@ -123,7 +124,7 @@ def lmdeploy(a: Any, kernel: Any) -> Any:
     assert keys.data_ptr() == values.data_ptr() and a["quant_policy"] == QuantPolicy.NONE
     assert a["k_scales_zeros"] is a["v_scales_zeros"] is None
     found = kernel(a["q"], keys[:, :, 0], lengths, [1] * len(lengths), a["page_table"], a["softmax_scale"])
-    return without_keys(*found)[0]
+    return without_keys(found)[0]
 
 
 @stand_in(
@@ -141,7 +142,7 @@ def sglang(a: Any, kernel: Any) -> None:
     assert a["num_kv_splits"].dtype == a["kv_indptr"].dtype == torch.int32
     tables = [a["kv_indices"][i:j].tolist() for i, j in pairwise(a["kv_indptr"].tolist())]
     found = kernel(q, slots, [*map(len, tables)], [1] * len(q), tables, a["sm_scale"])
-    output, lse = without_keys(*found)
+    output, lse = without_keys(found)
     a["o"].copy_(output)
     a["attn_lse"][..., 0] = lse.mT
 
@@ -216,7 +217,7 @@ def cutlass(a: Any, kernel: Any) -> Any:
     query = torch.cat([q_nope, q_pe], dim=-1)
     assert not query[:, 2:].any()
     found = kernel(query[:, :2], cache, a["seq_lens"].tolist(), [1] * tokens, table, a["scale"])
-    output, lse = without_keys(*found, left=math.inf)
+    output, lse = without_keys(found, math.inf)
     a["out"].copy_(pad(output, (0, 0, 0, 126)))
     a["lse"].copy_(pad(lse, (0, 0, 0, 126)).mT)
     return a["out"]

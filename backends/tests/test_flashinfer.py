@@ -141,7 +141,10 @@ def test_scales_of_an_e4m3_cache_reach_the_kernel(library: Any) -> None:
 
 
 def test_choice_by_device(monkeypatch: Any) -> None:
-    expected = {FlashInferPrefillBackend: "fa2 fa3 cutlass fa2", FlashInferMLADecodeBackend: "fa2 fa3 fa2 fa2"}
+    expected: dict[Any, str] = {
+        FlashInferPrefillBackend: "fa2 fa3 cutlass fa2",
+        FlashInferMLADecodeBackend: "fa2 fa3 fa2 fa2",
+    }
     for family, chosen in expected.items():
         monkeypatch.setattr(family, "libraries", ())
         found: list[Any] = [family.resolve(DeviceCapability(*c)) for c in ((8, 0), (9, 0), (10, 0), (12, 0))]

@@ -92,7 +92,7 @@ class World:
 
     def impl(self, **changes: Any) -> Any:
         unused = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_lora_rank")
-        arguments = dict.fromkeys(unused) | {
+        arguments: dict[str, Any] = dict.fromkeys(unused) | {
             "num_heads": HEADS,
             "head_size": LATENT + ROPE,
             "scale": 0.31,
