@@ -87,7 +87,10 @@ class _Capture:
             else:
                 self._write(backend, arguments, case_of_decode if method == "run_decode" else case_of_prefill)
         except Exception as error:
-            self._warn(f"a call of {method} was not captured: {type(error).__name__}: {error}")
+            if not self._warned:
+                self._warned = True
+                said = f"mla-conformance: a call of {method} was not captured: {type(error).__name__}: {error}"
+                warnings.warn(said, RuntimeWarning, stacklevel=4)
 
     def _write(self, backend: Any, arguments: dict[str, Any], case_of: Callable[..., Case]) -> None:
         if len(self._seen) >= self.limit:
@@ -105,15 +108,15 @@ class _Capture:
         if not path.exists():  # another rank may have written it
             write_case(path, case, {"backend": type(backend).__name__, **observed(arguments)})
 
-    def _warn(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"mla-conformance: {message}", RuntimeWarning, stacklevel=5)
-
 
 def _install(backend: Any, recording: _Capture) -> Callable[[], None]:
     """Put a recording wrapper before each method; the result takes them away again."""
-    methods = _methods(backend)
+    methods = next((methods for methods in _ROLES if all(hasattr(backend, name) for name in methods)), None)
+    if methods is None:
+        raise TypeError(
+            f"expected a backend with {' or '.join(map(', '.join, _ROLES))}, got {backend!r}; of a layer, capture its "
+            "kernels' backends"
+        )
     own = {name: vars(backend)[name] for name in methods if name in vars(backend)}
     for name in methods:
         setattr(backend, name, _recorded(backend, name, recording))
@@ -125,14 +128,6 @@ def _install(backend: Any, recording: _Capture) -> Callable[[], None]:
                 setattr(backend, name, own[name])
 
     return undo
-
-
-def _methods(backend: Any) -> tuple[str, ...]:
-    for methods in _ROLES:
-        if all(hasattr(backend, name) for name in methods):
-            return methods
-    expected = " or ".join(", ".join(methods) for methods in _ROLES)
-    raise TypeError(f"expected a backend with {expected}, got {backend!r}; of a layer, capture its kernels' backends")
 
 
 def _recorded(backend: Any, name: str, recording: _Capture) -> Callable[..., Any]:

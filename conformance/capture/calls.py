@@ -27,44 +27,45 @@ def case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
         CaseError: no case describes the call.
         KeyError: q has a dtype that cases do not know.
     """
-    q = arguments["q"]
-    lengths = _query_lens(metadata)
+    q, k, v = (arguments[name] for name in "qkv")
+    on_cpu = getattr(metadata, "query_lens_cpu", None)
+    lengths = tuple((metadata.query_start_loc.diff() if on_cpu is None else on_cpu).tolist())
     chunk = arguments.get("chunk_idx")
-    asked = _new_tokens(metadata, arguments, values) if chunk is None else _context_chunk(metadata, chunk)
+    if chunk is None:
+        scale = arguments.get("output_scale")
+        asked: dict[str, Any] = {
+            "capability": Call.NEW_TOKENS.value,
+            "lse": bool(arguments["return_softmax_lse"]),
+            "out": arguments.get("out") is not None,
+            "quant": "none" if scale is None else "fp8",
+            "inflate": _inflation(metadata.max_query_len, lengths),
+        }
+        if values and scale is not None:
+            asked["oscale"] = max(1, round(scale.item() * 1e6))
+    else:
+        context = metadata.chunked_context
+        kv = tuple(context.seq_lens[chunk].tolist())
+        inflate = _inflation(context.max_seq_lens[chunk], kv)
+        asked = {"capability": Call.CONTEXT_CHUNK.value, "kv": kv, "inflate": inflate}
+    # The layout of the suite that the strides resemble most.
+    if not q.is_contiguous() and q.transpose(0, 1).is_contiguous():
+        layout = Layout.HEADS_FIRST
+    elif any(x.stride(1) % 2 for x in (q, k, v)):
+        layout = Layout.ODD
+    elif not (q.is_contiguous() and k.is_contiguous()):
+        layout = Layout.SLICED
+    else:
+        layout = Layout.PACKED if v.is_contiguous() else Layout.KV_B_PROJ
     return Case.of(
-        dtype=_dtype_of(q),
+        dtype=_DTYPE_NAMES[q.dtype],
         dims=_dims_of(backend),
         heads=q.shape[1],
         q=lengths,
         scale=round(100 * backend.scale * math.sqrt(q.shape[2])),
-        layout=_prefill_layout(q, arguments["k"], arguments["v"]),
+        layout=layout.value,
         pad=max(0, q.shape[0] - sum(lengths)),
         **asked,
     )
-
-
-def _query_lens(metadata: Any) -> tuple[int, ...]:
-    on_cpu = getattr(metadata, "query_lens_cpu", None)
-    return tuple((metadata.query_start_loc.diff() if on_cpu is None else on_cpu).tolist())
-
-
-def _new_tokens(metadata: Any, arguments: Mapping[str, Any], values: bool) -> dict[str, Any]:
-    scale = arguments.get("output_scale")
-    asked = {
-        "capability": Call.NEW_TOKENS.value,
-        "lse": bool(arguments["return_softmax_lse"]),
-        "out": arguments.get("out") is not None,
-        "quant": "none" if scale is None else "fp8",
-        "inflate": _inflation(metadata.max_query_len, _query_lens(metadata)),
-    }
-    return {**asked, "oscale": max(1, round(scale.item() * 1e6))} if values and scale is not None else asked
-
-
-def _context_chunk(metadata: Any, chunk: int) -> dict[str, Any]:
-    context = metadata.chunked_context
-    lengths = tuple(context.seq_lens[chunk].tolist())
-    inflate = _inflation(context.max_seq_lens[chunk], lengths)
-    return {"capability": Call.CONTEXT_CHUNK.value, "kv": lengths, "inflate": inflate}
 
 
 def case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
@@ -82,19 +83,31 @@ def case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], va
         KeyError: the query has a dtype that cases do not know.
     """
     query, cache = arguments["ql_nope"], arguments["kv_cache"]
-    q, totals = _decode_lengths(metadata)
+    whole = metadata.seq_lens_cpu if metadata.dcp_tot_seq_lens is None else metadata.dcp_tot_seq_lens
+    q, totals = tuple(metadata.query_lens_cpu.tolist()), tuple(whole.tolist())
+    counted = len(totals) - next((i for i, total in enumerate(reversed(totals)) if total), len(totals))
+    if any(total < new for new, total in zip(q[:counted], totals, strict=False)):
+        raise ValueError(f"expected sequences of at least the new tokens {list(q)}, padding last, got {list(totals)}")
+    q, totals = q[:counted], totals[:counted]
+    # The layouts of the suite that the strides resemble most.
+    if query.stride(1) % 2:
+        layout = Layout.ODD
+    elif query.transpose(0, 1).is_contiguous():
+        layout = Layout.HEADS_FIRST if arguments["q_pe"].transpose(0, 1).is_contiguous() else Layout.KV_B_PROJ
+    else:
+        layout = Layout.PACKED if query.is_contiguous() else Layout.SLICED
     scale = {"kscale": max(1, round(arguments["k_scale"].item() * 1e6))} if values else {}
     dims = backend.qk_nope_head_dim + backend.qk_rope_head_dim
     return Case.of(
         capability=Call.DECODE.value,
-        dtype=_dtype_of(query),
+        dtype=_DTYPE_NAMES[query.dtype],
         dims=_dims_of(backend),
         heads=query.shape[1],
         q=q,
         kv=tuple(total - new for total, new in zip(totals, q, strict=True)),
         page=cache.shape[1],
         scale=round(100 * backend.scale * math.sqrt(dims)),
-        layout=_decode_layout(query, arguments["q_pe"]),
+        layout=layout.value,
         pad=len(metadata.query_lens_cpu) - len(q),
         inflate=_inflation(metadata.max_seq_len, tuple(metadata.seq_lens_cpu.tolist())),
         cache=backend.kv_cache_dtype,
@@ -105,37 +118,9 @@ def case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], va
     )
 
 
-def _decode_lengths(metadata: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """New tokens and all tokens of each request, those of padding left out."""
-    whole = metadata.seq_lens_cpu if metadata.dcp_tot_seq_lens is None else metadata.dcp_tot_seq_lens
-    q, totals = tuple(metadata.query_lens_cpu.tolist()), tuple(whole.tolist())
-    counted = len(totals) - next((i for i, total in enumerate(reversed(totals)) if total), len(totals))
-    if any(total < new for new, total in zip(q[:counted], totals, strict=False)):
-        raise ValueError(f"expected sequences of at least the new tokens {list(q)}, padding last, got {list(totals)}")
-    return q[:counted], totals[:counted]
-
-
-def _decode_layout(ql_nope: torch.Tensor, q_pe: torch.Tensor) -> str:
-    """The layout of the suite that the strides resemble most."""
-    if ql_nope.stride(1) % 2:
-        return Layout.ODD.value
-    if ql_nope.transpose(0, 1).is_contiguous():
-        return (Layout.HEADS_FIRST if q_pe.transpose(0, 1).is_contiguous() else Layout.KV_B_PROJ).value
-    return (Layout.PACKED if ql_nope.is_contiguous() else Layout.SLICED).value
-
-
 def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
     """How many times the longest length the metadata's maximum is."""
     return max(1, int(maximum) // max(1, *lengths))
-
-
-def _dtype_of(x: torch.Tensor) -> str:
-    """The dtype's name in cases.
-
-    Raises:
-        KeyError: cases do not know it.
-    """
-    return _DTYPE_NAMES[x.dtype]
 
 
 def _dims_of(backend: Any) -> str:
@@ -149,17 +134,6 @@ def _dims_of(backend: Any) -> str:
         if (PRESETS[name].head, PRESETS[name].kv_lora_rank) == (head, backend.kv_lora_rank):
             return name
     return f"{head.qk_nope_head_dim}-{head.qk_rope_head_dim}-{head.v_head_dim}-{backend.kv_lora_rank}"
-
-
-def _prefill_layout(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
-    """The layout of the suite that the strides resemble most."""
-    if not q.is_contiguous() and q.transpose(0, 1).is_contiguous():
-        return Layout.HEADS_FIRST.value
-    if any(x.stride(1) % 2 for x in (q, k, v)):
-        return Layout.ODD.value
-    if not (q.is_contiguous() and k.is_contiguous()):
-        return Layout.SLICED.value
-    return Layout.PACKED.value if v.is_contiguous() else Layout.KV_B_PROJ.value
 
 
 def observed(arguments: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,12 @@
-"""Reading a model's ``config.json`` of Hugging Face's form. No torch."""
+"""Reading a model's ``config.json`` of Hugging Face's form, and what of its architecture no configuration tells.
+
+Sources of the latter: the configuration and modelling code of transformers 5.17.0 and of vLLM 0.33.0. No torch.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,9 +14,60 @@ import msgspec
 from msgspec import Meta
 
 from mla_conformance.files.inputs import InputError, convert, decode, read_text
-from mla_conformance.models.families import FAMILIES, Attends, Family
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
 from mla_conformance.reference.yarn import Yarn
+
+
+class Attends(StrEnum):
+    """What the layers of a family attend to."""
+
+    ALL = "all keys"
+    SELECTED = "selected keys"
+    COMPRESSED = "a window and compressed keys"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """What models of one ``model_type`` have in common.
+
+    Attributes:
+        attends: what their layers attend to.
+        sinks: whether heads have an attention sink.
+        rotates: whether the R columns of queries and keys are rotated.
+        shares_hidden_size: whether V is hidden_size / heads unless it is told.
+        outside: what the models compute outside of the kernel, whatever their configuration says.
+    """
+
+    attends: Attends = Attends.ALL
+    sinks: bool = False
+    rotates: bool = True
+    shares_hidden_size: bool = False
+    outside: tuple[str, ...] = ()
+
+
+_GATED = ("output gate",)
+
+FAMILIES: Mapping[str, Family] = {
+    "axk1": Family(),
+    "axk2": Family(attends=Attends.SELECTED, outside=_GATED),
+    "deepseek_v2": Family(),
+    "deepseek_v3": Family(),
+    "deepseek_v32": Family(attends=Attends.SELECTED),
+    "deepseek_v4": Family(
+        attends=Attends.COMPRESSED, sinks=True, outside=("compressed keys", "rotation of the output back")
+    ),
+    "glm4_moe_lite": Family(),
+    "glm5_next_text": Family(attends=Attends.SELECTED, rotates=False, outside=("pools of the indexer's tokens",)),
+    "glm_moe_dsa": Family(attends=Attends.SELECTED),
+    "hy_v4": Family(attends=Attends.SELECTED, sinks=True, outside=_GATED),
+    "kimi_k2": Family(),
+    "kimi_linear": Family(rotates=False),
+    "longcat_flash": Family(outside=("rescaled latents",)),
+    "minicpm3": Family(shares_hidden_size=True),
+    "mistral4": Family(outside=("queries scaled by position",)),
+    "youtu": Family(),
+}
+"""Families by ``model_type``."""
 
 _MOST = 2**20
 _Size = Annotated[int, Meta(ge=1, le=_MOST)]
@@ -35,12 +91,6 @@ class _Rope(msgspec.Struct):
     def kind(self) -> str:
         """How angles are chosen; both names of the field are in use."""
         return self.rope_type or self.type or "default"
-
-    @property
-    def softmax_factor(self) -> float:
-        """What YaRN multiplies the softmax scale by, whatever the length is that it extends."""
-        yarn = Yarn(factor=self.factor, original_positions=1, mscale_all_dim=self.mscale_all_dim)
-        return yarn.softmax_factor if self.kind != "default" else 1.0
 
 
 class _LinearAttention(msgspec.Struct):
@@ -80,11 +130,7 @@ FIGURES = frozenset(_Config.__struct_fields__)
 
 
 def read_config(path: Path) -> ModelProfile:
-    """The profile of the model that a ``config.json`` describes.
-
-    Raises:
-        InputError: unreadable, not JSON, of an architecture that is not known, or with a field that is missing or odd.
-    """
+    """The profile of the model that a ``config.json`` describes."""
     return profile_of(decode(read_text(path), dict[str, Any], str(path)), str(path))
 
 
@@ -94,9 +140,6 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
     Args:
         data: the configuration as plain data.
         name: what the model is called here, also in errors.
-
-    Raises:
-        InputError: of an architecture that is not known, or with a field that is missing or odd.
     """
     text = data.get("text_config")
     data = text if isinstance(text, dict) else data
@@ -114,20 +157,38 @@ class _Reader:
 
     def __init__(self, name: str, config: _Config, family: Family) -> None:
         self.name, self.config, self.family = name, config, family
-        self.rope = self._rope()
 
     def profile(self, model_type: str) -> ModelProfile:
-        """The profile."""
-        config, rotates = self.config, self.family.rotates and self.config.qk_rope_head_dim
+        config, rotates, scale, words = self.config, self.family.rotates and self.config.qk_rope_head_dim, 1.0, "none"
+        # As published before transformers 5 or since; DeepSeek-V4 since then has two, of which one is scaled.
+        reported = config.rope_parameters or config.rope_scaling or {}
+        reported = reported["compress"] if isinstance(reported.get("compress"), dict) else reported
+        rope = convert(reported, _Rope, f"{self.name}: rope parameters")
+        if rotates:
+            theta = rope.rope_theta or config.compress_rope_theta or config.rope_theta
+            factor = f" × {rope.factor:g}" if rope.factor > 1 else ""
+            words = f"{rope.kind}{factor}" + (f", theta {theta:g}" if theta else "")
+            if rope.kind != "default":  # whatever the length is that YaRN extends
+                yarn = Yarn(factor=rope.factor, original_positions=1, mscale_all_dim=rope.mscale_all_dim)
+                scale = yarn.softmax_factor
+        if self.family.attends is Attends.COMPRESSED:
+            whole = self._need("head_dim")  # rotated columns are among those of the value
+            dims = (whole, 0, whole, whole)
+        else:
+            value = config.v_head_dim
+            if value is None and self.family.shares_hidden_size:
+                value = config.hidden_size // config.num_attention_heads
+            value = value or self._need("v_head_dim")
+            dims = self._need("qk_nope_head_dim"), self._need("qk_rope_head_dim"), value, self._need("kv_lora_rank")
         return ModelProfile(
             name=self.name,
             model_type=model_type,
             hidden_size=config.hidden_size,
             heads=config.num_attention_heads,
             q_lora_rank=config.q_lora_rank,
-            dims=self._dims(),
-            scale=round(100 * self.rope.softmax_factor) if rotates else 100,
-            rope=self._rope_in_words() if rotates else "none",
+            dims=dims,
+            scale=round(100 * scale),
+            rope=words,
             layers=self._layers(),
             selection=self._selection(),
             outside=(*self.family.outside, *(["output gate"] if config.mla_use_output_gate else [])),
@@ -139,36 +200,17 @@ class _Reader:
             raise InputError(f"{self.name}: {field}: expected a number, got none")
         return int(value)
 
-    def _rope(self) -> _Rope:
-        """As published before transformers 5 or since; DeepSeek-V4 since then has two, of which one is scaled."""
-        reported = self.config.rope_parameters or self.config.rope_scaling or {}
-        reported = reported["compress"] if isinstance(reported.get("compress"), dict) else reported
-        rope = convert(reported, _Rope, f"{self.name}: rope parameters")
-        rope.rope_theta = rope.rope_theta or self.config.compress_rope_theta or self.config.rope_theta
-        return rope
-
-    def _rope_in_words(self) -> str:
-        theta = f", theta {self.rope.rope_theta:g}" if self.rope.rope_theta else ""
-        factor = f" × {self.rope.factor:g}" if self.rope.factor > 1 else ""
-        return f"{self.rope.kind}{factor}{theta}"
-
-    def _dims(self) -> tuple[int, int, int, int]:
-        if self.family.attends is Attends.COMPRESSED:
-            whole = self._need("head_dim")  # rotated columns are among those of the value
-            return whole, 0, whole, whole
-        value = self.config.v_head_dim
-        if value is None and self.family.shares_hidden_size:
-            value = self.config.hidden_size // self.config.num_attention_heads
-        value = value or self._need("v_head_dim")
-        return self._need("qk_nope_head_dim"), self._need("qk_rope_head_dim"), value, self._need("kv_lora_rank")
-
     def _layers(self) -> tuple[tuple[str, int], ...]:
         """Kinds of layers in the order of their first one."""
         linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
         if self.config.layer_types:
             kinds: Sequence[str] = self.config.layer_types[:count]
         elif self.config.compress_ratios:
-            kinds = [self._compression(ratio) for ratio in self.config.compress_ratios[:count]]
+            ratios = self.config.compress_ratios[:count]
+            if unknown := [ratio for ratio in ratios if ratio not in _COMPRESSION]:
+                known = ", ".join(map(str, _COMPRESSION))
+                raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {unknown[0]}")
+            kinds = [_COMPRESSION[ratio] for ratio in ratios]
         elif linear:
             kinds = [*["linear_attention"] * len(linear.kda_layers), *["full_attention"] * len(linear.full_attn_layers)]
         else:
@@ -177,12 +219,6 @@ class _Reader:
         if len(kinds) != count:
             raise InputError(f"{self.name}: num_hidden_layers: expected {len(kinds)}, one for each kind, got {count}")
         return tuple((kind.replace("_", " "), number) for kind, number in Counter(kinds).items())
-
-    def _compression(self, ratio: int) -> str:
-        if ratio not in _COMPRESSION:
-            known = ", ".join(map(str, _COMPRESSION))
-            raise InputError(f"{self.name}: compress_ratios: expected numbers among {known}, got {ratio}")
-        return _COMPRESSION[ratio]
 
     def _selection(self) -> Selection | None:
         if self.family.attends is Attends.ALL:

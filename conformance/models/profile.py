@@ -11,13 +11,7 @@ from mla_conformance.files.inputs import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Indexer:
-    """The narrow heads that score cached tokens.
-
-    Attributes:
-        heads: their number, the same on each rank.
-        head_dim: their columns.
-        topk: tokens, or pools of tokens, that they select for a query token.
-    """
+    """The narrow heads that score cached tokens, the same on each rank; they select tokens, or pools of them."""
 
     heads: int
     head_dim: int
@@ -87,12 +81,9 @@ class ModelProfile:
             return {"auto": ("auto",), "fp8": ("fp8",)}
         if self.selection.second:
             return dict.fromkeys(("auto", "fp8", "fp8_v4"), ("fp8_v4",))
-        if self.dims[3] != _PACKED_LATENT:
+        if self.dims[3] != 512:  # a packed entry's latent
             return {"auto": ("auto",), "fp8": ("fp8",)}
         return {"auto": ("auto",), "fp8": ("fp8", "fp8_ds_mla"), "fp8_ds_mla": ("fp8_ds_mla",)}
-
-
-_PACKED_LATENT = 512
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -112,11 +103,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @staticmethod
     def of(profile: ModelProfile, tp: int, kv_cache: str) -> "Deployment":
-        """A model on ``tp`` ranks.
-
-        Raises:
-            InputError: its heads cannot be shared so, or it has no cache of that name.
-        """
+        """A model on ``tp`` ranks."""
         if profile.heads % tp:
             shares = ", ".join(map(str, profile.tensor_parallel_sizes))
             raise InputError(f"--tp {tp}: {profile.name} has {profile.heads} heads; expected one of {shares}")

@@ -12,7 +12,6 @@ from mla_conformance.models.config import FIGURES, profile_of
 from mla_conformance.models.profile import ModelProfile
 
 _STORED = files("mla_conformance.fixtures") / "models"
-_Figures = Annotated[dict[str, Any], Meta(min_length=1)]
 
 
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,7 +24,7 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     source: str
-    config: _Figures
+    config: Annotated[dict[str, Any], Meta(min_length=1)]
     unconfirmed: str | None = None
 
 
@@ -55,31 +54,25 @@ class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def model_names() -> tuple[str, ...]:
-    """The names, sorted."""
     return tuple(sorted(entry.name.removesuffix(".json") for entry in _STORED.iterdir()))
 
 
 def stored_model(name: str) -> StoredModel:
-    """The model of this name.
-
-    Raises:
-        InputError: there is none; the message says which one may be meant, or lists the names.
-    """
     if name not in model_names():
         raise InputError(unknown("model", name, model_names(), "mla-conformance models", ", or --config PATH"))
     return parse_stored((_STORED / f"{name}.json").read_text(encoding="utf-8"), name)
 
 
 def parse_stored(text: str, name: str) -> StoredModel:
-    """A model from the text of its file.
-
-    Raises:
-        InputError: a figure is unknown, has no source, or has two.
-    """
+    """A model from the text of its file."""
     model = decode(text, StoredModel, name)
     read_in: dict[str, str] = {}
     for reading in model.readings:
-        _require_words(reading, name)
+        figures = ", ".join(reading.config)
+        if not has_letters(reading.source):
+            raise InputError(f"{name}: {figures}: expected where they were read, got {reading.source!r}")
+        if reading.unconfirmed is not None and not has_letters(reading.unconfirmed):
+            raise InputError(f"{name}: {figures}: unconfirmed: expected what was tried, got nothing")
         for figure in reading.config:
             if figure not in FIGURES:
                 raise InputError(f"{name}: unknown figure {figure!r}; expected one of {', '.join(sorted(FIGURES))}")
@@ -90,17 +83,5 @@ def parse_stored(text: str, name: str) -> StoredModel:
     return model
 
 
-def _require_words(reading: Reading, name: str) -> None:
-    if not has_letters(reading.source):
-        raise InputError(f"{name}: {', '.join(reading.config)}: expected where they were read, got {reading.source!r}")
-    if reading.unconfirmed is not None and not has_letters(reading.unconfirmed):
-        raise InputError(f"{name}: {', '.join(reading.config)}: unconfirmed: expected what was tried, got nothing")
-
-
 def find_model(name: str) -> ModelProfile:
-    """The profile of the model of this name.
-
-    Raises:
-        InputError: there is none.
-    """
     return profile_of(stored_model(name).config, name)
