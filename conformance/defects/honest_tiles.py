@@ -145,7 +145,7 @@ class _Prefill(EagerPrefillBackend):
             return reduce(joined, groups)
 
         def _tiles(self, keys: int) -> Iterator[slice]:
-            return iter(list(super()._tiles(keys))[self._first :: 2])
+            return iter(list(super()._tiles(keys))[self._first :: 2])  # type: ignore[misc] # of the group
 
     @but("merge_attn_states")
     def merges_by_share(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):

@@ -77,7 +77,9 @@ def emulation(
     if isinstance(step, type):
         made = type(part, (step, group), {**about, **attributes})
     else:
-        place, *sites = _SITE.fullmatch(site).groups()
+        found = _SITE.fullmatch(site)
+        assert found is not None, site
+        place, *sites = found.groups()
         method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
         methods = {method: _standing(lambda: made, place, group, [method, *around], step) if place or around else step}
         methods |= {each: _noting(lambda: made, group, each) for each in around}

@@ -16,7 +16,7 @@ from mla_conformance.roles.decode.case import decode, single
 from mla_conformance.roles.indexer.case import best, scores
 from mla_conformance.roles.layer.case import Order, layer
 from mla_conformance.roles.prefill.case import chunk, chunked, new
-from mla_conformance.roles.sparse import lists as sparse
+from mla_conformance.roles.sparse import case as sparse
 
 _PRESETS = {
     (d.head.qk_nope_head_dim, d.head.qk_rope_head_dim, d.head.v_head_dim, d.kv_lora_rank): name
