@@ -124,10 +124,8 @@ Pair = namedtuple("Pair", "output")
 
 RETURNED = {
     "a tuple of one": (lambda result: (result,), "expected the output itself, got a tuple of 1"),
-    "a list of one": (lambda result: [result], "expected the output itself, got a list of 1"),
     "a named tuple": (Pair, "expected the output itself, got a Pair of 1"),
     "an empty tuple": (lambda result: (), "expected the output itself, got a tuple of 0"),
-    "two": (lambda result: (result, result), "expected the output itself, got a tuple of 2"),
     "a dictionary": (lambda result: {"output": result}, "expected 1 tensor(s), got (dict)"),
 }
 

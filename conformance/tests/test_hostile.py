@@ -102,8 +102,13 @@ def test_what_is_left_is_charged_and_undone(name: str, monkeypatch: pytest.Monke
     assert LEFT[name] in record.message
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
-@pytest.mark.parametrize("case", [NEW_TOKENS, CHUNKED])
+OF_CHUNKS = ("Interrupts", "Sparse", "Meta", "Dictionary", "Scalar")
+"""Those without which there is nothing to merge, each for a reason of its own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, NEW_TOKENS) for name in OTHERWISE] + [(name, CHUNKED) for name in OF_CHUNKS]
+)
 def test_what_is_raised_or_returned_is_a_failure_of_the_call(name: str, case: str) -> None:
     check, said = OTHERWISE[name]
     record = judged(name, case)
