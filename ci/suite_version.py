@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.certificate.digests import EARLIER, LOCKED, must_pass_digest, version_digests
+from mla_conformance.certificate.digests import EARLIER, LOCKED, installed_digests, version_digests
 from mla_conformance.files.inputs import read_text
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.version import SUITE_VERSION
@@ -36,7 +36,7 @@ def grown(known: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    store("mustpass.json", lambda _: must_pass_digest())
+    store("mustpass.json", lambda _: installed_digests()["must_pass"])
     store("suites.json", grown)
 
 

@@ -119,3 +119,16 @@ def test_this_version_is_what_was_stored_of_it() -> None:
 
 def test_no_two_versions_are_the_same() -> None:
     assert len({json.dumps(stored, sort_keys=True) for stored in STORED.values()}) == len(STORED)
+
+
+def test_storing_this_version_again_changes_nothing(
+    script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite_version = script("suite_version")
+    names = ("suites.json", "mustpass.json")
+    before = {name: (suite_version.FIXTURES / name).read_text("utf-8") for name in names}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(suite_version, "FIXTURES", tmp_path)
+    suite_version.main()
+    assert {name: (tmp_path / name).read_text("utf-8") for name in names} == before
