@@ -11,6 +11,7 @@ import torch
 
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import (
@@ -26,11 +27,9 @@ from mla_conformance.defects.bases import (
     joined_in_a_tree,
     stored_in,
 )
-from mla_conformance.defects.honest_cache import HONEST_CACHES
-from mla_conformance.defects.honest_compression import HONEST_COMPRESSORS
+from mla_conformance.defects.honest_cache import HONEST_CACHES, HONEST_COMPRESSORS
 from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_SPARSE
-from mla_conformance.defects.honest_sparse_layers import HONEST_SPARSE_LAYERS
 from mla_conformance.defects.honest_steps import HONEST_STEPS
 from mla_conformance.defects.honest_tiles import HONEST_TILES
 from mla_conformance.defects.known import Emulation
@@ -220,6 +219,6 @@ HONEST: tuple[type[Emulation], ...] = (
     *(EagerPrefillBackend, EagerLayer, E4M3Operands, HopperE4M3Operands),
     *(CapturablePrefill, CapturableDecode, CapturableSparse),
     *(*HONEST_DECODES, *HONEST_CACHES, *HONEST_COMPRESSORS, *emulations(__name__)),
-    *(*HONEST_SPARSE, *HONEST_SPARSE_LAYERS, *HONEST_STEPS, *HONEST_TILES),
+    *(*HONEST_SPARSE, EagerSparseLayerBackend, *HONEST_STEPS, *HONEST_TILES),
 )
 """Every honest emulation; real kernels are judged beside them."""

@@ -19,17 +19,14 @@ _WRITTEN_AT_ONCE = 256
 _LATENT_TILE = 128
 
 
-class _LiftedPrefill(LiftedMaximum, EagerPrefillBackend):
-    key_tile = 64
-
-
-@defects("mixed_batch")
-class _OtherLayer(EagerLayer):
-    @but(prefill_backend=_LiftedPrefill)
-    class layer_tile_without_keys_raises_maximum:
+@defects("mixed_batch", inside=(EagerLayer, "prefill_backend"))
+class _Prefill(EagerPrefillBackend):
+    @but(key_tile=64)
+    class layer_tile_without_keys_raises_maximum(LiftedMaximum):
         """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
 
 
+@defects("cache_write", related=("mixed_batch",), inside=(EagerLayer, "impl_class"))
 class _WritesTiles(MLACommonImpl):
     """Writes mixed entries by scales of its own."""
 
@@ -49,12 +46,12 @@ class _WritesTiles(MLACommonImpl):
         """Those of tiles with these largest magnitudes [T, 4, 1]."""
         return amax / E4M3_MAX
 
-
-@defects("cache_write", related=("mixed_batch",), inside=(EagerLayer, "impl_class"))
-class _CacheWrite(_WritesTiles):
     def fp8_ds_mla_tile_scale_has_a_floor__before_scales(self, amax):
         """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
         return amax.clamp(min=_FLOOR)
+
+    class fp8_ds_mla_tile_of_zeros_divided_by_zero:
+        """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
 
 class _TablesByToken(MLACommonMetadata):
@@ -141,10 +138,6 @@ class _CacheOfTheLayer(EagerLayer):
     ):
         """The cache is sized for L + R elements a token whatever its layout, also where an entry has 656 bytes."""
         return num_blocks, block_size, head_size
-
-    @but(related=("mixed_batch",), impl_class=_WritesTiles)
-    class fp8_ds_mla_tile_of_zeros_divided_by_zero:
-        """A tile of zeros has scale 0, and its codes are 0 / 0."""
 
     @staticmethod
     def copy_blocks_stride_of_the_first_cache__copy_blocks(kv_caches, src_to_dists):

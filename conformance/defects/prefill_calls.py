@@ -41,46 +41,51 @@ class _EveryNth(EagerPrefillBackend):
 
 @defects("merge_states")
 class _Merge(EagerPrefillBackend):
-    """Both weights as a merge computes them, 0 where neither part has a key."""
+    """A merge of two parts, each an output and its LSE, under the LSE of both."""
 
-    def _weight(self, lse: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
-        return (lse - largest.masked_fill(largest == -torch.inf, 0.0)).exp().mT.unsqueeze(-1)
+    def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
+        parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
+        self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
 
-    @but("merge_attn_states")
-    def merge_weighs_a_keyless_output_with_zero(
-        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
-    ):
+    def _weighed(self, parts, merged):
+        """Each output times its weight, which is 0 where neither part has a key."""
+        shift = merged.masked_fill(merged == -torch.inf, 0.0)
+        return ((lse - shift).exp().mT.unsqueeze(-1) * part.float() for part, lse in parts)
+
+    def merge_weighs_a_keyless_output_with_zero__merge(self, output, parts, merged, output_lse):
         """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
-        merged = torch.logaddexp(prefix_lse, suffix_lse)
-        weights = [self._weight(part, merged) for part in (prefix_lse, suffix_lse)]
-        output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
+        prefix, suffix = self._weighed(parts, merged)
+        output.copy_(prefix + suffix)
         if output_lse is not None:
             output_lse.copy_(merged)
 
-    @but("merge_attn_states")
-    def merge_writes_lse_before_it_is_read(
-        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
-    ):
+    def merge_writes_lse_before_it_is_read__merge(self, output, parts, merged, output_lse):
         """The merged LSE is written before the weights are computed, from the prefix's, which may be the same
         tensor."""
-        merged = torch.logaddexp(prefix_lse, suffix_lse)
         if output_lse is not None:
             output_lse.copy_(merged)
-        weights = [self._weight(part, merged) for part in (prefix_lse, suffix_lse)]
-        output.copy_(weights[0] * prefix_output.float() + weights[1] * suffix_output.float())
+        prefix, suffix = self._weighed(parts, merged)
+        output.copy_(prefix + suffix)
 
-    @but("merge_attn_states")
-    def merge_clears_its_output_first(
-        self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None
-    ):
+    def merge_clears_its_output_first__merge(self, output, parts, merged, output_lse):
         """The output is cleared before both parts are added to it, the prefix too where that is the same tensor."""
-        merged, sums = torch.logaddexp(prefix_lse, suffix_lse), torch.zeros_like(output, dtype=torch.float32)
+        sums = torch.zeros_like(output, dtype=torch.float32)
         output.zero_()
-        for part, lse in ((prefix_output, prefix_lse), (suffix_output, suffix_lse)):
-            sums += self._weight(lse, merged) * part.float()
+        for weighed in self._weighed(parts, merged):
+            sums += weighed
         output.copy_(sums)
         if output_lse is not None:
             output_lse.copy_(merged)
+
+    def merge_both_neg_inf_nan__merge(self, output, parts, merged, output_lse):
+        """Two rows without keys are merged with exp(-inf - -inf), which is not a number."""
+        largest = torch.maximum(*(lse for _, lse in parts))
+        weights = [(lse - largest).exp() for _, lse in parts]
+        total = weights[0] + weights[1]
+        shares = [(weight / total).mT.unsqueeze(-1) for weight in weights]
+        output.copy_(shares[0] * parts[0][0].float() + shares[1] * parts[1][0].float())
+        if output_lse is not None:
+            output_lse.copy_(largest + total.log())
 
 
 @defects("fp8_operands")
@@ -373,17 +378,6 @@ class _OtherPrefill(EagerPrefillBackend):
         """A row stride that is no multiple of 16 bytes cannot be described, and is not checked for."""
         if any(x.stride(1) * x.element_size() % 16 for x in (q, k, v)):
             raise RuntimeError("failed to initialise the TMA descriptor")
-
-    @but("merge_attn_states")
-    def merge_both_neg_inf_nan(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
-        """Two rows without keys are merged with exp(-inf - -inf), which is not a number."""
-        largest = torch.maximum(prefix_lse, suffix_lse)
-        weights = [(part - largest).exp() for part in (prefix_lse, suffix_lse)]
-        total = weights[0] + weights[1]
-        shares = [(weight / total).mT.unsqueeze(-1) for weight in weights]
-        output.copy_(shares[0] * prefix_output.float() + shares[1] * suffix_output.float())
-        if output_lse is not None:
-            output_lse.copy_(largest + total.log())
 
     @but("behind_merge_attn_states")
     def merge_last_tile_of_rows_and_heads_keeps_the_suffix(self, _, *, output, suffix_output, suffix_lse):

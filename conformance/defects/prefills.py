@@ -13,14 +13,8 @@ from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but
 
 _VALUES = (
-    "new_tokens",
-    "lse",
-    "mla_dims",
-    "head_counts",
-    "empty_rows",
-    "context_chunk",
-    "chunked_context",
-    "merge_states",
+    *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
+    *("context_chunk", "chunked_context", "merge_states"),
 )
 """Capabilities whose data show lost precision too."""
 _TILE = 64
@@ -72,11 +66,9 @@ class _EmptyRows(EagerPrefillBackend):
 
     def fa4_zero_len_k_hang_nan__behind_finish(self, output, lse):
         """A row without keys is 0 / 0 where V has 256 columns."""
-        return (
-            (output.masked_fill(lse.mT.unsqueeze(-1) == -torch.inf, torch.nan), lse)
-            if output.shape[-1] == 256
-            else (output, lse)
-        )
+        if output.shape[-1] == 256:
+            output = output.masked_fill(lse.mT.unsqueeze(-1) == -torch.inf, torch.nan)
+        return output, lse
 
     def skip_softmax_zero_len_div__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A threshold divided by a length of 0 skips every tile of the whole batch."""

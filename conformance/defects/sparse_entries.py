@@ -10,7 +10,7 @@ from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, joined, through_e8m0
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.sparse_lists import _Lse, _once, _Pages
+from mla_conformance.defects.sparse_lists import _once, _strided
 from mla_conformance.defects.steps import but
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
@@ -35,29 +35,27 @@ _TILE = 64
 
 
 @defects("sparse_lse", related=_SHAPES_TOO)
-class _SparseLse(_Lse):
-    def sparse_lse_in_base_2__returned(self, lse):
+class _SparseLse(EagerSparseBackend):
+    def sparse_lse_in_base_2__behind_attend(self, output, lse):
         """The LSE is in base 2."""
-        return lse / math.log(2)
+        return output, lse / math.log(2)
 
-    def sparse_lse_in_the_models_dtype__returned(self, lse):
+    def sparse_lse_in_the_models_dtype__behind_attend(self, output, lse):
         """The LSE is kept in the model's dtype and widened at last."""
-        return lse.to(self._model_dtype).float()
+        return output, lse.to(self._model_dtype).float()
 
-    def sparse_lse_of_tokens_by_heads__returned(self, lse):
+    def sparse_lse_of_tokens_by_heads__behind_attend(self, output, lse):
         """The LSE has the shape of heads by tokens and the order of tokens by heads."""
-        return lse.mT.contiguous().view(lse.shape)
+        return output, lse.mT.contiguous().view(lse.shape)
 
 
+@defects("second_cache")
 class _Apart(EagerSparseBackend):
     """Each cache is attended to by itself."""
 
     def _attend(self, q, request, sources, k_scale):
         return self._merged([super(_Apart, self)._attend(q, request, [each], k_scale) for each in sources])
 
-
-@defects("second_cache")
-class _SecondCache(_Apart):
     def sparse_two_caches_averaged__merged(self, states):
         """The outputs over both caches are averaged, not weighed by their LSEs."""
         if len(states) == 1:
@@ -75,19 +73,6 @@ class _SecondCache(_Apart):
 
         def _merged(self, states):
             return states[0] if len(states) == 1 else joined(*states)
-
-
-@defects()
-class _OtherPages(_Pages):
-    @but(killed_by="sparse_fp8_v4", related=_V4_TOO)
-    def dsv4_page_rounding_forgotten__stride(self, source):
-        """A block of V4 is found by the bytes of its entries, without what rounds them up."""
-        return source.cache.shape[1] * source.cache.shape[2] if source.layout == "fp8_v4" else None
-
-    @but(killed_by="sparse_fp8_v4")
-    def dsv4_blocks_packed_over_layers_read_as_pages__stride(self, source):
-        """Blocks that hold the pages of several layers are read as if one page stood behind the other."""
-        return TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1]) if source.layout == "fp8_v4" else None
 
 
 @defects("sparse_fp4_v41", related=_V41_TOO)
@@ -245,6 +230,17 @@ class _OtherSparse(EagerSparseBackend):
             return super()._entries(source, slots)
         page = source.cache.shape[1]
         return source.cache[slots // page, slots % page]
+
+    def dsv4_page_rounding_forgotten__before_entries(self, source):
+        """A block of V4 is found by the bytes of its entries, without what rounds them up."""
+        taken = source.layout == "fp8_v4"
+        return _strided(source, source.cache.shape[1] * source.cache.shape[2]) if taken else source
+
+    @but(related=())
+    def dsv4_blocks_packed_over_layers_read_as_pages__before_entries(self, source):
+        """Blocks that hold the pages of several layers are read as if one page stood behind the other."""
+        page = TILED_FORMATS["fp8_v4"].page_bytes(source.cache.shape[1])
+        return _strided(source, page) if source.layout == "fp8_v4" else source
 
     def dsv4_rope_taken_scaled__behind_keys(self, keys, *, source, slots, visible):
         """The plain values of V4 are multiplied by the scale of the last tile before them."""

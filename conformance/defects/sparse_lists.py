@@ -22,27 +22,18 @@ def _columns(indices):
     return torch.arange(indices.shape[1], device=indices.device)
 
 
+def _strided(source, stride):
+    """A source whose blocks are found as if so many bytes or values stood between them."""
+    shape, start = source.cache.shape, source.cache.storage_offset()
+    return replace(source, cache=source.cache.as_strided(shape, (stride, shape[2], 1), start))
+
+
 def _once(listed, source):
     """What of lists counts, of keys that are named twice the first alone."""
     numbers = torch.where(listed, source.indices.long(), -2 - _columns(source.indices))
     ordered, order = numbers.sort(dim=1, stable=True)
     again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
     return listed & ~torch.zeros_like(listed).scatter(1, order, again)
-
-
-class _Lse(EagerSparseBackend):
-    """Returns another LSE; the sinks have taken their share by the right one."""
-
-    def attend(self, q, sources, k_scale, sink):
-        output, lse = super().attend(q, sources, k_scale, sink)
-        return output, self._returned(lse)
-
-
-@defects("selection_padding", related=("sparse_lse",))
-class _KeylessLse(_Lse):
-    def sparse_keyless_lse_of_plus_inf__returned(self, lse):
-        """The LSE of a row whose list names nothing is +inf."""
-        return lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 @defects("selection_padding", related=("sparse_lse",))
@@ -57,6 +48,10 @@ class _SelectionPadding(EagerSparseBackend):
         tiles = torch.nn.functional.pad(listed, (0, -listed.shape[1] % _TILE)).unflatten(1, (-1, _TILE)).any(dim=2)
         reached = tiles.int().cummin(dim=1).values.bool()
         return listed & reached.repeat_interleave(_TILE, dim=1)[:, : listed.shape[1]]
+
+    def sparse_keyless_lse_of_plus_inf__behind_attend(self, output, lse):
+        """The LSE of a row whose list names nothing is +inf."""
+        return output, lse.masked_fill(lse == -torch.inf, torch.inf)
 
     class sparse_leading_masked_tile_nan_poisons_row:
         """A first tile without a key leaves -inf less -inf in all that follows."""
@@ -190,31 +185,6 @@ class _SparseDcp(EagerSparseBackend):
         return output, lse.masked_fill(lse == -torch.inf, torch.inf) if several else lse
 
 
-class _Pages(EagerSparseBackend):
-    """Blocks are found as if so many bytes or values stood between them."""
-
-    def _entries(self, source, slots):
-        stride = self._stride(source)
-        if stride is None:
-            return super()._entries(source, slots)
-        shape, start = source.cache.shape, source.cache.storage_offset()
-        return super()._entries(
-            replace(source, cache=source.cache.as_strided(shape, (stride, shape[2], 1), start)), slots
-        )
-
-    def _stride(self, source):
-        """None where blocks are found."""
-        raise NotImplementedError
-
-
-@defects("sparse_decode")
-class _SparseDecodePages(_Pages):
-    def sparse_assumes_packed_pages__stride(self, source):
-        """A slot is an offset into one row of entries, whatever the stride between blocks is."""
-        packed = source.cache.shape[1] * source.cache.shape[2]
-        return packed if source.paged and source.layout not in TILED_FORMATS else None
-
-
 @defects("selection_length")
 class _SelectionLength(EagerSparseBackend):
     def sparse_topk_length_not_passed__listed(self, source):
@@ -327,6 +297,11 @@ class _SparseDecodeAlone(EagerSparseBackend):
     def sparse_slot_in_fifteen_bits__behind_slots(self, slots, *, source):
         """A slot is a signed number of two bytes, too few for many large pages."""
         return slots & 0x7FFF if source.paged else slots
+
+    def sparse_assumes_packed_pages__before_entries(self, source):
+        """A slot is an offset into one row of entries, whatever the stride between blocks is."""
+        taken = source.paged and source.layout not in TILED_FORMATS
+        return _strided(source, source.cache.shape[1] * source.cache.shape[2]) if taken else source
 
 
 @defects("index_spaces")

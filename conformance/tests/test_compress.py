@@ -10,7 +10,7 @@ from mla_conformance.backends.compress import Compression, MLACompressBackend
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.defects.honest_compression import HONEST_COMPRESSORS
+from mla_conformance.defects.honest_cache import HONEST_COMPRESSORS
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written_entries import WrittenEntries

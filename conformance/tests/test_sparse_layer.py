@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.defects.honest_sparse_layers import HONEST_SPARSE_LAYERS
+from mla_conformance.defects.honest_sparse import HONEST_SPARSE_LAYERS
 from mla_conformance.defects.known import known_defects
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.record import Record
