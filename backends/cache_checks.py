@@ -21,9 +21,6 @@ def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dt
         kv_cache: what it is called with.
         model_dtype: of the model.
         asked: further fields of :class:`MLACacheSelectorConfig`.
-
-    Raises:
-        UnsupportedConfiguration: with every reason.
     """
     config = MLACacheSelectorConfig(
         call=call,
@@ -39,11 +36,7 @@ def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dt
 
 
 def check_latents(backend: MLACacheBackend, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Refuse what latents cannot be written with; reads the slots.
-
-    Raises:
-        ValueError: rows, a cache or slots that do not fit.
-    """
+    """Refuse what latents cannot be written with; reads the slots."""
     _check_cache(backend, kv_cache, kv_c.dtype)
     expect("kv_c", kv_c, (len(kv_c), backend.kv_lora_rank), kv_c.dtype)
     expect("k_pe", k_pe, (len(k_pe), backend.qk_rope_head_dim), kv_c.dtype)
@@ -58,11 +51,7 @@ def check_index_keys(backend: MLACacheBackend, k: Tensor, kv_cache: Tensor, slot
 
 
 def check_index_room(backend: MLACacheBackend, kv_cache: Tensor, k: Tensor, k_scale: Tensor) -> None:
-    """Refuse a cache of another layout, and what codes or scales of index keys cannot be gathered into.
-
-    Raises:
-        ValueError: another shape or dtype than expected.
-    """
+    """Refuse a cache of another layout, and what codes or scales of index keys cannot be gathered into."""
     _check_cache(backend, kv_cache, torch.bfloat16)
     expect("k", k, (len(k), backend.kv_lora_rank), torch.float8_e4m3fn)
     expect("k_scale", k_scale, (len(k_scale),), torch.float32)
@@ -93,11 +82,7 @@ def check_gather(
     compress_ratio: int,
     **workspaces: Tensor,
 ) -> None:
-    """Refuse tables and lengths that do not fit together, or reach beyond the table, cache or workspace; reads them.
-
-    Raises:
-        ValueError: another shape, dtype or number than expected.
-    """
+    """Refuse tables and lengths that do not fit together, or reach beyond the table, cache or workspace; reads them."""
     requests, page = len(block_table), kv_cache.shape[1]
     expect("block_table", block_table, (requests, *block_table.shape[1:2]), torch.int32)
     expect("cu_seq_lens", cu_seq_lens, (requests + 1,), torch.int32)
@@ -117,11 +102,7 @@ def check_gather(
 
 
 def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tensor) -> None:
-    """Refuse a workspace that holds neither entries nor what they mean, and a cache of another layout.
-
-    Raises:
-        ValueError: with expected and got.
-    """
+    """Refuse a workspace that holds neither entries nor what they mean, and a cache of another layout."""
     as_stored = workspace.dtype == kv_cache.dtype
     _check_cache(backend, kv_cache, kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16)
     width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
@@ -143,9 +124,6 @@ def check_mapping(
         positions: of its tokens.
         block_table: of its requests.
         tokens_of_a_page: on all ranks, with what is compressed.
-
-    Raises:
-        ValueError: with expected and got; reads the positions.
     """
     expect("query_start_loc", query_start_loc, (len(block_table) + 1,), torch.int32)
     expect("block_table", block_table, (*block_table.shape[:2],), torch.int32)
@@ -163,11 +141,7 @@ def check_mapping(
 
 
 def check_lists(out: Tensor, req_id_per_token: Tensor, token_indices: Tensor, requests: int) -> None:
-    """Refuse lists of another dtype than int32, results of another shape, and requests that the table has no row for.
-
-    Raises:
-        ValueError: with expected and got.
-    """
+    """Refuse lists of another dtype than int32, results of another shape, and requests without a row in the table."""
     expect("token_indices", token_indices, (len(req_id_per_token), *token_indices.shape[1:2]), torch.int32)
     expect("out", out, tuple(token_indices.shape), torch.int32)
     wrong = (req_id_per_token < 0) | (req_id_per_token >= requests)

@@ -123,10 +123,6 @@ def check_compress_call(
     """Refuse operands that do not fit, and what is not declared; reads no device memory.
 
     ``states`` are kv, score and ape, ``caches`` those of states and of entries.
-
-    Raises:
-        ValueError: another shape or dtype than expected.
-        UnsupportedConfiguration: the backend does not declare it.
     """
     how, (kv, score, ape), (state_cache, kv_cache) = backend.compression, states, caches
     rows = len(kv)

@@ -118,10 +118,6 @@ def check_prepare_call(backend: MLAPrepareBackend, metadata: PrepareMetadata, op
         backend: which is called.
         metadata: of the batch.
         operands: q, k, weights, and weight and bias of the keys' norm.
-
-    Raises:
-        ValueError: another shape or dtype than expected.
-        UnsupportedConfiguration: the backend does not declare it.
     """
     q, k, weights, *norm = operands
     asked, tokens, float32 = backend.preparation, len(metadata.positions), torch.float32

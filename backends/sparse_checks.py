@@ -11,11 +11,7 @@ from mla_conformance.reference.selected import NO_KEY
 
 
 def check_operands(backend: MLASparseBackend, metadata: MLASparseMetadata, q: Tensor, attn_sink: Tensor | None) -> None:
-    """Refuse queries and sinks that do not fit the metadata; reads no device memory.
-
-    Raises:
-        ValueError: other shapes or dtypes.
-    """
+    """Refuse queries and sinks that do not fit the metadata; reads no device memory."""
     heads, width = backend.num_heads, backend.kv_lora_rank + backend.qk_rope_head_dim
     tokens = int(metadata.query_lens_cpu.sum())
     if q.shape != (tokens, heads, width):
@@ -28,11 +24,7 @@ def check_operands(backend: MLASparseBackend, metadata: MLASparseMetadata, q: Te
 
 
 def check_lists(name: str, indices: Tensor, topk_length: Tensor | None, tokens: int) -> None:
-    """Refuse lists and lengths that are not int32, or not one for each query token; reads no device memory.
-
-    Raises:
-        ValueError: another dtype or shape.
-    """
+    """Refuse lists and lengths that are not int32, or not one for each query token; reads no device memory."""
     if indices.dtype != torch.int32:
         raise ValueError(f"{name}: expected lists of torch.int32, got {indices.dtype}; convert them")
     if indices.dim() != 2 or indices.shape[0] != tokens:
@@ -52,9 +44,6 @@ def check_selection(name: str, indices: Tensor, topk_length: Tensor | None, limi
         indices: [T, K] int32.
         topk_length: [T] int32, or None.
         limit: [1, 1] or [T, 1], on the device; numbers from 0 to below it name a key.
-
-    Raises:
-        ValueError: a length or a number out of range, with the row where it stands.
     """
     columns = indices.shape[1]
     if topk_length is not None:
@@ -92,11 +81,7 @@ def names_twice(indices: Tensor, topk_length: Tensor | None) -> bool:
 
 
 def check_cache(name: str, cache: Tensor, layout: str, backend: AttentionKernel, dtype: torch.dtype) -> None:
-    """Refuse a cache of another form than the layout's; reads no device memory.
-
-    Raises:
-        ValueError: another width or dtype, or keys that the layout has no room for.
-    """
+    """Refuse a cache of another form than the layout's; reads no device memory."""
     dims = (backend.kv_lora_rank, backend.qk_rope_head_dim)
     width, stored = entry_width(layout, *dims), cache_dtype(layout, dtype)
     if cache.dim() == 3 and cache.shape[2] == width and cache.dtype == stored:

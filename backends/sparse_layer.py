@@ -162,10 +162,6 @@ def check_sparse_layer_call(
         backend: which is called.
         metadata: of the batch.
         operands: those of ``run_sparse_layer``, in its order.
-
-    Raises:
-        ValueError: another shape or dtype than expected.
-        UnsupportedConfiguration: the backend does not declare it.
     """
     hidden, positions, table, kv_cache, index_cache, buffer = operands
     config = backend.config

@@ -94,12 +94,7 @@ class MLATopKBackend(KernelBackend):
 def check_topk_call(
     backend: MLATopKBackend, metadata: TopKMetadata, logits: Tensor, topk_tokens: int, pool: int = 1
 ) -> None:
-    """Refuse operands that do not fit, and what is not declared; reads no device memory.
-
-    Raises:
-        ValueError: another shape or dtype than expected.
-        UnsupportedConfiguration: the backend does not declare it.
-    """
+    """Refuse operands that do not fit, and what is not declared; reads no device memory."""
     if logits.dim() != 2 or logits.stride(1) != 1:
         got = f"{list(logits.shape)} of strides {list(logits.stride())}"
         raise ValueError(f"logits: expected [T, C] with neighbouring columns, got {got}")

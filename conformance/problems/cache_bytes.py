@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import ClassVar
 
 import torch
 
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.problems.memory import poison, storage_bytes
+from mla_conformance.problems.memory import Written, poison, storage_bytes
 from mla_conformance.problems.paging import Pages
 from mla_conformance.reference.cache_layout import decode_rows
 from mla_conformance.reference.kv_cache import read_entries, write_entries
@@ -17,33 +18,15 @@ TIE_SLACK = 2.0**-20
 
 
 @dataclass(frozen=True)
-class CacheImage:
-    """A cache before and after a call.
+class CacheImage(Written):
+    """A paged cache [blocks, page, width]."""
 
-    Attributes:
-        case: the case, for layout and scale.
-        cache: what the layer is handed, [blocks, page, width]; a view if the case says so.
-        before: the bytes of its storage before the call.
-        after: the bytes that must be there after it.
-        slots: [T] slots that the call writes, flat numbers block · page + offset.
-        latents: kv_c [T, L] and k_pe [T, R] that belong there, in the model's dtype.
-    """
+    case: CachedCase  # for layout and scale
+    after: torch.Tensor  # the bytes that must be there after the call
+    slots: torch.Tensor  # [T] slots that the call writes, flat numbers block · page + offset
+    latents: tuple[torch.Tensor, torch.Tensor]  # kv_c [T, L] and k_pe [T, R] that belong there, in the model's dtype
 
-    case: CachedCase
-    cache: torch.Tensor
-    before: torch.Tensor
-    after: torch.Tensor
-    slots: torch.Tensor
-    latents: tuple[torch.Tensor, torch.Tensor]
-
-    def reset(self) -> None:
-        """The cache as it is before the call."""
-        storage_bytes(self.cache).copy_(self.before)
-
-    def handed(self) -> "CacheImage":
-        """Without what must be there after the call."""
-        kv_c, k_pe = (x.to("meta") for x in self.latents)
-        return replace(self, after=self.after.to("meta"), latents=(kv_c, k_pe))
+    expected: ClassVar = ("after", "latents")
 
     def with_only(self, rows: torch.Tensor) -> "CacheImage":
         """The same cache before a call that writes only these [n] of the new tokens."""
@@ -55,7 +38,6 @@ class CacheImage:
         return replace(self, after=after, slots=slots, latents=latents)
 
     def difference(self) -> str:
-        """One sentence about bytes that are not what they must be; empty if there is none."""
         wrong = storage_bytes(self.cache) != self.after
         if not bool(wrong.any()):
             return ""
@@ -145,7 +127,7 @@ class ExpectedCache:
         holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, self.case.poison)
         write_entries(cache, holes, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])
-        return CacheImage(self.case, cache, storage_bytes(cache).clone(), after, slots, latents)
+        return CacheImage(cache, storage_bytes(cache).clone(), self.case, after, slots, latents)
 
     def _new_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Flat slots of the new tokens, and their rows among all that are stored here."""

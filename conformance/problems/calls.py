@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from mla_conformance.problems.memory import Guarded
+from mla_conformance.problems.memory import Guarded, Written
 from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.reference.terms import Projection
 
@@ -74,7 +74,7 @@ class KernelCall(ABC):
     query_start_loc: tuple[int, ...]
     key_start_loc: tuple[int, ...]
     metadata: Any = None
-    written: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Written] = field(default_factory=dict)
 
     token_dims: ClassVar[tuple[int, ...]] = (0, 1)
     means: ClassVar[tuple[str, ...]] = ()

@@ -3,8 +3,10 @@
 import os
 import resource
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -21,6 +23,33 @@ _POISON_BYTE = 0xFF
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the storage behind ``tensor``, as uint8, without a copy."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+@dataclass(frozen=True)
+class Written(ABC):
+    """Memory of the caller that a call writes, before it and after it."""
+
+    cache: torch.Tensor  # what the call is handed; a view if others share its storage
+    before: torch.Tensor  # the bytes of its storage before the call
+
+    expected: ClassVar[tuple[str, ...]]
+    """Names of what says what must be there after the call, of which a backend is handed the form alone."""
+
+    def reset(self) -> None:
+        """As before the call."""
+        storage_bytes(self.cache).copy_(self.before)
+
+    def handed(self) -> Self:
+        """Without what must be there after the call."""
+        return replace(self, **{name: _form_of(getattr(self, name)) for name in self.expected})
+
+    @abstractmethod
+    def difference(self) -> str:
+        """One sentence about what is not as it must be; empty if there is nothing."""
+
+
+def _form_of(value: Any) -> Any:
+    return tuple(map(_form_of, value)) if isinstance(value, tuple) else None if value is None else value.to("meta")
 
 
 def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> torch.Tensor:

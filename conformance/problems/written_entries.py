@@ -1,31 +1,24 @@
 """Entries of a paged cache that calls write in the caller's memory: between which values they must be, and where."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.memory import Written, storage_bytes
 
 
 @dataclass(frozen=True)
-class WrittenEntries:
-    """A paged cache before and after calls.
+class WrittenEntries(Written):
+    """A paged cache [blocks, page, width]."""
 
-    Attributes:
-        name: how messages call it.
-        cache: what the calls are handed, [blocks, page, width]; a view if others share its storage.
-        before: the bytes of its storage before them.
-        slots: [n] int64 slots that they may write, block · page + offset.
-        starts: first of them of each request, and n; empty where entries are not told apart.
-        bounds: the least and the most [n, width] that stands there afterwards, in its dtype; None where that is free.
-    """
-
-    name: str
-    cache: torch.Tensor
-    before: torch.Tensor
-    slots: torch.Tensor
-    starts: tuple[int, ...] = ()
+    name: str  # how messages call it
+    slots: torch.Tensor  # [n] int64 slots that calls may write, block · page + offset
+    starts: tuple[int, ...] = ()  # first of them of each request, and n; empty where entries are not told apart
+    # the least and the most [n, width] that stands there afterwards, in its dtype; None where that is free
     bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    expected: ClassVar = ("bounds",)
 
     @staticmethod
     def of(
@@ -34,21 +27,9 @@ class WrittenEntries:
         """What must become of a cache as it is now."""
         on = cache.device
         low_high = (bounds[0].to(on), bounds[1].to(on)) if bounds else None
-        return WrittenEntries(name, cache, storage_bytes(cache).clone(), slots.to(on), starts, low_high)
-
-    def reset(self) -> None:
-        """As before the calls."""
-        storage_bytes(self.cache).copy_(self.before)
-
-    def handed(self) -> "WrittenEntries":
-        """Without what must be there afterwards."""
-        if self.bounds is None:
-            return self
-        low, high = self.bounds
-        return replace(self, bounds=(low.to("meta"), high.to("meta")))
+        return WrittenEntries(cache, storage_bytes(cache).clone(), name, slots.to(on), starts, low_high)
 
     def difference(self) -> str:
-        """One sentence about what is not as it must be; empty if there is nothing."""
         return self._stray() or self._wrong()
 
     def _stray(self) -> str:

@@ -1,36 +1,28 @@
 """Rows of the caller's memory that a call fills: what they must hold, and what must stay as it was."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 
-from mla_conformance.problems.memory import Guarded, poison, storage_bytes
+from mla_conformance.problems.memory import Guarded, Written, poison, storage_bytes
 
 _FILLING = 0x5A
 """Of numbers before a call, since all bits set would be -1, which is right in some places."""
 
 
 @dataclass(frozen=True)
-class WrittenRows:
-    """A tensor between guard zones, before a call and after it.
+class WrittenRows(Written):
+    """A tensor [rows, …] between guard zones."""
 
-    Attributes:
-        name: how messages call it.
-        cache: what the call is handed, [rows, …].
-        before: the bytes of its storage before the call.
-        low: [n, …] the least that the first n rows may hold, in its dtype.
-        high: [n, …] the most.
-        starts: first row of each request, and n.
-    """
+    name: str  # how messages call it
+    low: torch.Tensor  # [n, …] the least that the first n rows may hold, in its dtype
+    high: torch.Tensor  # [n, …] the most
+    starts: tuple[int, ...]  # first row of each request, and n
 
-    name: str
-    cache: torch.Tensor
-    before: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-    starts: tuple[int, ...]
+    expected: ClassVar = ("low", "high")
 
     @staticmethod
     def allocate(
@@ -43,18 +35,9 @@ class WrittenRows:
             guarded.view.copy_(poison(shape, low.dtype, low.device, kind))
         else:
             guarded.view.view(torch.uint8).fill_(_FILLING)
-        return WrittenRows(name, guarded.view, guarded.storage.clone(), low, high, tuple(starts))
-
-    def reset(self) -> None:
-        """As before the call."""
-        storage_bytes(self.cache).copy_(self.before)
-
-    def handed(self) -> "WrittenRows":
-        """Without what must be there after the call."""
-        return replace(self, low=self.low.to("meta"), high=self.high.to("meta"))
+        return WrittenRows(guarded.view, guarded.storage.clone(), name, low, high, tuple(starts))
 
     def difference(self) -> str:
-        """One sentence about what is not as it must be; empty if there is nothing."""
         return self._stray() or self._wrong()
 
     def _stray(self) -> str:

@@ -33,17 +33,7 @@ def definition_of(role: Role) -> RoleDefinition:
 
 
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
-    """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
-
-    Args:
-        case: the case.
-        device: where the tensors are.
-        salt: what their values are drawn with beside the case; each has values of its own.
-
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-        ValueError: the reference's chunk planner or cache refuses the case.
-    """
+    """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to."""
     return definition_of(case.role).problem(case, device, salt)
 
 
@@ -59,15 +49,7 @@ def judge(
     declaration: Declaration,
     numbers: Tolerance | None = None,
 ) -> Verdict:
-    """The verdict over one observation.
-
-    Args:
-        problem: the inputs.
-        expectation: the golden results of the same problem.
-        observation: what the backend did.
-        declaration: the rounding classes that the backend declares.
-        numbers: the tolerance table; by default the one that the suite ships.
-    """
+    """The verdict over one observation; by default by the tolerance table that the suite ships."""
     steps = definition_of(problem.case.role).judge
     return steps(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
 

@@ -76,14 +76,9 @@ class CompressBatch(Draw[CompressCase]):
     """The batch of a compressor's case; what is drawn is on the CPU."""
 
     @cached_property
-    def columns(self) -> int:
-        """C · D."""
-        return self.case.head_dim * (2 if self.case.overlap else 1)
-
-    @cached_property
     def projected(self) -> torch.Tensor:
         """[S, 2 · C · D] key states and scores of all tokens of each request, one request after another."""
-        drawn = torch.randn(sum(self.case.totals), 2, self.columns, generator=self.generator)
+        drawn = torch.randn(sum(self.case.totals), 2, self.case.columns, generator=self.generator)
         kv, score = KINDS[self.case.data](drawn[:, 0], drawn[:, 1])
         return torch.cat((kv, score), dim=1).to(input_dtype(self.case, self.dtype))
 
@@ -91,7 +86,7 @@ class CompressBatch(Draw[CompressCase]):
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
         """ape [m, C · D] and the norm's [D], float32."""
         drawing = self.drawing(self.case.seed)
-        ape = torch.randn(self.case.ratio, self.columns, generator=drawing)
+        ape = torch.randn(self.case.ratio, self.case.columns, generator=drawing)
         return ape, 1 + 0.5 * torch.randn(self.case.head_dim, generator=drawing)
 
     @cached_property
@@ -151,7 +146,7 @@ class CompressBatch(Draw[CompressCase]):
     def _states(self) -> torch.Tensor:
         """[blocks, state page, 2 · C · D] float32 of poison."""
         blocks, form = 1 + len(self._tables[1]), PageForm("auto", self.case.state_page, _GUARDS)
-        return poisoned_pages(self.case, form, blocks, torch.empty(0, 2 * self.columns), self.device)
+        return poisoned_pages(self.case, form, blocks, torch.empty(0, 2 * self.case.columns), self.device)
 
     def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the most [E, D] of every entry of every request, in the model's dtype."""
@@ -192,7 +187,7 @@ class CompressBatch(Draw[CompressCase]):
         rows = torch.cat([torch.arange(tokens.start, tokens.stop) + starts[each] for each, tokens in step.items()])
         positions = torch.cat([torch.arange(tokens.start, tokens.stop) for tokens in step.values()])
         own = torch.cat([torch.full((len(tokens),), row) for row, tokens in enumerate(step.values())])
-        behind = poison((case.pad, 2 * self.columns), self.projected.dtype, torch.device("cpu"), case.poison)
+        behind = poison((case.pad, 2 * self.case.columns), self.projected.dtype, torch.device("cpu"), case.poison)
         x = torch.cat((self.projected[rows], behind)).unsqueeze(1).to(self.device)
         kv, score = lay_out("q", x, x, case)[:, 0].chunk(2, dim=1)
         states = self._state_table(columns)

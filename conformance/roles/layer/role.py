@@ -34,65 +34,12 @@ _ASKED = {
 """What a capability asks of a layer's class that later generations have no more."""
 
 
-def _declared(layer: Any) -> Declaration:
-    """What a layer declares: its own words, or the coarser of its kernels' classes.
-
-    Context is gathered into a workspace of the model's dtype, so what was stored as codes is rounded to it.
-    """
-    if getattr(layer, "declaration", None) is not None:
-        return declaration_of(layer)
-    kernels = [declaration_of(kernel) for kernel in _kernels(layer)]
-    declared = [kernel.rounding for kernel in kernels] or [Rounding()]
-    return Declaration(
-        rounding=Rounding(
-            lse=max((r.lse for r in declared), key=list(LseClass).index),
-            p=_coarsest(r.p for r in declared),
-            partial_outputs=_coarsest(r.partial_outputs for r in declared),
-            dequantised_keys=Precision.MODEL,
-        ),
-        emulated=any(kernel.emulated for kernel in kernels),
-        deterministic=all(kernel.deterministic for kernel in kernels),
-    )
-
-
 def _coarsest(classes: Iterable[Precision]) -> Precision:
     """The class that allows what any of ``classes`` does: fp16 is finer than bfloat16, and ends earlier."""
     found = set(classes)
     if found >= {Precision.FLOAT16, Precision.MODEL}:
         found.add(Precision.MODEL_OR_FLOAT16)
     return max(found, key=_COARSER.index)
-
-
-def _reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-    reasons = reasons_of(
-        layer.validate_configuration(
-            head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
-            dtype=dtype,
-            kv_cache_dtype=case.cache,
-            block_size=case.page,
-            use_mla=True,
-            has_sink=False,
-            use_sparse=False,
-            use_mm_prefix=False,
-            device_capability=capability,
-            attn_type=AttentionType.DECODER,
-        )
-    )
-    if case.order == Order.PREFILLS_FIRST and not hasattr(layer.get_builder_cls(), "build_from_requests"):
-        reasons.append("its builder takes no requests, prefills first")
-    written = getattr(layer, "tile_scales", "float32")
-    if case.cache == "fp8_ds_mla" and case.scales != written:
-        reasons.append(f"fp8_ds_mla with {case.scales} scales not supported (writes {written})")
-    if case.out and not getattr(layer, "accept_output_buffer", False):
-        reasons.append("output buffer not declared (accept_output_buffer)")
-    if case.ranks > 1 and not getattr(layer.get_impl_cls(), "can_return_lse_for_decode", False):
-        reasons.append("ranks that share tokens not declared (can_return_lse_for_decode)")
-    missing = [name for name in _ASKED.get(case.capability, ()) if not hasattr(layer, name)]
-    if missing:
-        reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
-    if hasattr(layer, "unsupported_batch"):
-        reasons += reasons_of(layer.unsupported_batch(_form(case, dtype)), "unsupported_batch")
-    return reasons or _kernel_reasons(layer, case, dtype, capability)
 
 
 def _form(case: LayerCase, dtype: torch.dtype) -> BatchForm:
@@ -104,11 +51,6 @@ def _form(case: LayerCase, dtype: torch.dtype) -> BatchForm:
         dtype=dtype,
         dimensions=case.dimensions,
     )
-
-
-def _kernels(layer: Any) -> list[Any]:
-    named = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
-    return [kernel for kernel in named if kernel is not None]
 
 
 def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
@@ -132,10 +74,56 @@ class _Layer(RoleDefinition):
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         """What of a case a layer or one of its kernels declares unsupported."""
-        return _reasons(kernel, case, dtype, capability)
+        reasons = reasons_of(
+            kernel.validate_configuration(
+                head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
+                dtype=dtype,
+                kv_cache_dtype=case.cache,
+                block_size=case.page,
+                use_mla=True,
+                has_sink=False,
+                use_sparse=False,
+                use_mm_prefix=False,
+                device_capability=capability,
+                attn_type=AttentionType.DECODER,
+            )
+        )
+        if case.order == Order.PREFILLS_FIRST and not hasattr(kernel.get_builder_cls(), "build_from_requests"):
+            reasons.append("its builder takes no requests, prefills first")
+        written = getattr(kernel, "tile_scales", "float32")
+        if case.cache == "fp8_ds_mla" and case.scales != written:
+            reasons.append(f"fp8_ds_mla with {case.scales} scales not supported (writes {written})")
+        if case.out and not getattr(kernel, "accept_output_buffer", False):
+            reasons.append("output buffer not declared (accept_output_buffer)")
+        if case.ranks > 1 and not getattr(kernel.get_impl_cls(), "can_return_lse_for_decode", False):
+            reasons.append("ranks that share tokens not declared (can_return_lse_for_decode)")
+        missing = [name for name in _ASKED.get(case.capability, ()) if not hasattr(kernel, name)]
+        if missing:
+            reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
+        if hasattr(kernel, "unsupported_batch"):
+            reasons += reasons_of(kernel.unsupported_batch(_form(case, dtype)), "unsupported_batch")
+        return reasons or _kernel_reasons(kernel, case, dtype, capability)
 
     def declared(self, kernel: Any) -> Declaration:
-        return _declared(kernel)
+        """What a layer declares: its own words, or the coarser of its kernels' classes.
+
+        Context is gathered into a workspace of the model's dtype, so what was stored as codes is rounded to it.
+        """
+        if getattr(kernel, "declaration", None) is not None:
+            return declaration_of(kernel)
+        named = (getattr(kernel, f"{role}_backend", None) for role in ("prefill", "decode"))
+        kernels = [declaration_of(each) for each in named if each is not None]
+        declared = [each.rounding for each in kernels] or [Rounding()]
+        return Declaration(
+            rounding=Rounding(
+                lse=max((r.lse for r in declared), key=list(LseClass).index),
+                p=_coarsest(r.p for r in declared),
+                partial_outputs=_coarsest(r.partial_outputs for r in declared),
+                dequantised_keys=Precision.MODEL,
+            ),
+            emulated=any(each.emulated for each in kernels),
+            deterministic=all(each.deterministic for each in kernels),
+        )
 
 
 LAYER = _Layer(role=Role.LAYER, batch=LayerBatch, config=None)

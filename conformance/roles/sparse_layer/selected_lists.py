@@ -2,31 +2,25 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.memory import Written, storage_bytes
 from mla_conformance.reference.selected import NO_KEY
 
 
 @dataclass(frozen=True)
-class SelectedLists:
-    """The buffer before a call and after it."""
+class SelectedLists(Written):
+    """The buffer [T or more, K] int32."""
 
-    cache: torch.Tensor  # what the layer is handed, [T or more, K] int32
-    before: torch.Tensor  # the bytes of its storage before the call
     lists: torch.Tensor  # [n, K] int32, what the first n rows must name, in any order
     free: torch.Tensor  # [n] bool, rows that no layer need read
     padding: int  # rows behind them that may hold anything
     kept: bool  # whether the layer may not write at all
     starts: tuple[int, ...]  # first row of each request, and n
 
-    def reset(self) -> None:
-        storage_bytes(self.cache).copy_(self.before)
-
-    def handed(self) -> "SelectedLists":
-        """Without what must be there after the call."""
-        return replace(self, lists=self.lists.to("meta"), free=self.free.to("meta"))
+    expected: ClassVar = ("lists", "free")
 
     def with_only(self, rows: torch.Tensor, starts: Sequence[int]) -> "SelectedLists":
         """The buffer of a batch of these rows alone."""
@@ -38,7 +32,6 @@ class SelectedLists:
         return replace(self, cache=cache, before=before, lists=lists, free=free, padding=0, starts=tuple(starts))
 
     def difference(self) -> str:
-        """One sentence about what is not as it must be; empty if there is nothing."""
         row, start = self.cache.shape[1] * self.cache.element_size(), self.cache.data_ptr()
         start -= self.cache.untyped_storage().data_ptr()
         changed = storage_bytes(self.cache) != self.before
