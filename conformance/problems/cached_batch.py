@@ -29,7 +29,6 @@ class CachedBatch(Draw[AnyCached]):
 
     @property
     def query_start_loc(self) -> tuple[int, ...]:
-        """First query token of each request, and the end."""
         return start_loc(self.query_lens)
 
     @cached_property
@@ -39,7 +38,6 @@ class CachedBatch(Draw[AnyCached]):
 
     @cached_property
     def k_scale(self) -> torch.Tensor:
-        """Float32 scalar on the device."""
         return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
 
     @cached_property
@@ -77,18 +75,15 @@ class CachedBatch(Draw[AnyCached]):
 
     def owned(self, rank: int) -> tuple[list[int], list[int]]:
         """How many tokens of each request a rank holds, and the numbers of these tokens among those of the batch."""
-        firsts = zip(start_loc(self.totals), self.totals, strict=False)
-        rows = [[first + position for position in self._positions(total, rank)] for first, total in firsts]
+        rows, ranks, interleave = list[list[int]](), self.case.ranks, self.case.interleave
+        for first, total in zip(start_loc(self.totals), self.totals, strict=False):
+            shared = ranks > 1
+            own = local_positions(total, rank=rank, world_size=ranks, interleave=interleave) if shared else range(total)
+            rows.append([first + position for position in own])
         return [len(numbers) for numbers in rows], [number for numbers in rows for number in numbers]
-
-    def _positions(self, total: int, rank: int) -> Sequence[int]:
-        if self.case.ranks == 1:
-            return range(total)
-        return local_positions(total, rank=rank, world_size=self.case.ranks, interleave=self.case.interleave)
 
 
 def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[n] int32."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 

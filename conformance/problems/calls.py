@@ -81,7 +81,6 @@ class KernelCall(ABC):
 
     @property
     def meant(self) -> tuple[torch.Tensor, ...]:
-        """What the operands stand for."""
         return self.q, self.k
 
     @abstractmethod
@@ -150,17 +149,14 @@ class AttentionCall(KernelCall):
 
     @property
     def width(self) -> int:
-        """Columns of the output."""
         return self.v.shape[-1]
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """That of the output."""
         return (*self.q.shape[:2], self.width)
 
     @property
     def meant(self) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values."""
         return self.q, self.k, self.v
 
     @property
