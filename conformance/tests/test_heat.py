@@ -68,26 +68,19 @@ def test_neighbours_are_drawn_as_one_and_the_file_stands_alone() -> None:
         "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
         "stronger colour = further over budget"
     )
-    root = ElementTree.fromstring(picture_file(replace_part("<a & b>")))
+    part = msgspec.structs.replace(SMALL, part="<a & b>")
+    root = ElementTree.fromstring(picture_file(part))
     assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("role") == "img"
-    assert root[0].text == words(replace_part("<a & b>"))
-
-
-def replace_part(part: str) -> HeatMap:
-    return msgspec.structs.replace(SMALL, part=part)
+    assert root[0].text == words(part)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"lines": []}, "length >= 1"),
         ({"lines": ["012"]}, "expected 2 lines of 3 digits for 2 heads and 3 rows"),
-        ({"lines": ["012", "0000"]}, "expected 2 lines of 3 digits"),
-        ({"lines": ["01x", "000"]}, "matching regex"),
         ({"lines": ["01\n", "000"]}, "matching regex"),
         ({"lines": ["01٣", "000"]}, "matching regex"),
         ({"heads": 100, "lines": ["000"] * 100}, "length <= 64"),
-        ({"rows": 100, "lines": ["0" * 100] * 2}, "matching regex"),
         ({"rows": 0, "lines": ["", ""]}, ">= 1"),
         ({"more": 1}, "unknown field"),
     ],
