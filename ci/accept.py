@@ -4,6 +4,7 @@ BEFORE and AFTER are locks that ``ci/lock.py write`` wrote, by sources that the 
 are here; each RECORD is a file of ``certify --record``, of a kernel that these sources judged on a GPU of the compute
 capability of its record in ``fixtures/records``. Nothing is listed unless the rows of the locks are equal but for
 messages and cases that were added, and at least four records give the statuses and the worst uses of those handed in.
+Adapters are listed, too, which records pin; those of kernels that were not judged again are named.
 Exit status: 0 listed, 1 something differs, 2 usage or a file that is not what it should be.
 """
 
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import lock
 
+from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.certificate.certificate import RECORDS, Certificate, Outdated, read_certificate
 from mla_conformance.certificate.digests import FITTED, LOCKED, installed_digests, locked_digests, seal
 from mla_conformance.certificate.records import kept_records
 from mla_conformance.defects.report import deciding_digest
 from mla_conformance.files.inputs import InputError, read_text
+from mla_conformance.files.installed import module_file, source_digest, source_name
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.report.differences import contradicts
 from mla_conformance.version import SUITE_VERSION
@@ -63,12 +66,25 @@ def _unlike(here: Certificate) -> Iterator[str]:
         yield f"{here.backend}: worst uses {submitted.worst} then, {here.worst} now"
 
 
-def append() -> None:
+def append(records: Sequence[Path]) -> None:
     suites, defects = ROOT / "fixtures" / "suites.json", ROOT / "fixtures" / "defects.json"
     stored, report, here = json.loads(read_text(suites)), json.loads(read_text(defects)), installed_digests()
     for name in LOCKED:
         stored[SUITE_VERSION][name] = _with_last(stored[SUITE_VERSION][name], here[name])
     report["digests"] = _with_last(report["digests"], deciding_digest())
+    sources: dict[str, list[str]] = stored[SUITE_VERSION].setdefault("sources", {})
+    kept = [each.certificate for each in kept_records(ROOT / RECORDS)]
+    for name, digest in (pin for certificate in kept for pin in certificate.pins.sources.items()):
+        if name.startswith("mla_conformance.") and digest not in sources.get(name, ()):
+            sources.setdefault(name, []).append(digest)
+    adapters = {
+        source_name(module) for backend in (*known_backends(), *known_variants()) for module in backend.modules()
+    }
+    for name in sorted({*sources, *adapters}):
+        if (path := module_file(name)) is not None:
+            sources[name] = _with_last(sources.get(name, []), source_digest(name, path))
+    again = {certificate.backend for certificate in map(read_certificate, records)}
+    sys.stdout.write(f"not judged again: {', '.join(sorted({each.backend for each in kept} - again)) or 'none'}\n")
     for path, value in ((suites, stored), (defects, report)):
         write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
@@ -92,7 +108,7 @@ def main() -> int:
     except (lock.NoLock, InputError, Outdated) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    append()
+    append(options.records)
     return 0
 
 

@@ -77,11 +77,12 @@ def judge_ranks(reference: str, device: torch.device) -> int:
     An exception on one rank ends it all and is told by that rank, since the others wait for it.
     """
     subject, counts = RankSubject(parse_reference(reference), device), Counter[Status]()
-    _say(_headline(subject))
+    facts, through = device_facts(device), torch.distributed.get_backend()
+    context, world = Context(), torch.distributed.get_world_size()
+    _say(f"{subject.name} · {world} processes through {through} · {facts['device']} · torch {facts['torch']}")
     if subject.unavailable:
         _say(f"{subject.name} unavailable: {'; '.join(subject.unavailable)}")
         return _NOTHING
-    context, world = Context(), torch.distributed.get_world_size()
     for case in find_capability("layer_dcp").cases:
         if not isinstance(case, LayerCase) or case.ranks != world:
             continue
@@ -96,12 +97,6 @@ def judge_ranks(reference: str, device: torch.device) -> int:
     if not judged:
         return _NOTHING
     return _PASSED if counts[Status.PASS] == judged else _FAILED
-
-
-def _headline(subject: Subject) -> str:
-    facts, world = device_facts(subject.device), torch.distributed.get_world_size()
-    through = torch.distributed.get_backend()
-    return f"{subject.name} · {world} processes through {through} · {facts['device']} · torch {facts['torch']}"
 
 
 def _line(record: Record) -> str:

@@ -20,30 +20,16 @@ from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
 @dataclass(frozen=True)
 class HandedInputs:
-    """What was handed out last.
+    """What was handed out last, with its bytes; the context makes it again as it was, and what is expected."""
 
-    Attributes:
-        case: of which case.
-        problem: the inputs that were handed out.
-        context: makes them again as they were, and what is expected.
-        out: the output tensor among them, if the case asks for one.
-        before: their bytes.
-    """
-
-    case: Case
     problem: Problem
     context: Context
     out: Guarded | None
     before: Snapshot
 
 
-class _Last(threading.local):
-    """One for each thread; no earlier ones, since they may hold most of a GPU's memory."""
-
-    handed: HandedInputs | None = None
-
-
-_LAST = _Last()
+_LAST = threading.local()
+"""What each thread was handed; nothing earlier, since it may hold most of a GPU's memory."""
 
 
 def find_torch_device(wanted: str | torch.device) -> torch.device:
@@ -74,28 +60,19 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
         raise InputError(f"{case.id}: decided by several calls; expected mla.judge(case, function), which makes them")
     call = problem.calls[0]
     out = call.output_buffer()
-    inputs = _inputs_of(problem, out)
-    _LAST.handed = HandedInputs(case, problem, context, out, Snapshot(_watched(problem, inputs)))
+    inputs: dict[str, Any] = {}
+    kernel = kernel_around(lambda **named: inputs.update(named), case.role, Declaration())
+    instance = definition_of(case.role).kernel(kernel, case, problem.dtype, where)
+    call.prepare(instance)
+    call.invoke(instance, out)
+    # Every tensor that must not be written, and once: what is owned, and what was joined from it.
+    watched = problem.caller_owned
+    known = {x.untyped_storage().data_ptr() for x in watched.values()}
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name != "out"}
+    watched |= {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
+    _LAST.handed = HandedInputs(problem, context, out, Snapshot(watched))
     poison_allocator(call.result_shape, problem.output_dtype, where, case.poison)
     return inputs
-
-
-def _inputs_of(problem: Problem, out: Guarded | None) -> dict[str, Any]:
-    """What a function is called with for the only call of a problem."""
-    seen: dict[str, Any] = {}
-    kernel = kernel_around(lambda **inputs: seen.update(inputs), problem.case.role, Declaration())
-    instance = definition_of(problem.case.role).kernel(kernel, problem.case, problem.dtype, problem.device)
-    problem.calls[0].prepare(instance)
-    problem.calls[0].invoke(instance, out)
-    return seen
-
-
-def _watched(problem: Problem, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Every tensor that must not be written, and once: what is owned, and what was joined from it."""
-    owned = problem.caller_owned
-    known = {x.untyped_storage().data_ptr() for x in owned.values()}
-    tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor) and name != "out"}
-    return owned | {name: x for name, x in tensors.items() if x.untyped_storage().data_ptr() not in known}
 
 
 def handed_last(case: Case) -> HandedInputs:
@@ -104,9 +81,9 @@ def handed_last(case: Case) -> HandedInputs:
     Raises:
         InputError: nothing was handed out in this thread, or the inputs of another case.
     """
-    last = _LAST.handed
-    if last is None or last.case != case:
-        got = "nothing was handed out" if last is None else f"those of {last.case.id} were handed out last"
+    last: HandedInputs | None = getattr(_LAST, "handed", None)
+    if last is None or last.problem.case != case:
+        got = "nothing was handed out" if last is None else f"those of {last.problem.case.id} were handed out last"
         raise InputError(f"assert_conforms: expected results of the inputs of {case.id}, but {got}; call x = "
                          "case.inputs(device) in the same test, and judge before the next case")  # fmt: skip
     return last

@@ -13,7 +13,7 @@ import time
 import traceback
 import unittest
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,7 +22,7 @@ import pytest
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import CLAUSES, Check, Status
+from mla_conformance.judging.verdict import Check, Status
 
 JUDGED: deque[Record] = deque(maxlen=1)
 """The record that was made last in this process."""
@@ -48,11 +48,7 @@ def replay_of(test: str) -> str:
 
 
 class OwnTests:
-    """A plugin; where workers run the tests, the controller gets the records with their reports.
-
-    Args:
-        config: of the run.
-    """
+    """A plugin; where workers run the tests, the controller gets the records with their reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -121,11 +117,25 @@ class OwnTests:
         """Whether a test passes in a process of its own; not if that cannot be seen."""
         if seconds <= 0 or self._interrupted or self._config.option.usepdb:
             return False
+        option, run = self._config.option, self._config.invocation_params
+        # The arguments of this run but for what it collects, and the files that they imply.
+        arguments = [str(word) for word in run.args if str(word) not in option.file_or_dir]
+        arguments += ["-c", str(self._config.inipath)] if self._config.inipath else []
         try:
             with TemporaryDirectory() as folder:
+                # Of plugins that are there, what keeps another run from what this one writes, and from workers.
+                apart = {
+                    "xmlpath": "--junitxml=",
+                    "log_file": f"--log-file={folder}/log",
+                    "basetemp": f"--basetemp={folder}/base",
+                    "numprocesses": "-n0",
+                }
+                options = [words for name, words in apart.items() if hasattr(option, name)]
+                options += ["-o", f"cache_dir={folder}/cache"]
+                rootdir = f"--rootdir={self._config.rootpath}"
                 done = subprocess.run(
-                    [sys.executable, "-m", "pytest", *self._arguments(), test, *self._apart(folder)],
-                    cwd=self._config.invocation_params.dir,
+                    [sys.executable, "-m", "pytest", *arguments, rootdir, test, *options],
+                    cwd=run.dir,
                     env={**os.environ, _ALONE: "1", "COVERAGE_FILE": f"{folder}/coverage"},
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
@@ -139,24 +149,6 @@ class OwnTests:
             self._interrupted = True
             return False
         return done.returncode == pytest.ExitCode.OK and "1 passed" in done.stdout
-
-    def _arguments(self) -> list[str]:
-        """The arguments of this run but for what it collects, and the files that they imply."""
-        collected = self._config.option.file_or_dir
-        found = [str(word) for word in self._config.invocation_params.args if str(word) not in collected]
-        inifile = ["-c", str(self._config.inipath)] if self._config.inipath else []
-        return [*found, *inifile, f"--rootdir={self._config.rootpath}"]
-
-    def _apart(self, folder: str) -> Iterator[str]:
-        """Options, of plugins that are there, which keep another run from what this one writes, and from workers."""
-        options = {
-            "xmlpath": "--junitxml=",
-            "log_file": f"--log-file={folder}/log",
-            "basetemp": f"--basetemp={folder}/base",
-            "numprocesses": "-n0",
-        }
-        yield from (option for name, option in options.items() if hasattr(self._config.option, name))
-        yield from ("-o", f"cache_dir={folder}/cache")
 
 
 def _case_of(item: pytest.Item) -> str:
@@ -177,7 +169,7 @@ def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: s
         for entry in trace.reprentries:
             entry.reprfuncargs = None  # twenty lines of tensors
     report.sections.append(("mla-conformance", f"replay: {replay_of(report.nodeid)}"))
-    error, clause = call.excinfo.value, CLAUSES[Check.CALL]
+    error, clause = call.excinfo.value, Check.CALL.clause
     return passed.with_fields(
         status=Status.FAIL,
         check=Check.CALL,

@@ -1,11 +1,11 @@
-"""Which cases a function is asked: those of a role and tier, by the values of their fields. No torch."""
+"""Which cases a function is asked: those of a role and tier, by values of fields or classes of the role. No torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
-from mla_conformance.api.field_filter import FieldFilter
 from mla_conformance.api.function_case import NO_FUNCTION, FunctionCase, why_no_function
+from mla_conformance.backends.references import nearest
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.covering import Pairs, choose
@@ -39,30 +39,69 @@ AT_DEFAULT = (
     "gathered",
 )  # fmt: skip
 """Fields whose other values a backend has to declare, so that they stand for nothing that a kernel must support."""
+_SHOWN = 24
 
 
 @dataclass(frozen=True)
-class CaseSelection(Sequence[FunctionCase]):
-    """Cases in the order of the suite; as a decorator, pytest's parametrisation of an argument ``case``."""
+class FieldFilter:
+    """What was asked of one field, or of one dimension of the role's space.
 
-    found: tuple[FunctionCase, ...]
+    Attributes:
+        name: of the field.
+        values: any of them will do; of a list of lengths, each length is one of them.
+        label_of: the class of a case; None where no dimension has the name.
+    """
+
+    name: str
+    values: tuple[object, ...]
+    label_of: Callable[[Case], str | None]
+
+    @staticmethod
+    def of(space: Space, listed: Sequence[Case], name: str, value: object) -> "FieldFilter":
+        """What is asked by ``name=value``; each value must be one that some case has.
+
+        Raises:
+            InputError: an unknown field, or a value that no listed case has.
+        """
+        labels = {each.name.replace(" ", "_"): each.class_of for each in space.dimensions}
+        known = [*listed[0].defaults(), *labels]
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"expected one of {', '.join(dict.fromkeys(known))}"
+            raise InputError(f"cases: unknown field {name!r} of a {space.role} case; {hint}")
+        values = tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
+        asked = FieldFilter(name, values, labels.get(name, lambda case: None))
+        for each in values:
+            if not any(FieldFilter(name, (each,), asked.label_of).holds(case, any) for case in listed):
+                raise InputError(f"cases: no {space.role} case has {name}={each}; {asked.expected(listed)}")
+        return asked
+
+    def holds(self, case: Case, lengths: Callable[[Iterable[bool]], bool] = all) -> bool:
+        """Whether a case has one of the values, or its class is one of them; of its lengths all, or any."""
+        got = getattr(case, self.name, None)
+        among = got and lengths(each in self.values for each in got) if isinstance(got, tuple) else got in self.values
+        texts = [str(value) for value in self.values if isinstance(value, str)]
+        return bool(among) or (got is not None and format_value(got) in texts) or self.label_of(case) in texts
+
+    def expected(self, listed: Iterable[Case]) -> str:
+        """The values that there are."""
+        got = [getattr(case, self.name, None) for case in listed]
+        parts = {part for each in got if each is not None for part in (each if isinstance(each, tuple) else (each,))}
+        labels = {str(label) for case in listed if (label := self.label_of(case)) is not None}
+        shown = [format_value(part) for part in sorted(parts)]
+        shown += sorted(labels - set(shown))
+        more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+        return f"expected one of {', '.join(shown[:_SHOWN])}{more}"
+
+
+class CaseSelection(tuple[FunctionCase, ...]):
+    """Cases in the order of the suite; as a decorator, pytest's parametrisation of an argument ``case``."""
 
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
         """The test with one item for each case, whose id is the case's."""
         import pytest
 
-        return pytest.mark.parametrize("case", self.found, ids=str)(test)
-
-    @overload
-    def __getitem__(self, index: int) -> FunctionCase: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[FunctionCase]: ...
-    def __getitem__(self, index: int | slice) -> FunctionCase | Sequence[FunctionCase]:
-        """One case, or several."""
-        return self.found[index]
-
-    def __len__(self) -> int:
-        return len(self.found)
+        return pytest.mark.parametrize("case", self, ids=str)(test)
 
 
 def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
@@ -71,51 +110,40 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     Raises:
         InputError: an unknown role, tier, field or value, or values that no case has together.
     """
-    space = _space(role)
-    try:
-        size = find_tier(tier)
-    except CapabilityError as error:
-        raise InputError(f"cases: {error}") from error
-    listed = {entry: _askable(entry, space.role, size) for entry in CAPABILITIES.values()}
-    every = [case for cases in listed.values() for case in cases]
-    asked = [FieldFilter.of(space, every, name, value) for name, value in wanted.items()]
-    found: list[Case] = []
-
-    def fits(case: Case) -> bool:
-        return _holds(case, asked) and not _unusual(case, wanted) and not why_no_function(case)
-
-    for entry, cases in listed.items():
-        fitting = [*filter(fits, cases), *(_fitted(space, fits, size) if entry.is_array and cases else ())]
-        found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
-    if not found:
-        raise InputError(
-            _none_left(space.role, asked, [_unusual(case, wanted) for case in every if _holds(case, asked)])
-        )
-    return CaseSelection(tuple(map(FunctionCase, found)))
-
-
-def _space(role: str) -> Space:
-    """The space of a role's cases."""
     if role in list(NO_FUNCTION):
         raise InputError(f"cases: {NO_FUNCTION[Role(role)]}")
     if role not in list(CALLS):
         raise InputError(f"cases: unknown role {role!r}; expected one of {', '.join(CALLS)}")
-    return next(space for space in SPACES.values() if space.role == role)
+    space = next(space for space in SPACES.values() if space.role == role)
+    try:
+        size = find_tier(tier)
+    except CapabilityError as error:
+        raise InputError(f"cases: {error}") from error
+    listed = dict[Capability, list[Case]]()
+    for entry in CAPABILITIES.values():
+        if not entry.is_array or SPACES[entry.name].role is space.role:
+            # The smoke tier is chosen from all of them.
+            some = entry.select(Tier.FULL if size is Tier.SMOKE else size)
+            listed[entry] = [case for case in some if case.role is space.role and not why_no_function(case)]
+    every = [case for cases in listed.values() for case in cases]
+    asked = [FieldFilter.of(space, every, name, value) for name, value in wanted.items()]
 
+    def fits(case: Case) -> bool:
+        return all(each.holds(case) for each in asked) and not _unusual(case, wanted) and not why_no_function(case)
 
-def _askable(entry: Capability, role: Role, tier: Tier) -> list[Case]:
-    """The cases of a capability and role that a function can be asked; of the smoke tier those it is chosen from."""
-    if entry.is_array and SPACES[entry.name].role is not role:
-        return []
-    cases = entry.select(Tier.FULL if tier is Tier.SMOKE else tier)
-    return [case for case in cases if case.role is role and not why_no_function(case)]
-
-
-def _fitted(space: Space, fits: Callable[[Case], bool], tier: Tier) -> Sequence[Case]:
-    """Cases for what is asked, as they are made for what a kernel declares: with every pair of classes among it."""
-    cases = every_case(space)
-    light = is_light if tier is Tier.NIGHTLY else None
-    return fit(space, cases, lambda some: list(map(fits, some)), Pairs(space, map(space.row_of, cases)), light).cases
+    found: list[Case] = []
+    for entry, cases in listed.items():
+        fitting = list(filter(fits, cases))
+        if entry.is_array and cases:
+            # As they are made for what a kernel declares: with every pair of classes among it.
+            known, light = every_case(space), is_light if size is Tier.NIGHTLY else None
+            held = Pairs(space, map(space.row_of, known))
+            fitting += fit(space, known, lambda some: list(map(fits, some)), held, light).cases
+        found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
+    if not found:
+        having = [case for case in every if all(each.holds(case) for each in asked)]
+        raise InputError(_none_left(space.role, asked, [_unusual(case, wanted) for case in having]))
+    return CaseSelection(map(FunctionCase, found))
 
 
 def _few(entry: Capability, space: Space, fitting: Sequence[Case], before: Iterable[Case]) -> Sequence[Case]:
@@ -138,18 +166,8 @@ def _unusual(case: Case, wanted: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in found.items() if name not in wanted}
 
 
-def _holds(case: Case, asked: Iterable[FieldFilter]) -> bool:
-    return all(each.holds(case) for each in asked)
-
-
 def _none_left(role: Role, asked: Iterable[FieldFilter], lacking: Sequence[Mapping[str, object]]) -> str:
-    """The sentence for values that no case has together, or none that is otherwise at its default.
-
-    Args:
-        role: of the cases.
-        asked: the values.
-        lacking: of each case that has them, what else would have to be asked for.
-    """
+    """The sentence for values that no case has together; of those that have them, what else would have to be asked."""
     together = ", ".join(f"{each.name}={'|'.join(map(str, each.values))}" for each in asked)
     if not lacking:
         return f"cases: no {role} case has {together} at once; expected fewer values"

@@ -1,6 +1,7 @@
 """The verdict over a plain function, by the judge that ``certify`` has: as data, or as a failed assertion."""
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -8,18 +9,19 @@ from typing import Any
 import torch
 
 from mla_conformance.api.function_case import FunctionCase
-from mla_conformance.api.inputs import HandedInputs, find_torch_device, handed_last
+from mla_conformance.api.inputs import find_torch_device, handed_last
 from mla_conformance.api.kernels import Function, kernel_around, name_of
-from mla_conformance.api.looks_like import with_explanation
-from mla_conformance.api.own_tests import JUDGED, replay_of, running_test
+from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import BudgetUse, Nonconformance, Status
+from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.report.causes import advice
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
@@ -35,6 +37,8 @@ _MARGIN = 8
 """Columns that pytest puts before each line of a message."""
 _NAMED = " " * len("AssertionError: ")
 """What pytest puts before the first line, beside the margin."""
+_FINDINGS: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+"""What the numbers of some failures give away, by test function and by the name of what is judged."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -143,39 +147,34 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
     """
     __tracebackhide__ = True
     handed = handed_last(case.suite_case)
-    verdict = _judged(handed, results, declaration)
-    if not verdict.passed:
-        raise AssertionError(verdict.message)
-
-
-def _judged(handed: HandedInputs, given: tuple[Any, ...], declaration: Declaration) -> FunctionVerdict:
-    device, case = handed.problem.device, handed.case
+    device, suite_case = handed.problem.device, case.suite_case
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    trial = Trial(_subject(case, results, device, declaration), case, handed.context)
-    record = _record(trial, handed, given)
-    return _verdict(trial, record, f"x = {FunctionCase(case)!r}.inputs({str(device)!r})")
-
-
-def _record(trial: Trial, handed: HandedInputs, given: tuple[Any, ...]) -> Record:
-    """The record of results that are there already; expected is what untouched inputs give."""
-    problem = handed.context.problem(trial.case, handed.problem.device)
+    trial = Trial(_subject(suite_case, _RESULTS, device, declaration), suite_case, handed.context)
+    # The results are there already; expected is what untouched inputs give.
+    problem = handed.context.problem(suite_case, device)
     (call,) = problem.calls
-    value = given[0] if len(given) == 1 else given
+    value = results[0] if len(results) == 1 else results
     if isinstance(call, AttentionCall) and not call.returns_lse:
         value = output_of(value)
     observation = Observation((Returned(call, value, out=handed.out),), None, tuple(handed.before.changed()))
     try:
         trial.judged(problem, trial.expect(problem), observation)
-        verdict = trial.verdict
+        found = trial.verdict
     except Nonconformance as outcome:
-        verdict = outcome.verdict
-    blank = Record(trial.subject.name, "", trial.case.capability, trial.case.id, Status.HARNESS_ERROR)
-    return blank.with_verdict(verdict, seconds=0.0)
+        found = outcome.verdict
+    record = Record(trial.subject.name, "", suite_case.capability, suite_case.id, Status.HARNESS_ERROR)
+    said = f"x = {case!r}.inputs({str(device)!r})"
+    verdict = _verdict(trial, record.with_verdict(found, seconds=0.0), said)
+    if not verdict.passed:
+        raise AssertionError(verdict.message)
 
 
 def results(**inputs: Any) -> None:
     """Stands for a function that was called by its own test."""
+
+
+_RESULTS = results
 
 
 def _subject(case: Case, function: Function, device: torch.device, declaration: Declaration) -> Subject:
@@ -184,9 +183,29 @@ def _subject(case: Case, function: Function, device: torch.device, declaration: 
     return FunctionSubject(BackendReference(name, name), device, kernel=kernel, role=role)
 
 
+def _with_explanation(trial: Trial, record: Record) -> Record:
+    """The record of a failure with what it looks like, unless its numbers say all or it is run again alone."""
+    if not record.failed or ZERO in record.message or is_alone():
+        return record
+    function = running_test().partition("[")[0], trial.subject.name
+    if record.finding:
+        _FINDINGS[function].add(record.finding)
+    if record.finding or not record.is_wrong_number:
+        return record
+    said = EXPLAINER.explain(function, Failure.of(trial, record))
+    same = (finding for finding in _FINDINGS[function] if said.casefold().startswith(finding.casefold()))
+    return record.with_fields(explanation=next(same, said))
+
+
 def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
-    record = with_explanation(trial, record)
+    """What was found; of a failure in lines that pytest need not break, with ``expression``, which runs it again."""
+    record, width, test = _with_explanation(trial, record), columns() - _MARGIN, running_test()
     JUDGED.append(record)
+    lines = wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
+    lines[0] = lines[0].removeprefix(_NAMED)
+    for remark in filter(None, (*record.remarks, advice(record))):
+        lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
+    lines.append(f"{_INDENT}replay: {replay_of(test) if test else expression}")
     return FunctionVerdict(
         status=record.status,
         case=record.case,
@@ -194,21 +213,6 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         check=str(record.check),
         where=MappingProxyType(record.where),
         used=BudgetUse(**record.shares),
-        message=shown_lines("\n".join(_failure(record, expression))) if record.failed else record.message,
+        message=shown_lines("\n".join(lines)) if record.failed else record.message,
         detail=record.detail,
     )
-
-
-def _failure(record: Record, expression: str) -> Iterator[str]:
-    """What failed, in lines that pytest need not break; what it looks like; what runs it again, which names the case.
-
-    Args:
-        record: of the failure.
-        expression: what runs it again outside of pytest.
-    """
-    first, *further = wrapped(f"FAIL {record.message}", columns() - _MARGIN, _NAMED, _INDENT)
-    yield from (first.removeprefix(_NAMED), *further)
-    for remark in filter(None, (*record.remarks, advice(record))):
-        yield from wrapped(remark, columns() - _MARGIN, _INDENT, 2 * _INDENT)
-    test = running_test()
-    yield f"{_INDENT}replay: {replay_of(test) if test else expression}"

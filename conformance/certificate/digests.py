@@ -59,6 +59,11 @@ def locked_digests() -> dict[str, tuple[str, ...]]:
     return {name: tuple(_stored().get(name, ())) for name in LOCKED}
 
 
+def listed_sources() -> dict[str, list[str]]:
+    """By module of this package that a kernel is reached through, the digests that were seen to judge alike."""
+    return dict(_stored().get("sources", {}))
+
+
 @cache
 def _stored() -> dict[str, Any]:
     stored = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text(encoding="utf-8"))

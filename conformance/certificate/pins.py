@@ -5,11 +5,12 @@ Pinned are sources, packages and the harness. Otherwise here is something that w
 
 import base64
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import msgspec
@@ -160,19 +161,30 @@ class Remark(NamedTuple):
     sentence: str
 
 
-def compare(pins: Pins, traced: Traced, backend: BackendReference, judged_alike: bool = False) -> Iterator[Remark]:
+def compare(
+    pins: Pins,
+    traced: Traced,
+    backend: BackendReference,
+    judged_alike: bool = False,
+    alike: Mapping[str, Collection[str]] = MappingProxyType({}),
+) -> Iterator[Remark]:
     """What of a certificate's pins, and of what its kernels loaded, is otherwise here, or was not compared, and why.
 
-    The harness is not, if the one that judged is known to give the verdicts of the one that is here.
+    The harness is not, if the one that judged is known to give the verdicts of the one that is here; nor is a source of
+    its own of which both digests, by the module's name, are ``alike``.
     """
     own = {source_name(module): module_file(module) for module in backend.modules()}
     for name, path in own.items():
-        if name not in pins.sources and path is not None:
+        if name in pins.sources or path is None:
+            continue
+        if source_digest(name, path) not in alike.get(name, ()):
             yield Remark(Weight.AGAINST, f"source {name}: it is the backend's here, and the certificate is of another")
     found = {name: own[name] if name in own else _source(name, backend) for name in pins.sources}
     yield from _absent("sources were", found)
     for name, path in found.items():
-        if path is not None and (here := source_digest(name, path)) != pins.sources[name]:
+        if path is None or (here := source_digest(name, path)) == pins.sources[name]:
+            continue
+        if not {here, pins.sources[name]} <= {*alike.get(name, ())}:
             yield Remark(Weight.AGAINST, _changed(f"source {path}", pins.sources[name], here))
     found = {name: find_place(name, backend.file) for name in traced.libraries}
     yield from _absent("shared libraries were", found)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
-from mla_conformance.certificate.digests import unlike
+from mla_conformance.certificate.digests import listed_sources, unlike
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
 from mla_conformance.certificate.rerun import judged_cases, rerun
@@ -147,7 +147,8 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
         raise InputError(f"expected the certificate's backend, {certificate.backend}, got {backend.name}")
     if options.rerun <= 0:  # the run tells more
         yield from compare_machines(certificate.environment, this_machine())
-    yield from compare(certificate.pins, certificate.traced, backend, judged_alike=not any(unlike(certificate)))
+    pins, traced, judged_alike = certificate.pins, certificate.traced, not any(unlike(certificate))
+    yield from compare(pins, traced, backend, judged_alike, listed_sources())
 
 
 def _closing(certificate: Certificate, again: int, salt: str) -> str:

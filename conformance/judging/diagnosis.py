@@ -46,11 +46,9 @@ class Position:
 
     @property
     def row_name(self) -> str:
-        """The row alone."""
         return f"request {self.request}, query {self.position}"
 
     def to_json(self) -> dict[str, int]:
-        """Plain data, without what is not known."""
         found = {"request": self.request, "query": self.position, "head": self.head}
         return found if self.column is None else {**found, "column": self.column}
 
@@ -63,7 +61,12 @@ def extent(rows: JudgedRows, wrong: torch.Tensor) -> str:
     for dim, name in ((1, "head"), (2, "column")):
         if dim < wrong.dim():
             reach.append(_reach(wrong.movedim(dim, 0).flatten(1).any(dim=1), name))
-    return f"wrong in {', '.join(reach)}, first at {_first(rows, wrong)}"
+    row = int(affected.int().argmax())
+    if wrong.dim() == 1:
+        first = Position.of(rows, [row, 0]).row_name
+    else:
+        first = str(Position.of(rows, [row, int(wrong[row].reshape(wrong.shape[1], -1).any(dim=1).int().argmax())]))
+    return f"wrong in {', '.join(reach)}, first at {first}"
 
 
 def _reach(affected: torch.Tensor, name: str) -> str:
@@ -76,14 +79,6 @@ def _reach(affected: torch.Tensor, name: str) -> str:
     if last - first != count - 1:
         return f"{text} ({', '.join(map(str, places))})" if count <= _LISTED else text
     return f"{text} (from {first} on)" if last == len(affected) - 1 else f"{text} ({first} to {last})"
-
-
-def _first(rows: JudgedRows, wrong: torch.Tensor) -> str:
-    """The first place of a mask as :func:`extent` takes it, without its column."""
-    row = int(wrong.flatten(1).any(dim=1).int().argmax()) if wrong.dim() > 1 else int(wrong.int().argmax())
-    if wrong.dim() == 1:
-        return Position.of(rows, [row, 0]).row_name
-    return str(Position.of(rows, [row, int(wrong[row].reshape(wrong.shape[1], -1).any(dim=1).int().argmax())]))
 
 
 def worst_position(rows: JudgedRows, share: torch.Tensor) -> Position:
@@ -115,26 +110,20 @@ def explain_lse(lse: torch.Tensor, golden: torch.Tensor) -> str:
 
     A row that sees one key has its score as LSE, so that a wrong softmax scale would pass for a wrong base.
     """
-    for factor, what in _LSE_FACTORS.items():
-        if _has_factor(lse, golden, factor):
-            return f"the LSE is {what}"
+    finite = golden.isfinite()
+    want, got = golden[finite], lse[finite]
+    # The golden values vary enough to tell a factor.
+    if want.numel() >= 3 and float(want.max() - want.min()) > _TELLING * float(want.abs().max()):
+        for factor, what in _LSE_FACTORS.items():
+            if bool(((got - factor * want).abs() <= _CLOSE * want.abs() + _CLOSE).all()):
+                return f"the LSE is {what}"
     return TRANSPOSED if lse.shape[0] == lse.shape[1] and _is_rather(lse, golden.mT, golden) else ""
 
 
 TRANSPOSED = "the LSE is transposed, expected [heads, tokens]"
 
 
-def _has_factor(got: torch.Tensor, want: torch.Tensor, factor: float) -> bool:
-    """Whether an LSE is ``factor`` × the golden one, whose values vary enough to tell that."""
-    finite = want.isfinite()
-    want, got = want[finite], got[finite]
-    if want.numel() < 3 or float(want.max() - want.min()) <= _TELLING * float(want.abs().max()):
-        return False
-    return bool(((got - factor * want).abs() <= _CLOSE * want.abs() + _CLOSE).all())
-
-
 def explain_form(shape: torch.Size, expected: torch.Size, what: str) -> str:
-    """A finding for a tensor of a wrong shape; empty if none fits."""
     return TRANSPOSED if what == "LSE" and list(shape) == list(expected)[::-1] else ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
-from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
@@ -68,21 +68,16 @@ class Budgets:
         if key not in self._found:
             if len(self._found) >= _MOST_KEPT:
                 self._found.clear()
-            self._found[key] = _budget(golden, rows, allowed, row_deviations)
+            lengths = [part.stop - part.start for part in segments(rows.start_loc)]
+            self._found[key] = Budget(
+                visible=golden.lse != -torch.inf,
+                element=element_budget(golden, allowed),
+                row_rms=expected_row_rms(golden, allowed),
+                lse=lse_budget(golden, allowed),
+                samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
+                limits=golden.lse.new_tensor([rms_limit(max(1, count), row_deviations) for count in lengths]),
+            )
         return self._found[key]
-
-
-def _budget(golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:
-    lengths = [part.stop - part.start for part in segments(rows.start_loc)]
-    limits = [rms_limit(max(1, count), row_deviations) for count in lengths]
-    return Budget(
-        visible=golden.lse != -torch.inf,
-        element=element_budget(golden, allowed),
-        row_rms=expected_row_rms(golden, allowed),
-        lse=lse_budget(golden, allowed),
-        samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
-        limits=golden.lse.new_tensor(limits),
-    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +121,6 @@ class GoldenAttention(Golden):
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that the states consist of."""
         for state in (*self.calls, *([self.merged] if self.merged else [])):
             yield from (state.output, state.lse)
             yield from (state.terms.by_name() if state.terms else {}).values()
@@ -135,7 +129,6 @@ class GoldenAttention(Golden):
 
 
 def golden_attention(problem: Problem) -> GoldenAttention:
-    """The golden result, computed in float64."""
     rows = choose_rows(problem)
     states = tuple(_golden(problem, rows, call.operands()) for call in problem.attention)
     merged = _golden(problem, rows, _whole(problem)) if problem.case.is_merged else None
@@ -153,12 +146,12 @@ def _whole(problem: Problem) -> AttentionOperands:
     lengths = [
         sum(call.key_start_loc[r + 1] - call.key_start_loc[r] for call in ordered) for r in range(len(problem.case.q))
     ]
-    k, v = (_per_request(ordered, name) for name in ("k", "v"))
+    operands = []
+    for name in ("k", "v"):  # of request 0, then of request 1, and so on; context before new tokens
+        split = [[getattr(call, name)[rows] for rows in segments(call.key_start_loc)] for call in ordered]
+        operands.append(torch.cat([part for request in zip(*split, strict=True) for part in request]))
+    k, v = operands
     return AttentionOperands(new.q, k, v, problem.query_start_loc, start_loc(lengths), causal=True)
-
-
-def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
-    return replace(_attention(problem, rows, operands), value_weights=operands.value_weights)
 
 
 def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:
@@ -176,7 +169,11 @@ def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call:
     if problem.output_dtype is torch.float32:
         return state
     operands = _whole(problem) if call is None else problem.attention[call].operands()
-    return replace(state, shared=_shared(problem, rows, operands, state.lse))
+    ends = [stop - 1 for start, stop in pairwise(rows.start_loc) if stop > start]
+    q, visible = rows.pick(operands.q), _visible(operands, rows)
+    shared = shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
+    share = 1.0 if operands.sink is None else sink_share(state.lse, operands.sink).square()
+    return replace(state, shared=shared * share)
 
 
 def of_running_sums(
@@ -196,14 +193,6 @@ def of_running_sums(
     return running_sums(rows.pick(operands.q), operands.k, visible, wanted, problem.case.softmax_scale, deviations)
 
 
-def _shared(problem: Problem, rows: JudgedRows, operands: AttentionOperands, lse: torch.Tensor) -> torch.Tensor:
-    """[T, N, 3], what they add."""
-    ends = [stop - 1 for start, stop in pairwise(rows.start_loc) if stop > start]
-    q, visible = rows.pick(operands.q), _visible(operands, rows)
-    shared = shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
-    return shared if operands.sink is None else shared * sink_share(lse, operands.sink).square()
-
-
 def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | list[torch.Tensor]:
     """The keys of each judged row."""
     if operands.selected is not None:
@@ -218,41 +207,31 @@ def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | lis
     return [seen[rows.number(judged)] for judged in range(rows.start_loc[-1])]
 
 
-def _attention(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
-    qkv = (operands.q, operands.k, operands.v)
+def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
+    qkv, scale = (operands.q, operands.k, operands.v), problem.case.softmax_scale
     if operands.selected is not None:
-        return selected_attention(
+        state = selected_attention(
             *qkv,
             operands.selected,
-            scale=problem.case.softmax_scale,
+            scale=scale,
             sink=operands.sink,
             with_terms=True,
             with_key_terms=operands.dequantised,
             rows=rows.numbers,
         )
+        return replace(state, value_weights=operands.value_weights)
+    queries, keys = operands.query_start_loc, operands.key_start_loc
     state = blockwise_attention(
         *qkv,
-        query_start_loc=operands.query_start_loc,
-        key_start_loc=operands.key_start_loc,
-        scale=problem.case.softmax_scale,
+        query_start_loc=queries,
+        key_start_loc=keys,
+        scale=scale,
         causal=operands.causal,
         with_terms=True,
         with_key_terms=operands.dequantised,
         rows=rows.numbers,
     )
-    if operands.projection is None:
-        return state
-    terms = projected_terms(
-        *qkv,
-        operands.projection,
-        query_start_loc=operands.query_start_loc,
-        key_start_loc=operands.key_start_loc,
-        scale=problem.case.softmax_scale,
-    )
-    return replace(state, projected=terms.map(rows.pick))
-
-
-def _per_request(calls: list[AttentionCall], name: str) -> torch.Tensor:
-    """All keys or values of request 0, then of request 1, and so on; context before new tokens."""
-    split = [[getattr(call, name)[rows] for rows in segments(call.key_start_loc)] for call in calls]
-    return torch.cat([part for request in zip(*split, strict=True) for part in request])
+    if operands.projection is not None:
+        terms = projected_terms(*qkv, operands.projection, query_start_loc=queries, key_start_loc=keys, scale=scale)
+        state = replace(state, projected=terms.map(rows.pick))
+    return replace(state, value_weights=operands.value_weights)

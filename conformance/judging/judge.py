@@ -6,13 +6,11 @@ Every row and head of the LSE and every element of the output is compared; the f
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging.compared import Compared
 from mla_conformance.judging.diagnosis import (
     Position,
     common_factor,
@@ -24,7 +22,7 @@ from mla_conformance.judging.diagnosis import (
 )
 from mla_conformance.judging.golden import Budget, GoldenAttention, of_running_sums, with_shared
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.measured import Compared, Measured
 from mla_conformance.judging.steps import Form, Steps, share_of, worst_of
 from mla_conformance.judging.tolerance import Merged, Tolerance, roundoffs
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Check, Verdict, failed
@@ -62,8 +60,6 @@ class _Part:
 
 
 class AttentionJudge(Steps):
-    """The judge of attention."""
-
     def __init__(
         self, problem: Problem, expectation: GoldenAttention, declaration: Declaration, numbers: Tolerance
     ) -> None:
@@ -71,7 +67,6 @@ class AttentionJudge(Steps):
         self.expectation, self.declaration, self.numbers = expectation, declaration, numbers
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
-        """The numbers of all parts; of an observation whose form is right."""
         for part in (*self._called(observation), *self._merged(observation)):
             budget = self._budget(part)
             if self.problem.output_scale is None:
@@ -83,7 +78,6 @@ class AttentionJudge(Steps):
                 yield Measured.of_lse(part.lse, part.golden.lse, budget.lse * self.numbers.lse_limit)
 
     def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
-        """Masks, LSE and output of every part."""
         for part in self._called(observation):
             yield from self._values(part)
         if observation.merge_error:
@@ -92,11 +86,11 @@ class AttentionJudge(Steps):
             yield from self._values(part)
 
     def _called(self, observation: Observation) -> Iterator[_Part]:
-        """What each call returned."""
         for number, (returned, golden) in enumerate(zip(observation.returned, self.expectation.calls, strict=True)):
-            call, (output, lse) = attention_call(returned.call), _unpack(returned.value)
+            call, (output, *lse) = attention_call(returned.call), parts_of(returned.value)
             merged = Merged(call.merges, stored=True) if call.merges else None
-            yield replace(self._picked(call.name, [call], golden, output, lse, merged), call=number)
+            part = self._picked(call.name, [call], golden, output, lse[0] if lse else None, merged)
+            yield replace(part, call=number)
 
     def _merged(self, observation: Observation) -> Iterator[_Part]:
         """What all calls together gave, where there is something to merge."""
@@ -121,7 +115,6 @@ class AttentionJudge(Steps):
         return _Part(name, keys, golden, whole, judged, picked, merged, call=None)
 
     def _expected_form(self, returned: Returned) -> Form:
-        """The output, and the LSE if it was asked for."""
         call = attention_call(returned.call)
         dtype = self.problem.output_dtype if returned.out is None else returned.out.view.dtype
         form = [("output", torch.Size(call.result_shape), dtype)]
@@ -130,7 +123,6 @@ class AttentionJudge(Steps):
         return form
 
     def _values(self, part: _Part) -> Iterator[Verdict | None]:
-        """Masks, LSE and output of one part."""
         found = self._compared(part)
         yield self._mask(part, found)
         if part.lse is not None:
@@ -156,7 +148,6 @@ class AttentionJudge(Steps):
         return Compared(budget, infinite, written, unmasked, beyond, lse, rms, element, row)
 
     def _stored(self, part: _Part, found: Compared) -> Verdict | None:
-        """The output, or its codes."""
         coded = self.problem.output_scale is not None
         return self._codes(part, found.budget) if coded else self._output(part, found)
 
@@ -176,7 +167,15 @@ class AttentionJudge(Steps):
     def _mask(self, part: _Part, found: Compared) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible."""
         if found.largest.infinite:
-            return self._not_finite(part)
+            output = part.whole.double()
+            every = JudgedRows(self.rows.query_start_loc)
+            place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
+            value = output[place.row, place.head, place.column or 0].item()
+            hint = explain_mask(part.whole)
+            # Parts that are merged may hold NaN behind an LSE of -inf, where a merge reads it.
+            if math.isnan(value) and part.call is not None and self.problem.case.poison == "nan":
+                hint += _ONLY_NAN
+            return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
         if found.largest.written:
             place = Position.of(self.rows, found.written.nonzero()[0].tolist())
             return failed(
@@ -190,21 +189,17 @@ class AttentionJudge(Steps):
             return failed(Check.MASK, f"{part.name}: LSE is {got} at {place}, expected {want}", place.to_json())
         return None
 
-    def _not_finite(self, part: _Part) -> Verdict:
-        every, output = JudgedRows(self.rows.query_start_loc), part.whole.double()
-        place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
-        value = output[place.row, place.head, place.column or 0].item()
-        hint = explain_mask(part.whole)
-        # Parts that are merged may hold NaN behind an LSE of -inf, where a merge reads it.
-        if math.isnan(value) and part.call is not None and self.problem.case.poison == "nan":
-            hint += _ONLY_NAN
-        return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
-
     def _lse(self, part: _Part, found: Compared) -> Verdict | None:
         assert part.lse is not None
         share, largest = found.lse, found.largest.lse
         if found.largest.beyond:
-            share = self._beside_running_sums(part, found)
+            error, limit = self._lse_error(part, found.budget)
+            # A kernel that adds weights one by one may be off by more, where that is all that could be wrong: it takes
+            # long to tell.
+            if bool((error <= limit + most_of_a_sum(part.keys)).all()):
+                deviations = self.numbers.row_deviations
+                limit = limit + of_running_sums(self.problem, self.rows, part.call, found.beyond, deviations)
+            share = error / limit
             largest = worst_of(share)
         self._use(BudgetUse(lse=largest))
         if largest <= 1:
@@ -225,15 +220,6 @@ class AttentionJudge(Steps):
         assert part.lse is not None
         error = (part.lse.double() - part.golden.lse).masked_fill(~budget.visible, 0.0).abs()
         return error, (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
-
-    def _beside_running_sums(self, part: _Part, found: Compared) -> torch.Tensor:
-        """[N, T] errors of the LSE in units of what a kernel that adds weights one by one may be off by as well."""
-        error, limit = self._lse_error(part, found.budget)
-        # Where that is all that could be wrong: it takes long to tell.
-        if bool((error <= limit + most_of_a_sum(part.keys)).all()):
-            deviations = self.numbers.row_deviations
-            limit = limit + of_running_sums(self.problem, self.rows, part.call, found.beyond, deviations)
-        return error / limit
 
     def _output(self, part: _Part, found: Compared) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
@@ -317,8 +303,3 @@ def _beside(verdict: Verdict, said: str) -> Verdict:
     """The verdict with what became of the other half of the same result."""
     clause = f" (SPEC {verdict.clause})"
     return replace(verdict, message=f"{verdict.message.removesuffix(clause)}; {said}{clause}")
-
-
-def _unpack(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    output, *lse = parts_of(value)
-    return output, lse[0] if lse else None

@@ -7,10 +7,9 @@ the same limit judges the same.
 import hashlib
 import random
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -23,8 +22,6 @@ FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
 TELLING_ROWS = 128
 """Rows at ends and edges that are judged at most, before others are drawn."""
 DRAWN_ROWS = 384
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,6 @@ class JudgedRows:
 
     @property
     def total(self) -> int:
-        """Rows of the batch."""
         return self.query_start_loc[-1]
 
     @property
@@ -71,39 +67,23 @@ class JudgedRows:
 
 
 def choose_rows(problem: Problem) -> JudgedRows:
-    """The rows of a problem that are judged."""
-    starts = problem.query_start_loc
-    whole = useful_operations(problem.case, *_lengths(problem)) <= FULL_OPERATIONS[problem.device.type]
+    starts, rows = problem.query_start_loc, list(segments(problem.query_start_loc))
+    lengths = [each.stop - each.start for each in rows]
+    seen = map(sum, zip(*(call.key_lens for call in problem.calls), strict=True))
+    # What a request attends to beside its new tokens.
+    beside = [max(0, keys - new * problem.case.is_causal) for keys, new in zip(seen, lengths, strict=True)]
+    whole = useful_operations(problem.case, lengths, beside) <= FULL_OPERATIONS[problem.device.type]
     if whole or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
         return JudgedRows(starts)
-    telling = set(islice(dict.fromkeys(_telling(problem)), TELLING_ROWS))
+    # Ends of requests first, then rows on both sides of tiles, pages and chunks, small ones first, request by request.
+    ends = (row for each in rows if each.stop > each.start for row in (each.start, each.stop - 1))
+    sizes = sorted({2**power for power in range(1, 31)} | {problem.case.page, problem.case.workspace})
+    edges = [
+        [each.start + at for size in sizes for at in (size - 1, size) if at < each.stop - each.start] for each in rows
+    ]
+    in_turn = (row for layer in zip_longest(*edges) for row in layer if row is not None)
+    telling = set(islice(dict.fromkeys(chain(ends, in_turn)), TELLING_ROWS))
     rest = [row for row in range(starts[-1]) if row not in telling]
     seed = hashlib.sha256(problem.key.encode()).digest()
     drawn = random.Random(seed).sample(rest, DRAWN_ROWS)
     return JudgedRows(starts, tuple(sorted([*telling, *drawn])), DRAWN_ROWS)
-
-
-def _lengths(problem: Problem) -> tuple[list[int], list[int]]:
-    """New tokens of each request, and what it attends to beside them."""
-    new = [rows.stop - rows.start for rows in segments(problem.query_start_loc)]
-    seen = list(map(sum, zip(*(call.key_lens for call in problem.calls), strict=True)))
-    beside = new if problem.case.is_causal else [0] * len(new)
-    return new, [max(0, keys - tokens) for keys, tokens in zip(seen, beside, strict=True)]
-
-
-def _telling(problem: Problem) -> Iterator[int]:
-    """Ends of requests first, then rows on both sides of tiles, pages and chunks, request by request in turn."""
-    rows = list(segments(problem.query_start_loc))
-    ends = (row for request in rows if request.stop > request.start for row in (request.start, request.stop - 1))
-    edges = [[request.start + edge for edge in _edges(request.stop - request.start, problem)] for request in rows]
-    return chain(ends, _in_turn(edges))
-
-
-def _edges(length: int, problem: Problem) -> list[int]:
-    """Positions within a request of ``length`` rows, small ones first."""
-    sizes = {2**power for power in range(1, 31)} | {problem.case.page, problem.case.workspace}
-    return [edge for size in sorted(sizes) for edge in (size - 1, size) if edge < length]
-
-
-def _in_turn(lists: Sequence[Sequence[_T]]) -> Iterator[_T]:
-    return (item for layer in zip_longest(*lists) for item in layer if item is not None)

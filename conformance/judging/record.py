@@ -125,7 +125,6 @@ class Record(Said, frozen=True):
 
     @property
     def failed(self) -> bool:
-        """Whether this record fails its capability."""
         return self.status in FAILED
 
     @property
@@ -139,17 +138,14 @@ class Record(Said, frozen=True):
         return self.is_unjudged and self.message != COMPILING
 
     def with_fields(self, **changes: Any) -> "Record":
-        """This record with other values of some fields."""
         return replace(self, **changes)
 
     @property
     def as_judged(self) -> "Record":
-        """This record before an expectation was applied."""
         return replace(self, status=self.judged, judged=None, expectation="") if self.judged else self
 
     @property
     def replay(self) -> str:
-        """The command that runs this case again."""
         return replay_line(self.case, self.reference, self.after, self.salt)
 
     @property
@@ -187,7 +183,6 @@ class Record(Said, frozen=True):
         return tuple(filter(None, (looks_like, ended, self.confirmed)))
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
-        """This record with a verdict's content."""
         used = {rule: written(share) for rule, share in vars(verdict.used).items()}
         said = {"message": cut(verdict.message), "finding": cut(verdict.finding), "detail": cut(verdict.detail, LINE)}
         content = {**vars(verdict), **said, "check": verdict.check or "", "clause": verdict.clause, "used": used}
@@ -224,7 +219,6 @@ class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tuple(name for name in found if not any(part in name for part in _OF_TORCH))
 
     def joined(self, other: "Traced") -> "Traced":
-        """What either saw."""
         return Traced({**other.kernels, **self.kernels}, {**other.libraries, **self.libraries})
 
 

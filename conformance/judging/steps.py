@@ -33,7 +33,6 @@ class Steps(ABC):
         self.used = BudgetUse()
 
     def verdict(self, observation: Observation) -> Verdict:
-        """The verdict over what was observed."""
         for verdict in self._steps(observation):
             if verdict is not None:
                 return replace(verdict, sampled=self.rows.to_json())
@@ -60,7 +59,14 @@ class Steps(ABC):
             yield _raised(returned)
             yield self._form(returned)
         yield from self._numbers(observation)
-        yield from (_out_tensor(returned) for returned in observation.returned)
+        for returned in observation.returned:
+            if returned.out is None:
+                continue
+            output, name = parts_of(returned.value)[0], returned.call.name
+            if output.untyped_storage().data_ptr() != returned.out.storage.untyped_storage().data_ptr():
+                yield failed(Check.OUT_TENSOR, f"{name}: the result does not share the storage of out=")
+            elif overrun := returned.out.overrun():
+                yield failed(Check.OUT_OF_BOUNDS_WRITE, f"{name}: {overrun} bytes around out= were overwritten")
         yield from (self._miswritten(returned) for returned in observation.returned)
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
@@ -97,25 +103,12 @@ class Steps(ABC):
 
 
 def _raised(returned: Returned) -> Verdict | None:
-    """What an exception of a call means; None without one."""
     if not returned.error:
         return None
     if returned.out_of_memory:
         return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
     verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
     return replace(verdict, detail=returned.traceback)
-
-
-def _out_tensor(returned: Returned) -> Verdict | None:
-    if returned.out is None:
-        return None
-    output, *_ = parts_of(returned.value)
-    if output.untyped_storage().data_ptr() != returned.out.storage.untyped_storage().data_ptr():
-        return failed(Check.OUT_TENSOR, f"{returned.call.name}: the result does not share the storage of out=")
-    if returned.out.overrun():
-        overrun = returned.out.overrun()
-        return failed(Check.OUT_OF_BOUNDS_WRITE, f"{returned.call.name}: {overrun} bytes around out= were overwritten")
-    return None
 
 
 def share_of(error: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

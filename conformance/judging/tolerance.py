@@ -38,12 +38,6 @@ _Table = defstruct("_Table", [(name, _Entry) for name in Tolerance.__dataclass_f
 
 
 def read_tolerance(text: str, source: str) -> Tolerance:
-    """Parse a table of numbers.
-
-    Raises:
-        InputError: not TOML, an unknown or missing entry, an entry without a reason, or a value that is not a positive
-            number.
-    """
     try:
         table = convert(tomllib.loads(text), _Table, source)
     except tomllib.TOMLDecodeError as error:
@@ -53,7 +47,6 @@ def read_tolerance(text: str, source: str) -> Tolerance:
 
 @cache
 def tolerance() -> Tolerance:
-    """The table that the suite ships."""
     return read_tolerance(
         (files("mla_conformance.judging") / "tolerance.toml").read_text(encoding="utf-8"), "tolerance.toml"
     )
@@ -80,29 +73,18 @@ def _floor(dtype: torch.dtype) -> float:
     return max(float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype), _FLUSHED)
 
 
-def _roundoff(precision: Precision, model: torch.dtype) -> float:
-    if precision in (Precision.E4M3, Precision.SCALED_E4M3):
-        return _E4M3_ROUNDOFF
-    return max(map(unit_roundoff, _dtypes(precision, model)), default=0.0)
-
-
-def _absolute(precision: Precision, model: torch.dtype) -> float:
-    """The floor of a value that is stored in a precision."""
+def _errors(precision: Precision, model: torch.dtype) -> tuple[float, float]:
+    """The unit roundoff of a precision, and the floor of a value that is stored in it; 0 where it does not round."""
     if precision is Precision.E4M3:
-        return _E4M3_FLOOR
+        return _E4M3_ROUNDOFF, _E4M3_FLOOR
     if precision is Precision.SCALED_E4M3:
-        return _E4M3_FLOOR / SCALED_P
-    return max(map(_floor, _dtypes(precision, model)), default=0.0)
-
-
-def _dtypes(precision: Precision, model: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of 16 bits that a precision stands for; none where it does not round."""
+        return _E4M3_ROUNDOFF, _E4M3_FLOOR / SCALED_P
     dtypes = {
         Precision.FLOAT16: (torch.float16,),
         Precision.MODEL: (model,),
         Precision.MODEL_OR_FLOAT16: (model, torch.float16),
-    }
-    return dtypes.get(precision, ())
+    }.get(precision, ())
+    return max(map(unit_roundoff, dtypes), default=0.0), max(map(_floor, dtypes), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -144,24 +126,26 @@ def roundoffs(
         projected: whether projecting latents rounds.
     """
     rounding = Rounding() if model is torch.float32 else declared
-    p, unit = _roundoff(rounding.p, model), unit_roundoff(model)
+    unit, (p, p_floor) = unit_roundoff(model), _errors(rounding.p, model)
+    partials, partials_floor = _errors(rounding.partial_outputs, model)
+    stored_keys, stored_keys_floor = _errors(rounding.dequantised_keys, model)
     parts, result = merged.roundings if merged else 0, 0 if merged and not merged.stored else 1
     # Values that are parts of the output, or that it is a mean of: each is off by its dtype's floor at most.
-    stored = _absolute(rounding.partial_outputs, model) + dequantised * _absolute(rounding.dequantised_keys, model)
+    stored = partials_floor + dequantised * stored_keys_floor
     truncated = _FP22_ROUNDOFF if rounding.accumulation is Precision.FP22 else 0.0
     return Roundoffs(
         p=p,
-        p_floor=_absolute(rounding.p, model),
-        partials=_roundoff(rounding.partial_outputs, model) + parts * unit,
+        p_floor=p_floor,
+        partials=partials + parts * unit,
         output=result * unit,
         output_floor=(parts + result) * _floor(model) + stored,
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
-        keys=_roundoff(rounding.dequantised_keys, model) if dequantised else 0.0,
+        keys=stored_keys if dequantised else 0.0,
         scores=truncated * numbers.fp22_accumulation,
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
         projections=unit if projected else 0.0,
         values_floor=_floor(model),
-        latent_partials=_roundoff(rounding.partial_outputs, model) if projected else 0.0,
+        latent_partials=partials if projected else 0.0,
     )

@@ -41,24 +41,21 @@ class CacheImage(Written):
         wrong = storage_bytes(self.cache) != self.after
         if not bool(wrong.any()):
             return ""
-        slots = self._slots_of(wrong)
-        written = torch.isin(slots, self.slots)
-        if not bool(written.all()):
-            return _stray(int(slots[~written][0]))
-        return self._wrong_entries(slots)
-
-    def _slots_of(self, wrong: torch.Tensor) -> torch.Tensor:
-        """Flat slots with a wrong byte; -1 for bytes outside of the layer's own entries."""
         every = torch.arange(self.cache.shape[0] * self.cache.shape[1], device=wrong.device)
         found = read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
+        if found.sum() < wrong.sum():
+            return "bytes of the cache's buffer were written that are not this layer's"
         slots = every[found.any(dim=1)]
-        return torch.cat((slots.new_full((int(found.sum() < wrong.sum()),), -1), slots))
+        written = torch.isin(slots, self.slots)
+        if not bool(written.all()):
+            return f"slot {int(slots[~written][0])} of the cache was written, no new token belongs there"
+        return self._wrong_entries(slots)
 
     def _wrong_entries(self, slots: torch.Tensor) -> str:
         """Whether the entries that differ in their bytes also differ in what they mean."""
         if not self.case.holds_codes:
             return f"the entry of slot {int(slots[0])} of the cache is not the new token's"
-        codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, given_dtype(self.latents))
+        codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.latents[0].dtype)
         own = torch.isin(self.slots, slots)
         chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
         expected = self._rows(self.after, chosen)
@@ -88,17 +85,6 @@ class CacheImage(Written):
         return cache.view(torch.uint8)
 
 
-def _stray(slot: int) -> str:
-    if slot < 0:
-        return "bytes of the cache's buffer were written that are not this layer's"
-    return f"slot {slot} of the cache was written, no new token belongs there"
-
-
-def given_dtype(latents: tuple[torch.Tensor, torch.Tensor]) -> torch.dtype:
-    """The model's dtype."""
-    return latents[0].dtype
-
-
 @dataclass(frozen=True)
 class ExpectedCache:
     """A cache that holds all tokens of a batch on one rank, the new ones included.
@@ -123,16 +109,12 @@ class ExpectedCache:
     def image(self) -> CacheImage:
         """The cache without its new tokens, in whose place is poison, and with them."""
         cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
-        slots, rows = self._new_slots()
+        page, numbers = self.case.page, list[int]()
+        for flags, blocks in zip(self.new, self.block_ids, strict=False):
+            numbers += [blocks[at // page] * page + at % page for at, new in enumerate(flags) if new]
+        slots = torch.tensor(numbers, dtype=torch.int64, device=cache.device)
+        rows = torch.tensor([row for row, new in enumerate(chain.from_iterable(self.new)) if new]).long()
         holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, self.case.poison)
         write_entries(cache, holes, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])
         return CacheImage(cache, storage_bytes(cache).clone(), self.case, after, slots, latents)
-
-    def _new_slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat slots of the new tokens, and their rows among all that are stored here."""
-        page, slots = self.case.page, []
-        for flags, blocks in zip(self.new, self.block_ids, strict=False):
-            slots += [blocks[at // page] * page + at % page for at, new in enumerate(flags) if new]
-        rows = [row for row, new in enumerate(chain.from_iterable(self.new)) if new]
-        return torch.tensor(slots, dtype=torch.int64, device=self.pages.cache.device), torch.tensor(rows).long()

@@ -28,7 +28,6 @@ class CachedBatch(Draw[AnyCached]):
 
     @property
     def query_start_loc(self) -> tuple[int, ...]:
-        """First query token of each request, and the end."""
         return start_loc(self.query_lens)
 
     @cached_property
@@ -38,7 +37,6 @@ class CachedBatch(Draw[AnyCached]):
 
     @cached_property
     def k_scale(self) -> torch.Tensor:
-        """Float32 scalar on the device."""
         return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
 
     @cached_property
@@ -87,7 +85,6 @@ class CachedBatch(Draw[AnyCached]):
 
 
 def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """[n] int32."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 

@@ -109,7 +109,6 @@ class KernelCall(ABC):
 
     @property
     def meant(self) -> tuple[torch.Tensor, ...]:
-        """What the operands stand for."""
         return self.q, self.k
 
     def owned(self) -> dict[str, torch.Tensor]:
@@ -220,17 +219,14 @@ class AttentionCall(KernelCall):
 
     @property
     def width(self) -> int:
-        """Columns of the output."""
         return self.v.shape[-1]
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """That of the output."""
         return (*self.q.shape[:2], self.width)
 
     @property
     def meant(self) -> tuple[torch.Tensor, ...]:
-        """Queries, keys and values."""
         return self.q, self.k, self.v
 
     @property

@@ -34,11 +34,7 @@ class Zone:
     at: int = 0
 
     def protect(self, allowed: int = 0) -> None:
-        """Let it be read or written, or neither.
-
-        Raises:
-            OSError: the system refuses.
-        """
+        """Let it be read or written, or neither."""
         if _libc.mprotect(ctypes.c_void_p(self.first), ctypes.c_size_t(ZONE), allowed):
             raise OSError(ctypes.get_errno(), "mprotect")
 

@@ -41,10 +41,6 @@ class CudaRoom:
 
     Attributes:
         capacity: bytes of it.
-
-    Raises:
-        MemoryError: the GPU is full.
-        RuntimeError: the driver refuses for another reason.
     """
 
     def __init__(self, size: int) -> None:

@@ -91,54 +91,42 @@ class FencedCall:
         # What operands mean is no backend's to see, and stays where it is.
         memo: dict[Any, Any] = {id(getattr(call, name)): getattr(call, name) for name in call.means}
         self.call = deepcopy(call, memo | {"torch": moved})
-        self.out = None if out is None else self._moved_output(fence, out)
-
-    def _moved_output(self, fence: Fence, out: Guarded) -> Guarded:
-        if not fence.holds(OUT) or not out.view.numel():
-            return out
-        placed = self._placed[OUT] = _Placed.of(OUT, out.view.view(-1).view(torch.uint8), fence.side)
-        view = placed.data.view(out.view.dtype).view(out.view.shape)
-        return Guarded(view, storage_bytes(view), 0)
+        self.out = out
+        if out is not None and fence.holds(OUT) and out.view.numel():
+            placed = self._placed[OUT] = _Placed.of(OUT, out.view.view(-1).view(torch.uint8), fence.side)
+            view = placed.data.view(out.view.dtype).view(out.view.shape)
+            self.out = Guarded(view, storage_bytes(view), 0)
 
     def settle(self) -> Iterator[str]:
         """Write back what the call has written; what it has touched beside operands, in words."""
-        for room in touched_rooms():
-            yield from self._touched(room)
+        for room in touched_rooms():  # an operand of an earlier call may lie in it
+            before, behind = room.zones
+            data = self._placed[room.name].data if room.name in self._placed else room.part(0, room.capacity)
+            first, end = data.data_ptr(), data.data_ptr() + data.numel()
+            if behind.access:
+                yield f"{behind.access} byte {behind.at - end + 1} behind the end of {room.name}"
+            if before.access:
+                yield f"{before.access} byte {first - before.at} before the beginning of {room.name}"
         for name, placed in self._placed.items():
             placed.source.copy_(placed.data)
             if any(bool((poison != _POISON).any()) for poison in placed.around):
                 yield f"writes beside {name}, on its page"
 
-    def _touched(self, room: CpuRoom) -> Iterator[str]:
-        """Of a room, which an operand of an earlier call may lie in."""
-        before, behind = room.zones
-        data = self._placed[room.name].data if room.name in self._placed else room.part(0, room.capacity)
-        first, end = data.data_ptr(), data.data_ptr() + data.numel()
-        if behind.access:
-            yield f"{behind.access} byte {behind.at - end + 1} behind the end of {room.name}"
-        if before.access:
-            yield f"{before.access} byte {first - before.at} before the beginning of {room.name}"
-
     def handed_back(self, value: Any, out: Guarded | None) -> Any:
         """What the call returned, of which the moved output tensor is the caller's own again."""
         if out is None or self.out is None or self.out is out:
             return value
-        parts = value if isinstance(value, tuple | list) else (value,)
-        settled = [_over(out.view, part) if _shares(part, self.out.view) else part for part in parts]
+        moved, view = self.out.view, out.view
+        settled = list(value) if isinstance(value, tuple | list) else [value]
+        for number, part in enumerate(settled):
+            if type(part) is not torch.Tensor or part.device != moved.device:
+                continue
+            if part.untyped_storage()._cdata == moved.untyped_storage()._cdata:
+                # The moved storage begins where the view does in the caller's own.
+                first = view.storage_offset() * view.element_size() // part.element_size() + part.storage_offset()
+                empty = torch.empty(0, dtype=part.dtype, device=part.device)
+                settled[number] = empty.set_(view.untyped_storage(), first, part.shape, part.stride())
         return type(value)(settled) if isinstance(value, tuple | list) else settled[0]
-
-
-def _shares(part: Any, view: torch.Tensor) -> bool:
-    plain = type(part) is torch.Tensor and part.device == view.device
-    return plain and part.untyped_storage()._cdata == view.untyped_storage()._cdata
-
-
-def _over(view: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """``part`` of a storage that begins as ``view`` does, over the storage of ``view``."""
-    first = view.storage_offset() * view.element_size() // part.element_size() + part.storage_offset()
-    return torch.empty(0, dtype=part.dtype, device=part.device).set_(
-        view.untyped_storage(), first, part.shape, part.stride()
-    )
 
 
 def operands(call: KernelCall) -> dict[str, torch.Tensor]:

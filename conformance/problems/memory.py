@@ -84,7 +84,6 @@ class Guarded:
 
     @staticmethod
     def allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "Guarded":
-        """A poisoned tensor of ``shape`` with a guard zone on either side."""
         count = int(torch.Size(shape).numel())
         flat = torch.empty(count + 2 * _GUARD_ELEMENTS, dtype=dtype, device=device)
         guard = _GUARD_ELEMENTS * flat.element_size()
@@ -99,7 +98,6 @@ class Guarded:
         return int((inside != _POISON_BYTE).sum())
 
     def overrun(self) -> int:
-        """Guard bytes that were overwritten."""
         zones = (self.storage[: self.guard_bytes], self.storage[self.storage.numel() - self.guard_bytes :])
         return int(sum((zone != _GUARD_BYTE).sum().item() for zone in zones))
 

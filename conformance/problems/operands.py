@@ -45,7 +45,9 @@ class Draw(Generic[AnyCase]):
         if dtype is None:
             raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
         self.case, self.device, self.dtype, self.salt = case, device, dtype, salt
-        self.generator = torch.Generator().manual_seed(_seed(case, salt))
+        # The same numbers for every memory layout, chunking and dtype of the same shapes.
+        drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
+        self.generator = torch.Generator().manual_seed(_digest((*drawn, salt) if salt else drawn))
 
     @property
     def regime(self) -> Regime:
@@ -120,12 +122,6 @@ def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Te
     return x.contiguous()
 
 
-def _seed(case: Case, salt: str) -> int:
-    """The same numbers for every memory layout, chunking and dtype of the same shapes."""
-    drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
-    return _digest((*drawn, salt) if salt else drawn)
-
-
 def _digest(drawn: tuple[object, ...]) -> int:
     return int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")
 
@@ -149,17 +145,13 @@ def fill_normal(out: torch.Tensor, seed: int) -> torch.Tensor:
     for start in range(0, flat.numel(), size):
         part = flat[start : start + size]
         index = torch.arange(start, start + part.numel(), dtype=torch.int64, device=out.device)
-        total = _hashed(index.add_(seed * 2**40)).view(torch.uint8).view(-1, 8).sum(dim=-1, dtype=torch.int32)
+        index.add_(seed * 2**40).mul_(_INCREMENT)
+        for shift, multiplier in _STEPS:
+            index.bitwise_xor_(_shifted(index, shift)).mul_(multiplier)
+        index.bitwise_xor_(_shifted(index, 31))  # 64 well-mixed bits
+        total = index.view(torch.uint8).view(-1, 8).sum(dim=-1, dtype=torch.int32)
         part.copy_(total.sub_(_MEAN).float().mul_(1 / _DEVIATION))
     return out
-
-
-def _hashed(x: torch.Tensor) -> torch.Tensor:
-    """64 well-mixed bits of each int64, in place."""
-    x.mul_(_INCREMENT)
-    for shift, multiplier in _STEPS:
-        x.bitwise_xor_(_shifted(x, shift)).mul_(multiplier)
-    return x.bitwise_xor_(_shifted(x, 31))
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:

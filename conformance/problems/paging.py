@@ -48,7 +48,6 @@ class PageForm:
 
     @staticmethod
     def of(case: CachedCase) -> "PageForm":
-        """Of a case's own cache."""
         return PageForm(case.cache, case.page)
 
     def elements(self, width: int) -> int:

@@ -40,17 +40,14 @@ class Problem:
 
     @property
     def query_start_loc(self) -> tuple[int, ...]:
-        """First new token of each request, and the end."""
         return self.calls[0].query_start_loc
 
     @property
     def output_scale(self) -> torch.Tensor | None:
-        """Scale of a quantised output."""
         return self.attention[0].output_scale
 
     @property
     def attention(self) -> tuple[AttentionCall, ...]:
-        """The calls of a problem that asks for attention."""
         return tuple(map(attention_call, self.calls))
 
     @property
@@ -59,7 +56,6 @@ class Problem:
         return {name: tensor for call in self.calls for name, tensor in call.owned().items()}
 
     def handed(self) -> "Problem":
-        """The problem as a backend may know it."""
         return replace(self, calls=tuple(call.handed() for call in self.calls), whole=None)
 
     @property
@@ -69,7 +65,6 @@ class Problem:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Everything that the problem consists of."""
         yield from self.caller_owned.values()
         for call in self.calls:
             yield from call.meant

@@ -47,10 +47,7 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
 
     @classmethod
     def of(cls, parts: tuple[OfARank, ...]) -> Self:
-        """The call that consists of these."""
-        operands: dict[str, Any] = {
-            name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")
-        }
+        operands = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")}
         one = parts[0]
         return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
 
@@ -58,7 +55,6 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
         return f"{self.parts[0].name} on {len(self.parts)} ranks"
 
     @property
@@ -67,16 +63,13 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         return False
 
     def owned(self) -> dict[str, torch.Tensor]:
-        """The operands of each rank."""
         return {f"{name} of rank {p.rank}": tensor for p in self.parts for name, tensor in p.owned().items()}
 
     @property
     def reached(self) -> Iterable[torch.Tensor]:
-        """Operands and caches of each rank."""
         return [tensor for part in self.parts for tensor in part.reached]
 
     def handed(self) -> Self:
-        """The calls of all ranks as they may be known."""
         return replace(super().handed(), parts=tuple(part.handed() for part in self.parts))
 
     def overwritten(self, other: Self) -> Self:
@@ -89,7 +82,6 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         backend.prepare(self.parts)
 
     def invoke(self, backend: RanksDriver, out: Guarded | None) -> Any:
-        """What the ranks make together."""
         return self.joined(backend.forward(self.parts))
 
     @abstractmethod

@@ -36,10 +36,6 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _normal_queries(site: Site) -> torch.Tensor:
-    return site.q
-
-
 @dataclass(frozen=True)
 class Regime:
     """A named way to make inputs.
@@ -53,7 +49,7 @@ class Regime:
     """
 
     sentence: str
-    queries: Callable[[Site], torch.Tensor] = _normal_queries
+    queries: Callable[[Site], torch.Tensor] = lambda site: site.q
     keys: Callable[[torch.Tensor], torch.Tensor] = _same
     values: Callable[[torch.Tensor], torch.Tensor] = _same
     by_element: bool = True
@@ -69,29 +65,21 @@ class Regime:
         return q
 
 
-def _spotlighted(site: Site) -> torch.Tensor:
-    """[T, N] the key that each row spotlights for each head: another edge that it sees for the next row and head."""
+def _aligned(site: Site, above: float) -> torch.Tensor:
+    """Queries to which one edge key has e^``above`` times the mass of all others, about."""
+    if not site.edges:
+        return site.q
+    # [T, N] the key that each row spotlights for each head: another edge that it sees for the next row and head.
     rows, last = site.q.shape[0], site.k.shape[0] - 1
     ends = torch.full((rows,), last) if not site.causal else last + 1 - rows + torch.arange(rows)
     edges = torch.cat((ends.unsqueeze(1), torch.tensor(site.edges).expand(rows, -1)), dim=1)
     seen = edges <= ends.unsqueeze(1)
     turn = torch.arange(rows).unsqueeze(1) + torch.arange(site.q.shape[1])
     places = (~seen).int().argsort(dim=1, stable=True).gather(1, turn % seen.sum(dim=1, keepdim=True))
-    return edges.gather(1, places)
-
-
-def _aligned(site: Site, above: float) -> torch.Tensor:
-    """Queries to which one edge key has e^``above`` times the mass of all others, about."""
-    if not site.edges:
-        return site.q
-    heads, chosen = torch.arange(site.q.shape[1], device=site.k.device), _spotlighted(site).to(site.k.device)
+    heads, chosen = torch.arange(site.q.shape[1], device=site.k.device), edges.gather(1, places).to(site.k.device)
     keys = site.k[chosen, heads].float().to(site.q.device)
     direction = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
     return site.q + direction * ((math.log(site.k.shape[0]) + above) / site.scale)
-
-
-def _hot_over_tail(site: Site) -> torch.Tensor:
-    return _aligned(site, 1.0)
 
 
 _CHANNEL = 400.0
@@ -137,10 +125,6 @@ def _low_rank(x: torch.Tensor) -> torch.Tensor:
     return x[:1] * x[..., :1].sign() + 0.05 * x
 
 
-def _scaled_queries(factor: float) -> Callable[[Site], torch.Tensor]:
-    return lambda site: site.q * factor
-
-
 REGIMES: dict[str, Regime] = {
     Data.NORMAL: Regime("N(0,1) queries, keys and values"),
     Data.NEEDLE: Regime(
@@ -151,20 +135,20 @@ REGIMES: dict[str, Regime] = {
     ),
     Data.HOT_TAIL: Regime(
         "one key holds more than half of the mass over a diffuse tail: mass lost in the tail",
-        _hot_over_tail,
+        lambda site: _aligned(site, 1.0),
         by_element=False,
     ),
     Data.HOT_ONES: Regime(
         "a hot key over a diffuse tail with V = 1: the weights must add up",
-        _hot_over_tail,
+        lambda site: _aligned(site, 1.0),
         values=torch.ones_like,
         by_element=False,
     ),
     Data.LARGE_LOGITS: Regime(
-        "logits × 8: overflow, and a softmax scale applied in low precision", _scaled_queries(8.0)
+        "logits × 8: overflow, and a softmax scale applied in low precision", lambda site: site.q * 8.0
     ),
-    Data.HUGE_LOGITS: Regime("logits × 64: rescaling between tiles", _scaled_queries(64.0)),
-    Data.EXTREME_LOGITS: Regime("logits × 100", _scaled_queries(100.0)),
+    Data.HUGE_LOGITS: Regime("logits × 64: rescaling between tiles", lambda site: site.q * 64.0),
+    Data.EXTREME_LOGITS: Regime("logits × 100", lambda site: site.q * 100.0),
     Data.NEGATIVE: Regime(
         "all raw scores near -1.6e5: finite sentinels for masks and maxima", _against_constant_key(-1.0), _constant_key
     ),

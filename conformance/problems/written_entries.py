@@ -30,24 +30,21 @@ class WrittenEntries(Written):
         return WrittenEntries(cache, storage_bytes(cache).clone(), name, slots.to(on), starts, low_high)
 
     def difference(self) -> str:
-        return self._stray() or self._wrong()
-
-    def _stray(self) -> str:
-        """Whether anything but the slots was written."""
         changed = storage_bytes(self.cache) != self.before
-        self._rows(changed)[self._places] = False
-        if not bool(changed.any()):
-            return ""
-        slots = self._rows(changed).any(dim=2).flatten().nonzero()
-        if not len(slots):
-            return f"bytes of the buffer of {self.name} were written that are not this layer's"
-        return f"slot {int(slots[0])} of {self.name} was written, nothing belongs there"
-
-    def _wrong(self) -> str:
-        """Which number is not between the least and the most that it may be."""
+        size, (blocks, page, width) = self.cache.element_size(), self.cache.shape
+        strides = (self.cache.stride(0) * size, self.cache.stride(1) * size, 1)
+        # [blocks, page, bytes of an entry], in place.
+        rows = changed.as_strided((blocks, page, width * size), strides, self.cache.storage_offset() * size)
+        places = self.slots // page, self.slots % page
+        rows[places] = False
+        if bool(changed.any()):
+            slots = rows.any(dim=2).flatten().nonzero()
+            if not len(slots):
+                return f"bytes of the buffer of {self.name} were written that are not this layer's"
+            return f"slot {int(slots[0])} of {self.name} was written, nothing belongs there"
         if self.bounds is None:
             return ""
-        got, (low, high) = self.cache[self._places], self.bounds
+        got, (low, high) = self.cache[places], self.bounds
         wrong = ~((got >= low) & (got <= high))
         if not bool(wrong.any()):
             return ""
@@ -59,14 +56,3 @@ class WrittenEntries(Written):
             f"is {found:.6g} in column {column}, expected {least:.6g} to {most:.6g}; "
             f"{int(wrong.any(dim=1).sum())} of {len(wrong)} entries are wrong"
         )
-
-    @property
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.slots // self.cache.shape[1], self.slots % self.cache.shape[1]
-
-    def _rows(self, flags: torch.Tensor) -> torch.Tensor:
-        """[blocks, page, bytes of an entry] of a bool for each byte of the storage, in place."""
-        size = self.cache.element_size()
-        blocks, page, width = self.cache.shape
-        strides = (self.cache.stride(0) * size, self.cache.stride(1) * size, 1)
-        return flags.as_strided((blocks, page, width * size), strides, self.cache.storage_offset() * size)

@@ -38,38 +38,25 @@ class WrittenRows(Written):
         return WrittenRows(guarded.view, guarded.storage.clone(), name, low, high, tuple(starts))
 
     def difference(self) -> str:
-        return self._stray() or self._wrong()
-
-    def _stray(self) -> str:
-        """Whether anything but the rows was written."""
         row = self.cache[:1].numel() * self.cache.element_size()
         start = self.cache.storage_offset() * self.cache.element_size()
         changed = storage_bytes(self.cache) != self.before
         changed[start : start + len(self.low) * row] = False
-        if not bool(changed.any()):
-            return ""
-        number = (int(changed.nonzero()[0]) - start) // max(1, row)
-        if 0 <= number < len(self.cache):
-            return f"row {number} of {self.name} was written, only {len(self.low)} are asked for"
-        return f"bytes beside {self.name} were written"
-
-    def _wrong(self) -> str:
-        """Which number in the rows is not between the least and the most that it may be."""
-        got, low, high = (_comparable(x) for x in (self.cache[: len(self.low)], self.low, self.high))
+        if bool(changed.any()):
+            number = (int(changed.nonzero()[0]) - start) // max(1, row)
+            if 0 <= number < len(self.cache):
+                return f"row {number} of {self.name} was written, only {len(self.low)} are asked for"
+            return f"bytes beside {self.name} were written"
+        # Codes by their bytes, which alone can be right.
+        compared = (self.cache[: len(self.low)], self.low, self.high)
+        got, low, high = (x.view(torch.uint8) if x.element_size() == 1 else x for x in compared)
         wrong = ~((got >= low) & (got <= high))
         if not bool(wrong.any()):
             return ""
         place = wrong.nonzero()[0]
         row, *column = place.tolist()
         found, right = (x[tuple(place)].item() for x in (got, low))
-        where = f"row {row} of {self.name} ({self._token(row)})" + (f", column {column[0]}," if column else "")
-        return f"{where} is {found:.6g}, expected {right:.6g}; {int(wrong.sum())} of {wrong.numel()} are wrong"
-
-    def _token(self, row: int) -> str:
         request = next((n for n, (a, b) in enumerate(pairwise(self.starts)) if a <= row < b), None)
-        return "padding" if request is None else f"number {row - self.starts[request]} of request {request}"
-
-
-def _comparable(x: torch.Tensor) -> torch.Tensor:
-    """Codes by their bytes, which alone can be right."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
+        token = "padding" if request is None else f"number {row - self.starts[request]} of request {request}"
+        where = f"row {row} of {self.name} ({token})" + (f", column {column[0]}," if column else "")
+        return f"{where} is {found:.6g}, expected {right:.6g}; {int(wrong.sum())} of {wrong.numel()} are wrong"

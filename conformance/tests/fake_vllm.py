@@ -17,8 +17,6 @@ STATE: dict[str, Any] = {"config": None, "batch": None, "prefill": True}
 
 @dataclass(kw_only=True)
 class CommonAttentionMetadata:
-    """A batch as the runner describes it."""
-
     query_start_loc: torch.Tensor
     query_start_loc_cpu: torch.Tensor
     seq_lens: torch.Tensor
@@ -52,8 +50,6 @@ class Builder:
 
 
 class Prefill:
-    """Its computation is in the fake's ``Impl``."""
-
     def __init__(self, **sizes: Any) -> None:
         self.sizes = sizes
 
@@ -61,23 +57,19 @@ class Prefill:
         return type(self)(**self.sizes)
 
     def prepare_metadata(self, metadata: Any) -> None:
-        """Nothing is kept."""
+        pass
 
 
 class Impl:
-    """Attention of one request at a time."""
-
     def __init__(self, scale: float, kv_b_proj: Any, heads: int, nope: int) -> None:
         self.scale, self.kv_b_proj, self.heads, self.nope = scale, kv_b_proj, heads, nope
 
     def forward_mha(self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-        """[T, N, V] of the last T of the latents' tokens."""
         k_nope, v = self.kv_b_proj(kv_c)[0].unflatten(-1, (self.heads, -1)).tensor_split([self.nope], dim=-1)
         k = torch.cat([k_nope, k_pe.unsqueeze(1).expand(-1, self.heads, -1)], dim=-1)
         return self._attend(q, k, v)
 
     def forward_mqa(self, q: torch.Tensor, entries: torch.Tensor, rank: int) -> torch.Tensor:
-        """[T, N, L] of absorbed queries."""
         keys = entries.unsqueeze(1).expand(-1, self.heads, -1)
         return self._attend(q, keys, keys[..., :rank])
 
@@ -150,8 +142,6 @@ class MLAAttention:
 
 
 class MLACommonBackend:
-    """An attention backend that takes any size."""
-
     __module__ = "vllm.v1.attention.backends.mla.fake"
 
     @staticmethod

@@ -32,14 +32,11 @@ def test_a_budget_is_computed_once_for_equal_roundings(monkeypatch: pytest.Monke
     assert first.samples.tolist() == [5, 0, 2] and first.limits.shape == (3,)
 
 
-def test_other_roundings_and_deviations_have_budgets_of_their_own() -> None:
+def test_other_roundings_deviations_and_results_have_budgets_of_their_own() -> None:
     found, coarse = expectation(), replace(ROUNDING, p=2 * ROUNDING.p)
     first = budget(found)
     assert torch.equal(budget(found, coarse).element, element_budget(found.calls[0], coarse))
     assert bool((budget(found, deviations=3.0).limits < first.limits).all())
-
-
-def test_every_result_of_an_expectation_has_a_budget_of_its_own() -> None:
     found = expectation("chunked_context:dims=small;heads=2;q=[5,2];kv=[40,9];workspace=32")
     for number, golden in enumerate(found.calls):
         assert torch.equal(budget(found, call=number).element, element_budget(golden, ROUNDING))

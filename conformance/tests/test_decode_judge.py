@@ -176,7 +176,7 @@ def test_a_capability_kills_its_wrong_kernels_and_none_that_is_for_a_later_one(c
 
 
 @pytest.mark.parametrize("kernel", ["EAGER", "TORCH_SDPA", "KeysOfTheModel", "StoredSplits"])
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
 @given(case=little_work("decode_combinations", heads=("1", "odd", "8")))
 def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str, case: Case) -> None:
     kernels = {kernel.__name__: kernel for kernel in HONEST_DECODES}
@@ -201,16 +201,13 @@ class LosesAKey(EagerDecodeBackend):
         return super()._visible(queries, request, seq_len, tile) & (torch.arange(tile.start, tile.stop) != 700)
 
 
-@pytest.mark.parametrize("kernel", ["EAGER", "TORCH_SDPA"])
-def test_weights_of_equal_entries_are_rounded_alike_which_is_no_failure(kernel: str) -> None:
-    record = judge_one(Subject.of(kernel, CPU), Case.parse(EQUAL_ENTRIES), CONTEXT)
-    assert record.status is Status.PASS, record.message
-
-
-@pytest.mark.parametrize(("kernel", "check"), [(CoarseWeights, Check.OUTPUT), (LosesAKey, Check.LSE)])
-def test_kernels_that_are_slightly_wrong_on_equal_entries_fail(kernel: type, check: Check) -> None:
-    record = judge_one(subject_of(kernel), Case.parse(EQUAL_ENTRIES), CONTEXT)
-    assert (record.status, record.check) == (Status.FAIL, check), record.shares
+@pytest.mark.parametrize(
+    ("kernel", "check"), [("EAGER", ""), ("TORCH_SDPA", ""), (CoarseWeights, Check.OUTPUT), (LosesAKey, Check.LSE)]
+)
+def test_weights_of_equal_entries_are_rounded_alike_which_is_no_failure(kernel: Any, check: str) -> None:
+    subject = Subject.of(kernel, CPU) if isinstance(kernel, str) else subject_of(kernel)
+    record = judge_one(subject, Case.parse(EQUAL_ENTRIES), CONTEXT)
+    assert (record.status, record.check) == (Status.FAIL if check else Status.PASS, check), record.shares
 
 
 class AsManyEach(EagerDecodeBackend):

@@ -66,13 +66,10 @@ def test_neighbours_are_drawn_as_one_and_the_file_stands_alone() -> None:
         "LSE of new tokens: 2 of 6 cells over their budget; 2 heads down, 3 rows to the right; "
         "stronger colour = further over budget"
     )
-    root = ElementTree.fromstring(picture_file(replace_part("<a & b>")))
+    part = msgspec.structs.replace(SMALL, part="<a & b>")
+    root = ElementTree.fromstring(picture_file(part))
     assert root.tag == "{http://www.w3.org/2000/svg}svg" and root.get("role") == "img"
-    assert root[0].text == words(replace_part("<a & b>"))
-
-
-def replace_part(part: str) -> HeatMap:
-    return msgspec.structs.replace(SMALL, part=part)
+    assert root[0].text == words(part)
 
 
 @pytest.mark.parametrize(

@@ -242,12 +242,8 @@ def test_what_is_wrong_is_caught_and_said(kernel: type | str, case_id: str, chec
     assert record.check == check and said in f"{record.message} · {record.finding}", record
 
 
-def test_a_failure_says_where() -> None:
-    where = failure_of("nan column", PLAIN).where
-    assert where == {"request": 1, "query": 1, "head": 2, "column": 7}
-
-
-def test_a_failure_by_value_says_how_much_of_the_budget_it_used() -> None:
+def test_a_failure_says_where_and_by_value_how_much_of_the_budget_it_used() -> None:
+    assert failure_of("nan column", PLAIN).where == {"request": 1, "query": 1, "head": 2, "column": 7}
     assert failure_of(TwoPercentScale, WITH_LSE).shares["lse"] > 1
     assert failure_of("one element off", PLAIN).shares["element"] > 1
 
@@ -256,9 +252,6 @@ def test_a_result_that_a_later_call_overwrites_is_stale() -> None:
     record = failure_of(OneBufferForAll, SIDE_EFFECTS)
     assert record.check == Check.STALE_RESULT
     assert record.message.startswith("a later call overwrote the result of an earlier one")
-
-
-def test_one_buffer_is_no_fault_of_a_single_call() -> None:
     assert judged(OneBufferForAll, PLAIN).status is Status.PASS
 
 
@@ -273,11 +266,8 @@ def test_one_buffer_is_no_fault_of_a_single_call() -> None:
 def test_a_refusal_must_be_real(kernel: type, check: Check, said: str) -> None:
     record = failure_of(kernel, REFUSED)
     assert record.check == check and said in record.message
-
-
-def test_a_constructor_may_refuse() -> None:
-    record = judged(RefusesAtOnce, REFUSED)
-    assert (record.status, record.message) == (Status.PASS, "refused: ValueError: no fp16")
+    at_once = judged(RefusesAtOnce, REFUSED)
+    assert (at_once.status, at_once.message) == (Status.PASS, "refused: ValueError: no fp16")
 
 
 def test_a_golden_result_that_is_no_number_is_the_suites_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,19 +283,14 @@ def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPa
     assert record.status is Status.HARNESS_ERROR and "build_problem" in record.message
 
 
-@pytest.mark.parametrize(
-    ("case_id", "said"),
-    [
+def test_what_is_declared_unsupported_does_not_fail() -> None:
+    for case_id, said in (
         ("quant_output_fp8:dims=small;q=[5];lse=0;quant=fp8", "fused e4m3 output not declared"),
         ("dtypes:dims=small;q=[5];dtype=fp64", "dtype torch.float64 not supported"),
-    ],
-)
-def test_what_is_declared_unsupported_does_not_fail(case_id: str, said: str) -> None:
-    record = judged("TORCH_SDPA", case_id)
-    assert (record.status, record.message) == (Status.UNSUPPORTED, said)
-
-
-def test_a_backend_may_write_codes_only_of_a_dtype() -> None:
+    ):
+        record = judged("TORCH_SDPA", case_id)
+        assert (record.status, record.message) == (Status.UNSUPPORTED, said)
+    # Codes only, of one dtype.
     found = {text: judged(WritesCodesOnly, f"lse:dims=small;q=[5]{text}") for text in ("", ";dtype=fp16")}
     assert found[""].message == "unquantised output of torch.bfloat16 not declared"
     assert [record.status for record in found.values()] == [Status.UNSUPPORTED, Status.PASS]
@@ -322,9 +307,8 @@ def test_a_backend_that_cannot_say_what_it_supports_fails() -> None:
     ("answer", "described"),
     [
         ("no fp16", "'no fp16'"),
-        (None, "None"),
         (["no fp16", 3], "a list of str, int"),
-        ((reason for reason in ["no fp16"]), "a value of type generator"),
+        (iter(["no fp16"]), "a value of type list_iterator"),
     ],
 )
 def test_an_answer_that_is_no_list_of_reasons_fails(
@@ -359,13 +343,13 @@ def plain_cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.parametrize("name", ["EAGER", "TORCH_SDPA"])
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(case=plain_cases())
 def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
     record = judge_one(Subject.of(name, CPU), case, CONTEXT)
     assert record.status is Status.PASS and max(record.shares.values()) <= 1, record.message
 
 
-@pytest.mark.parametrize("case_id", [FP8, OUT, SIDE_EFFECTS, EMPTY_ROWS, CHUNKED, WITH_LSE, PLAIN, SQUARE])
-def test_the_base_of_the_wrong_kernels_is_right(case_id: str) -> None:
-    assert judged(Changed, case_id).status is Status.PASS
+def test_the_base_of_the_wrong_kernels_is_right() -> None:
+    for case_id in (FP8, OUT, SIDE_EFFECTS, EMPTY_ROWS, CHUNKED, WITH_LSE, PLAIN, SQUARE):
+        assert judged(Changed, case_id).status is Status.PASS, case_id

@@ -57,12 +57,7 @@ def test_ends_and_edges_are_judged_and_the_choice_is_the_same_every_time(case: s
     last = rows.total - 1
     assert {0, 399, 400, last, 15, 16, 31, 32, 400 + 15, 400 + 16} <= set(rows.numbers)
     assert rows.to_json() == {"rows": 96, "of": 700, "drawn": 60}
-
-
-@pytest.mark.usefixtures("few")
-def test_other_cases_draw_other_rows() -> None:
-    first, second = (choose_rows(build_problem(Case.parse(f"{CASES[0]};seed={seed}"), CPU)) for seed in (1, 2))
-    assert first.numbers != second.numbers
+    assert choose_rows(build_problem(Case.parse(f"{case};seed=1"), CPU)).numbers != rows.numbers
 
 
 @pytest.mark.usefixtures("few")
@@ -82,18 +77,11 @@ def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
     )
     torch.testing.assert_close(found.calls[0].output, found.rows.pick(whole.output), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(found.calls[0].lse, found.rows.pick(whole.lse, dim=1), rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("case", CASES)
-def test_an_honest_kernel_passes_and_the_verdict_says_what_was_judged(case: str) -> None:
-    found = judged(case)
-    assert found.status is Status.PASS and found.sampled == {"rows": 96, "of": 700, "drawn": 60}
+    record = judged(case)
+    assert record.status is Status.PASS and record.sampled == {"rows": 96, "of": 700, "drawn": 60}
 
 
 class WrongRow(EagerPrefillBackend):
-    """One judged row of the second request is wrong."""
-
     row = 415
     value = 1.0
 
@@ -104,23 +92,17 @@ class WrongRow(EagerPrefillBackend):
 
 
 class NanRow(WrongRow):
-    """A row that is not judged holds NaN."""
-
     row = 200
     value = torch.nan
 
 
 @pytest.mark.usefixtures("few")
-def test_a_wrong_row_is_named_by_its_place_in_the_batch() -> None:
+def test_a_wrong_row_is_named_by_its_place_in_the_batch_and_none_may_hold_nan() -> None:
     found = judged(CASES[1], WrongRow)
     assert found.status is Status.FAIL and "request 1, query 15" in found.message
     assert "wrong in 1 of 2 requests, 1 of 96 rows" in found.message
 
-
-@pytest.mark.usefixtures("few")
-def test_no_row_may_hold_nan() -> None:
-    assert choose_rows(build_problem(Case.parse(CASES[1]), CPU)).numbers
-    found = judged(CASES[1], NanRow)
+    found = judged(CASES[1], NanRow)  # in a row that is not judged
     assert found.status is Status.FAIL and "output is nan at request 0, query 200" in found.message
 
 

@@ -16,22 +16,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.flo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_poison_is_not_a_number_in_every_dtype(dtype: torch.dtype) -> None:
+def test_poison_is_not_a_number_and_a_fresh_buffer_is_full_of_it_and_unharmed(dtype: torch.dtype) -> None:
     tensor = poison((3, 5), dtype, CPU)
     assert tensor.dtype == dtype and bool(tensor.float().isnan().all())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_fresh_buffer_is_poisoned_and_unharmed(dtype: torch.dtype) -> None:
     buffer = Guarded.allocate((4, 2, 3), dtype, CPU)
     assert buffer.view.shape == (4, 2, 3) and bool(buffer.view.float().isnan().all())
-    assert buffer.view.is_contiguous() and buffer.overrun() == 0
-
-
-def test_writes_inside_are_no_overrun() -> None:
-    buffer = Guarded.allocate((4, 2, 3), torch.bfloat16, CPU)
     buffer.view.zero_()
-    assert buffer.overrun() == 0
+    assert buffer.view.is_contiguous() and buffer.overrun() == 0
 
 
 @pytest.mark.parametrize("position", [-1024, -1, 24, 24 + 1023])
@@ -40,9 +31,6 @@ def test_a_write_outside_is_counted_on_either_side(position: int) -> None:
     beyond = buffer.view.as_strided((1,), (1,), buffer.view.storage_offset() + position)
     beyond.fill_(0.0)
     assert buffer.overrun() == 2
-
-
-def test_an_empty_buffer_has_guards() -> None:
     assert Guarded.allocate((0, 2, 3), torch.float32, CPU).overrun() == 0
 
 
@@ -52,9 +40,7 @@ def test_a_snapshot_notices_a_write_outside_the_view() -> None:
     assert before.changed() == []
     wide[3, 9] = 1.0
     assert before.changed() == ["view"]
-
-
-def test_a_snapshot_compares_bytes_and_not_values() -> None:
+    # Bytes and not values.
     tensor = torch.tensor([0.0, float("nan")])
     before = Snapshot({"x": tensor})
     assert before.changed() == []

@@ -221,6 +221,18 @@ def wheel(site: Path) -> Path:
     return site / "kernels" / "__init__.py"
 
 
+def test_an_adapter_that_is_listed_to_judge_alike_counts_as_the_one_of_the_certificate() -> None:
+    backend, name = parse_reference("TORCH_SDPA"), "mla_conformance.backends.torch_sdpa"
+    pins = Pins.of(backend, {})
+    earlier, here = msgspec.structs.replace(pins, sources={**pins.sources, name: "earlier"}), pins.sources[name]
+    for listed, against in (([], 1), (["earlier"], 1), ([here], 1), (["earlier", here], 0)):
+        found = compare(earlier, NOTHING_TRACED, backend, alike={name: listed})
+        assert (
+            sum(each.weight is Weight.AGAINST and "torch_sdpa.py was changed" in each.sentence for each in found)
+            == against
+        )
+
+
 def test_a_file_that_was_altered_after_it_was_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

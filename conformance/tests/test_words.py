@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "spec.md")]
 SOURCES = [
@@ -69,15 +67,9 @@ def reading(path: Path) -> Iterator[str]:
     )
 
 
-@pytest.mark.parametrize("phrase", PHRASES)
-def test_no_page_and_no_message_holds_it(phrase: str, texts: dict[Path, str]) -> None:
-    assert [str(path.relative_to(ROOT)) for path, text in texts.items() if phrase in text] == []
-
-
-@pytest.fixture(scope="module")
-def texts() -> dict[Path, str]:
-    """By file, on one line and in lower case."""
-    return {path: " ".join(" ".join(reading(path)).lower().split()) for path in (*PAGES, *SOURCES)}
+def test_no_page_and_no_message_holds_one_of_these_phrases() -> None:
+    texts = {path: " ".join(" ".join(reading(path)).lower().split()) for path in (*PAGES, *SOURCES)}
+    assert [(path.name, phrase) for path, text in texts.items() for phrase in PHRASES if phrase in text] == []
 
 
 def test_the_pages_have_few_words() -> None:

@@ -1,6 +1,6 @@
 """How the errors of a kernel's output elements are spread: in units of their budget, and of the last place."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import product
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, CaseError
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.traits import ErrorSpread
 from mla_conformance.judging.verdict import Nonconformance
 from mla_conformance.roles.table import measure
@@ -40,7 +39,11 @@ def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
 def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any], data: str) -> ErrorSpread | None:
     """Of all elements of the cases of one role, dtype and regime together; None where none is supported."""
     parts = []
-    for case in _cases(role, form, data):
+    for fields in _FIELDS[role]:
+        try:
+            case = Case.of(capability="weights", data=data, **fields, **form)
+        except (CaseError, TypeError):  # a role without a cache, or one that has no such layout
+            break
         try:
             parts.append(_errors(subject, context, case))
         except Nonconformance:
@@ -50,14 +53,6 @@ def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any]
     budget, ulp = (torch.cat(errors) for errors in zip(*parts, strict=True))
     dtype = f"{case.dtype}, {form['cache']} cache" if "cache" in form else case.dtype
     return ErrorSpread(role, dtype, data, len(parts), len(budget), _quantiles(budget), _quantiles(ulp))
-
-
-def _cases(role: Role, form: dict[str, Any], data: str) -> Iterator[Case]:
-    for fields in _FIELDS[role]:
-        try:
-            yield Case.of(capability="weights", data=data, **fields, **form)
-        except (CaseError, TypeError):  # a role without a cache, or one that has no such layout
-            return
 
 
 def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,10 +70,7 @@ def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tenso
     if not measured:
         raise Nonconformance(trial.verdict)
     dtype = torch.float32 if case.role is Role.INDEXER else trial.problem.output_dtype
-    return _shares(measured[0], dtype)
-
-
-def _shares(output: Measured, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    output = measured[0]
     error, counted = (output.got - output.golden).abs(), output.allowed > 0
     return (error / output.allowed)[counted].cpu(), (error / last_place(output.golden, dtype))[counted].cpu()
 

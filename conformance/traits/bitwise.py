@@ -4,7 +4,7 @@ Each question has variants of a case that keep the row's operands. Cases go from
 made smaller, so that a "no" comes with a small counterexample.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -52,22 +52,30 @@ _FIELDS: Mapping[Role, tuple[dict[str, Any], ...]] = {
     ),
 }
 """Cases of each role, from small to large."""
+_CHANGES: Mapping[Question, tuple[str, str, tuple[Any, ...]]] = {
+    Question.SPLITS: ("maxima {} times as large", "inflate", (2, 16, 100)),
+    Question.CHUNKING: ("a workspace of {} tokens", "workspace", (64, 128, 1024)),
+    Question.PAGES: ("other pages, {} of them unused", "spare", (4, 17)),
+    Question.PADDING: ("padding of {}", "pad", (1, 3)),
+    Question.GRAPH: ("replayed from a graph", "capability", ("cuda_graph",)),
+    Question.PHASE: ("every request as a prefill", "decodes", (0,)),
+    Question.RANKS: ("on two ranks", "ranks", (2,)),
+}
+"""Fields that leave a case's operands as they are: what a change is called, the field, and other values of it."""
+_OF_LAYERS = (Question.CHUNKING, Question.PHASE, Question.RANKS)
 
 
 def bases(role: Role) -> tuple[Case, ...]:
-    """The cases whose variants are compared."""
     return tuple(Case.of(capability="batch_invariance", **fields) for fields in _FIELDS[role])
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to call for rows of a case.
+    """Another way to call for rows of a case, in words.
 
     Attributes:
-        what: in words.
-        problem: the call.
         rows: numbers of the rows of the case that its rows are, in their order; all of them, first, where it is None.
-        run: makes the call otherwise than the driver; None for the driver.
+        run: makes the call otherwise than the driver.
         against: what it is compared with, where that is not the case as it is.
     """
 
@@ -78,110 +86,64 @@ class Variant:
     against: Problem | None = None
 
 
-Variants = Callable[[Trial], Iterator[Variant]]
+def variants(trial: Trial, question: Question) -> Iterator[Variant]:
+    """Other ways to call for rows of a trial's case."""
+    if question is Question.REPEATS:
+        yield from (Variant(f"call {number} of the same", trial.problem) for number in range(2, _REPEATS + 1))
+    elif question not in _CHANGES:
+        yield from _regrouped(trial, question)
+    elif question is not Question.GRAPH or trial.subject.device.type == "cuda":
+        yield from _changed(trial, question)
 
 
-def _repeats(trial: Trial) -> Iterator[Variant]:
-    for number in range(2, _REPEATS + 1):
-        yield Variant(f"call {number} of the same", trial.problem)
-
-
-def _regrouped(trial: Trial, what: str, requests: Sequence[int]) -> Iterator[Variant]:
-    """Some of the requests; nothing where a layer's workspace is too small for them."""
-    try:
-        problem = regroup(trial.problem, requests)
-    except ValueError:
-        return
-    yield Variant(what, problem, rows_of(trial.problem.query_start_loc, requests))
-
-
-def _alone(trial: Trial) -> Iterator[Variant]:
-    for request in range(len(trial.case.q)):
-        yield from _regrouped(trial, f"request {request} alone", [request])
-
-
-def _groups(trial: Trial) -> list[list[int]]:
-    """The requests; of a layer those that prefill and those that decode, which stay in this order."""
+def _regrouped(trial: Trial, question: Question) -> Iterator[Variant]:
+    """Some of the requests, or all of them otherwise; not where a layer's workspace is too small for them."""
     everyone = list(range(len(trial.case.q)))
-    if not isinstance(trial.case, LayerCase):
-        return [everyone]
-    return [[each for each in everyone if (each in trial.case.decoding) is decodes] for decodes in (False, True)]
+    groups = [everyone]
+    if isinstance(trial.case, LayerCase):  # those that prefill and those that decode stay in this order
+        groups = [[each for each in everyone if (each in trial.case.decoding) is decodes] for decodes in (False, True)]
+    asked: list[tuple[str, list[int]]]
+    if question is Question.ALONE:
+        asked = [(f"request {request} alone", [request]) for request in everyone]
+    elif question is Question.PLACE:
+        asked = [
+            ("the requests reversed", [request for group in groups for request in group[::-1]]),
+            ("the first request moved to the end", [each for group in groups for each in (*group[1:], *group[:1])]),
+        ]
+    else:
+        asked = [(f"each request {n} times", [each for group in groups for each in group * n]) for n in (2, 8, 33)]
+    for what, requests in asked:
+        try:
+            problem = regroup(trial.problem, requests)
+        except ValueError:
+            continue
+        yield Variant(what, problem, rows_of(trial.problem.query_start_loc, requests))
 
 
-def _places(trial: Trial) -> Iterator[Variant]:
-    groups = _groups(trial)
-    yield from _regrouped(trial, "the requests reversed", [request for group in groups for request in group[::-1]])
-    moved = [request for group in groups for request in (*group[1:], *group[:1])]
-    yield from _regrouped(trial, "the first request moved to the end", moved)
-
-
-def _sizes(trial: Trial) -> Iterator[Variant]:
-    for times in (2, 8, 33):
-        requests = [request for group in _groups(trial) for request in group * times]
-        yield from _regrouped(trial, f"each request {times} times", requests)
-
-
-def _changed(trial: Trial, what: str, **changes: Any) -> Iterator[Variant]:
-    """The case with other fields, which leave its operands as they are; nothing where it cannot have them."""
-    try:
-        case = replace(trial.case, **changes)
-    except (CaseError, TypeError):
-        return
-    if not trial.unsupported(case):
-        yield Variant(what, trial.build(case))
-
-
-def _splits(trial: Trial) -> Iterator[Variant]:
-    for factor in (2, 16, 100):
-        yield from _changed(trial, f"maxima {factor} times as large", inflate=factor)
-
-
-def _chunks(trial: Trial) -> Iterator[Variant]:
-    if isinstance(trial.case, LayerCase):
-        for tokens in (64, 128, 1024):
-            yield from _changed(trial, f"a workspace of {tokens} tokens", workspace=tokens)
-
-
-def _pages(trial: Trial) -> Iterator[Variant]:
-    for spare in (4, 17):
-        yield from _changed(trial, f"other pages, {spare} of them unused", spare=spare)
-
-
-def _padding(trial: Trial) -> Iterator[Variant]:
-    """What is drawn may depend on the padding, so that it is taken away from a padded batch."""
-    everyone = range(len(trial.case.q))
-    for rows in (1, 3):
-        for padded in _changed(trial, f"padding of {rows}", pad=rows):
-            yield replace(padded, against=regroup(padded.problem, everyone))
-
-
-def _graphs(trial: Trial) -> Iterator[Variant]:
-    if trial.subject.device.type == "cuda":
-        for found in _changed(trial, "replayed from a graph", capability="cuda_graph"):
-            yield replace(found, run=_through_a_graph)
+def _changed(trial: Trial, question: Question) -> Iterator[Variant]:
+    """The case with other values of a field; not where it cannot have them, or where that is not supported."""
+    words, name, values = _CHANGES[question]
+    for value in values if isinstance(trial.case, LayerCase) or question not in _OF_LAYERS else ():
+        try:
+            case = replace(trial.case, **{name: value})
+        except (CaseError, TypeError):
+            continue
+        if trial.unsupported(case):
+            continue
+        problem, what = trial.build(case), words.format(value)
+        if question is Question.GRAPH:
+            yield Variant(what, problem, run=_through_a_graph)
+        elif question is Question.PADDING:
+            # What is drawn may depend on the padding, so that it is taken away from a padded batch.
+            yield Variant(what, problem, against=regroup(problem, range(len(trial.case.q))))
+        else:
+            yield Variant(what, problem)
 
 
 def _through_a_graph(backend: Any, problem: Problem) -> Any:
     prepare(backend, problem)
     replay, _ = captured(problem.device, partial(invoke, backend, problem))
     return replay()
-
-
-def _phases(trial: Trial) -> Iterator[Variant]:
-    if isinstance(trial.case, LayerCase):
-        yield from _changed(trial, "every request as a prefill", decodes=0)
-
-
-def _ranks(trial: Trial) -> Iterator[Variant]:
-    if isinstance(trial.case, LayerCase):
-        yield from _changed(trial, "on two ranks", ranks=2)
-
-
-VARIANTS: Mapping[Question, Variants] = {
-    Question.REPEATS: _repeats, Question.ALONE: _alone, Question.PLACE: _places, Question.BATCH_SIZE: _sizes,
-    Question.SPLITS: _splits, Question.CHUNKING: _chunks, Question.PAGES: _pages, Question.PADDING: _padding,
-    Question.GRAPH: _graphs, Question.PHASE: _phases, Question.RANKS: _ranks,
-}  # fmt: skip
 
 
 def bitwise(subject: Subject, context: Context) -> tuple[BitwiseAnswer, ...]:
@@ -217,7 +179,7 @@ def _compared(subject: Subject, context: Context, case: Case, question: Question
     trial, count = Trial(subject, case, context), 0
     trial.require_support()
     first = _values(trial, Variant("", trial.problem))
-    for variant in VARIANTS[question](trial):
+    for variant in variants(trial, question):
         count += 1
         expected = _values(trial, Variant("", variant.against)) if variant.against else first
         if difference := _difference(expected, _values(trial, variant), variant.rows):
@@ -245,15 +207,12 @@ def _difference(first: list[torch.Tensor], other: list[torch.Tensor], rows: torc
         expected = mine[: len(theirs)] if rows is None else mine[rows.to(mine.device)]
         width = min(expected.shape[-1], theirs.shape[-1])
         a, b = expected[..., :width], theirs[: len(expected), ..., :width]
-        differs = (_bits(a) != _bits(b)).flatten(1).any(dim=1)
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+        differs = (a.contiguous().view(whole) != b.contiguous().view(whole)).flatten(1).any(dim=1)
         if bool(differs.any()):
             count, row = int(differs.sum()), int(differs.nonzero()[0])
             return f"{name} differs in {count} of {len(differs)} rows, first in row {row}"
     return ""
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _smallest(subject: Subject, context: Context, case: Case, question: Question, seen: str) -> tuple[Case, str]:

@@ -6,8 +6,7 @@ It writes lines of JSON into a file: what it is about to call and where, then a 
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +14,6 @@ import msgspec
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    import torch
-
     from mla_conformance.cases.case import Case
     from mla_conformance.trials.subject import Subject
 
@@ -67,32 +64,37 @@ def main(told: Sequence[str]) -> None:
     """
     import torch  # not for whoever only reads the lines
 
+    from mla_conformance.backends.platform import describe_device, get_device_capability
     from mla_conformance.cases.case import Case
     from mla_conformance.files.places import search_current_folder
     from mla_conformance.trials.subject import Subject
 
     reference, device, path, most, *ids = told
     with Path(path).open("ab", buffering=0) as file:
-        tell = partial(_tell, file.write)
+
+        def tell(what: Struct) -> None:
+            file.write(msgspec.json.encode(what) + b"\n")
+
+        environment = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda or "")}
         if device == "cuda" and not torch.cuda.is_available():
-            tell(CallsBegin(_versions_of_torch(), unavailable=NO_DEVICE))
+            tell(CallsBegin(environment, unavailable=NO_DEVICE))
             return
         search_current_folder()
         subject = Subject.of(reference, torch.device(device))
-        chosen, begin = _begin(subject, [Case.parse(each) for each in ids], int(most))
-        tell(begin)
+        capability = get_device_capability(subject.device)
+        environment["device"] = describe_device(subject.device)
+        environment["compute_capability"] = str(capability) if capability else ""
+        if subject.unavailable:
+            tell(CallsBegin(environment, unavailable="; ".join(subject.unavailable)))
+            return
+        chosen, unsupported = _chosen(subject, [Case.parse(each) for each in ids], int(most))
+        tell(CallsBegin(environment, subject.versions(), "", tuple(case.id for case in chosen), tuple(unsupported)))
         for case in chosen:
             tell(_called(subject, case))
 
 
-def _tell(write: Callable[[bytes], object], what: Struct) -> None:
-    write(msgspec.json.encode(what) + b"\n")
-
-
-def _begin(subject: "Subject", cases: Iterable["Case"], most: int) -> "tuple[list[Case], CallsBegin]":
-    environment = _versions_of_torch() | _device_facts(subject.device)
-    if subject.unavailable:
-        return [], CallsBegin(environment, unavailable="; ".join(subject.unavailable))
+def _chosen(subject: "Subject", cases: Iterable["Case"], most: int) -> "tuple[list[Case], list[str]]":
+    """The cases that are called, and the ids of those that are not supported here."""
     chosen, unsupported, taken = list["Case"](), list[str](), Counter[tuple[str, str]]()
     for case in cases:
         kind = case.capability, case.role
@@ -103,8 +105,7 @@ def _begin(subject: "Subject", cases: Iterable["Case"], most: int) -> "tuple[lis
             continue
         taken[kind] += 1
         chosen.append(case)
-    ids = tuple(case.id for case in chosen)
-    return chosen, CallsBegin(environment, subject.versions(), "", ids, tuple(unsupported))
+    return chosen, unsupported
 
 
 def _called(subject: "Subject", case: "Case") -> CallEnded:
@@ -119,19 +120,6 @@ def _called(subject: "Subject", case: "Case") -> CallEnded:
     except Exception as failure:  # a constructor may raise, and a lost context makes no inputs
         raised = one_line(failure)
     return CallEnded(case.id, round(time.perf_counter() - began, 2), raised)
-
-
-def _versions_of_torch() -> dict[str, str]:
-    import torch
-
-    return {"torch": str(torch.__version__), "cuda": str(torch.version.cuda or "")}
-
-
-def _device_facts(device: "torch.device") -> dict[str, str]:
-    from mla_conformance.backends.platform import describe_device, get_device_capability
-
-    capability = get_device_capability(device)
-    return {"device": describe_device(device), "compute_capability": str(capability) if capability else ""}
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
+from random import Random
 from typing import Any
 
 import torch
@@ -15,13 +18,16 @@ from mla_conformance.judging.traits import Repeated
 from mla_conformance.judging.verdict import Nonconformance, Status
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
-from mla_conformance.traits.load import load
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 _AT_ONCE = 16
 """Calls whose results are kept until they are compared, so that nothing stands between their launches."""
+_BESIDE = 2
+"""Streams of a GPU, or threads beside a CPU's."""
+_SIZES = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 128, 256)}
+"""Rows of the factors, by turns of chance: each product leaves the kernel other multiprocessors, for another time."""
 
 
 class Surroundings(StrEnum):
@@ -38,9 +44,10 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
     trial = Trial(subject, case, context)
     try:
         trial.require_support()
-        if _writes_only(trial.conforms()):
+        if any(part is None for returned in trial.conforms().returned for part in parts_of(returned.value)):
             return Repeated(failed="its calls write into memory and return nothing to compare")
-        step = partial(launched, trial.backend, trial.problem, calls, _other(trial))
+        other = None if trial.unsupported(trial.case.varied()) else trial.other_problem()
+        step = partial(launched, trial.backend, trial.problem, calls, other)
         differing, *kept = trial.call("repeated calls", step)
     except Nonconformance as failure:
         return Repeated(failed=str(failure))
@@ -49,27 +56,19 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
     return _told(trial, found, numbers, kept) if numbers else found
 
 
-def _writes_only(seen: Observation) -> bool:
-    return any(part is None for returned in seen.returned for part in parts_of(returned.value))
-
-
-def _other(trial: Trial) -> Problem | None:
-    """Another batch for the same instance; None where it does not support that."""
-    return None if trial.unsupported(trial.case.varied()) else trial.other_problem()
-
-
-def launched(backend: Any, problem: Problem, calls: int, other: Problem | None = None) -> tuple[torch.Tensor, ...]:
-    """Make a problem's calls so often, in changing surroundings, and compare.
+def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) -> tuple[torch.Tensor, ...]:
+    """Make a problem's calls so often, between calls of another batch if there is one, and compare.
 
     Returns:
         Numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of all; then
         the tensors of the first call and those of the first that differs.
     """
-    _prepare(backend, problem)
+    for call in problem.calls:
+        call.prepare(backend)
     first, flags, differing = [part.clone() for part in _once(backend, problem)], [], list[torch.Tensor]()
     _wait(problem)
     began = time.perf_counter()
-    with load(problem.device) as more:
+    with _streams(problem.device) if problem.device.type == "cuda" else _threads() as more:
         for results in _blocks(backend, problem, calls, more, other):
             flags += [_differs(first, result) for result in results]
             if not differing and bool(torch.stack(flags[-len(results) :]).any()):
@@ -84,37 +83,32 @@ def _blocks(
     backend: Any, problem: Problem, calls: int, more: Callable[[], None], other: Problem | None
 ) -> Iterator[list[list[torch.Tensor]]]:
     """The results of all calls but the first, block by block, each block in surroundings of its own."""
+
+    def another() -> None:
+        """Another batch's calls, as of an engine's step, then the metadata of this one."""
+        if other is not None:
+            for call in other.calls:
+                call.prepare(backend)
+            _once(backend, other)
+            for call in problem.calls:
+                call.prepare(backend)
+
     before: dict[Surroundings, Callable[[], object]] = {
         Surroundings.NOTHING: lambda: None,
         Surroundings.LOAD: more,
-        Surroundings.OTHER_CALLS: partial(_between, backend, problem, other),
+        Surroundings.OTHER_CALLS: another,
     }
     for start in range(1, calls, _AT_ONCE):
-        first = before[_surroundings(start)]
-        yield [_behind(first, backend, problem) for _ in range(start, min(start + _AT_ONCE, calls))]
+        block = list[list[torch.Tensor]]()
+        for _ in range(start, min(start + _AT_ONCE, calls)):
+            before[_surroundings(start)]()
+            block.append(_once(backend, problem))
+        yield block
 
 
 def _surroundings(number: int) -> Surroundings:
     """Those of a call, counted from 0."""
     return tuple(Surroundings)[(number - 1) // _AT_ONCE % len(Surroundings)]
-
-
-def _between(backend: Any, problem: Problem, other: Problem | None) -> None:
-    """Another batch's calls, as of an engine's step, then the metadata of this one."""
-    if other is not None:
-        _prepare(backend, other)
-        _once(backend, other)
-        _prepare(backend, problem)
-
-
-def _prepare(backend: Any, problem: Problem) -> None:
-    for call in problem.calls:
-        call.prepare(backend)
-
-
-def _behind(before: Callable[[], object], backend: Any, problem: Problem) -> list[torch.Tensor]:
-    before()
-    return _once(backend, problem)
 
 
 def _once(backend: Any, problem: Problem) -> list[torch.Tensor]:
@@ -129,12 +123,8 @@ def _once(backend: Any, problem: Problem) -> list[torch.Tensor]:
 
 def _differs(first: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
     """Whether any bit differs, where the tensors are."""
-    pairs = zip(first, other, strict=True)
-    return torch.stack([(_bytes(mine) != _bytes(theirs)).any() for mine, theirs in pairs]).any()
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+    pairs = ([x.contiguous().view(-1).view(torch.uint8) for x in pair] for pair in zip(first, other, strict=True))
+    return torch.stack([(mine != theirs).any() for mine, theirs in pairs]).any()
 
 
 def _wait(problem: Problem) -> None:
@@ -149,14 +139,46 @@ def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Te
     rows = int(places[0].flatten(1).any(dim=1).sum())
     what = f"{sum(int(each.sum()) for each in places)} elements of {sum(map(torch.numel, first))} in {rows} rows"
     what += f", {_surroundings(numbers[0] - 1)}"
-    verdict = judge(trial.problem, trial.expect(trial.problem), _observed(trial.problem, other), trial.declaration)
+    # The tensors of all calls as the judge takes them; what is merged of them was judged with the first.
+    each, problem = len(other) // len(trial.problem.calls), trial.problem
+    groups = [other[start : start + each] for start in range(0, len(other), each)]
+    values = [group[0] if each == 1 else tuple(group) for group in groups]
+    observed = Observation(tuple(map(Returned, problem.calls, values)), None, ())
+    verdict = judge(problem, trial.expect(problem), observed, trial.declaration)
     wrong = "" if verdict.status is Status.PASS else verdict.message
     return Repeated(found.calls, found.seconds, len(numbers), numbers[0], what, wrong, "", found.deterministic)
 
 
-def _observed(problem: Problem, parts: list[torch.Tensor]) -> Observation:
-    """The tensors of all calls as the judge takes them; what is merged of them was judged with the first."""
-    each = len(parts) // len(problem.calls)
-    groups = [parts[start : start + each] for start in range(0, len(parts), each)]
-    values = [group[0] if each == 1 else tuple(group) for group in groups]
-    return Observation(tuple(map(Returned, problem.calls, values)), None, ())
+@contextmanager
+def _streams(device: torch.device) -> Iterator[Callable[[], None]]:
+    draw, sizes = Random(0), _SIZES["cuda"]
+    factor = torch.full((max(sizes), max(sizes)), 0.5, dtype=torch.bfloat16, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(_BESIDE)]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+    def more() -> None:
+        for stream in streams:
+            size = draw.choice(sizes)
+            with torch.cuda.stream(stream):
+                torch.mm(factor[:size, :size], factor[:size, :size])
+
+    try:
+        yield more
+    finally:
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _threads() -> Iterator[Callable[[], None]]:
+    draw, sizes = Random(0), _SIZES["cpu"]
+    factor, pending = torch.full((max(sizes), max(sizes)), 0.5), list[Future[torch.Tensor]]()
+    with ThreadPoolExecutor(_BESIDE) as pool:
+
+        def more() -> None:
+            pending[:] = [product for product in pending if not product.done()]
+            while len(pending) < _BESIDE:
+                size = draw.choice(sizes)
+                pending.append(pool.submit(torch.mm, factor[:size, :size], factor[:size, :size]))
+
+        yield more

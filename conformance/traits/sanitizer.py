@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from mla_conformance.traits import called
@@ -37,13 +37,7 @@ class ToolUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """The program as it is installed.
-
-    Attributes:
-        path: of it.
-        version: as it says.
-        cuda: version of the CUDA toolkit that it lies in; empty where the toolkit does not tell.
-    """
+    """The program as it is installed, and the version of the CUDA toolkit that it lies in, where that tells."""
 
     path: str
     version: str
@@ -51,11 +45,7 @@ class Tool:
 
     @staticmethod
     def found() -> "Tool":
-        """The one of the search path, or of CUDA's usual folder.
-
-        Raises:
-            ToolUnavailable: there is none, or it does not say which version it is.
-        """
+        """The one of the search path, or of CUDA's usual folder."""
         path = shutil.which(PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
         if not path:
             raise ToolUnavailable(f"{PROGRAM} is not installed here; it comes with the CUDA toolkit")
@@ -66,32 +56,21 @@ class Tool:
         version = re.search(r"\bVersion (\d[\w.]*)", done.stdout)
         if done.returncode or not version:
             raise ToolUnavailable(f"{path} does not say which version it is; {_last_words(done)}")
-        return Tool(path, version[1], _cuda_of(Path(path)))
+        for folder in Path(path).resolve().parents[:3]:  # every toolkit has a file in its first one
+            try:
+                cuda = str(json.loads((folder / "version.json").read_text(encoding="utf-8"))["cuda"]["version"])
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            return Tool(path, version[1], cuda)
+        return Tool(path, version[1])
 
     def __str__(self) -> str:
         return f"{PROGRAM} {self.version}" + (f" of CUDA {self.cuda}" if self.cuda else "")
 
 
-def _cuda_of(path: Path) -> str:
-    """The version in the file that every toolkit has in its first folder."""
-    for folder in path.resolve().parents[:3]:
-        try:
-            return str(json.loads((folder / "version.json").read_text(encoding="utf-8"))["cuda"]["version"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return ""
-
-
 @dataclass(frozen=True)
 class Sanitized:
-    """What became of one case under the tool.
-
-    Attributes:
-        case: its id.
-        errors: what the tool reports.
-        unavailable: why that says nothing; empty if it does.
-        seconds: that the calls took.
-    """
+    """What became of one case, whose calls took so many seconds, or why what the tool reports says nothing of it."""
 
     case: str
     errors: tuple[SanitizerError, ...] = ()
@@ -106,13 +85,7 @@ class Sanitized:
 
 @dataclass(frozen=True)
 class Watched:
-    """What became of a backend under the tool.
-
-    Attributes:
-        begin: with what it was called; None if its process did not come so far.
-        cases: those that were to be called.
-        unavailable: why nothing was; empty otherwise.
-    """
+    """What became of a backend: with what it was called, if its process came so far, or why nothing was called."""
 
     begin: CallsBegin | None = None
     cases: tuple[Sanitized, ...] = ()
@@ -121,15 +94,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Watch:
-    """How a backend is called under the tool.
-
-    Attributes:
-        tool: the program.
-        check: one of :data:`TOOLS`.
-        reference: the backend.
-        device: where.
-        seconds: that a process may take.
-    """
+    """How a backend is called under one of the tool's checks, for so many seconds a process."""
 
     tool: Tool
     check: str
@@ -150,12 +115,11 @@ class Watch:
         found = first.each()
         if len(found) > 1:
             unsure = {each.case for each in found if first.errors or not each.is_clean}
-            found = [self._alone(each.case) if each.case in unsure else each for each in found]
+            for number, (case, again) in enumerate((each.case, each.case in unsure) for each in found):
+                if again:
+                    alone = self._attempt([case], 0)
+                    found[number] = next(iter(alone.each()), Sanitized(case, alone.errors, alone.unavailable))
         return Watched(first.begin, tuple(found))
-
-    def _alone(self, case: str) -> Sanitized:
-        found = self._attempt([case], 0)
-        return next(iter(found.each()), Sanitized(case, found.errors, found.unavailable))
 
     def _attempt(self, cases: Sequence[str], most: int) -> "_Attempt":
         with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
@@ -166,19 +130,19 @@ class Watch:
                 done = _run([*command, self.reference, self.device, str(lines), str(most), *cases], self.seconds)
             except _NotRun as error:
                 return _Attempt(*read_calls(lines), unavailable=str(error))
-            return _attempted(done, output, *read_calls(lines))
+            begin, ended = read_calls(lines)
+            try:
+                errors = errors_of(read_output(output))
+            except UnreadableOutput as error:
+                return _Attempt(begin, ended, unavailable=f"{error}; {_last_words(done)}")
+            complete = begin is not None and len(ended) == len(begin.chosen) and not done.returncode
+            why = "" if complete else f"the calls were not made under it; {_last_words(done)}"
+            return _Attempt(begin, ended, errors, why)
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What one process showed.
-
-    Attributes:
-        begin: what it was to call.
-        ended: the cases that were called.
-        errors: what the tool reports of them all.
-        unavailable: why that it reports nothing says nothing.
-    """
+    """What one process was to call and called, with what the tool reports of all of it."""
 
     begin: CallsBegin | None
     ended: tuple[CallEnded, ...]
@@ -186,32 +150,21 @@ class _Attempt:
     unavailable: str = ""
 
     def each(self) -> list[Sanitized]:
-        """The cases one by one, errors as if each had all of them."""
-        ended = {each.case: each for each in self.ended}
-        return [self._of(case, ended.get(case)) for case in (self.begin.chosen if self.begin else ())]
+        """The cases one by one, errors as if each had all of them.
+
+        Errors count whatever became of the process; that there are none, only of a call that returned.
+        """
+        every, found = {each.case: each for each in self.ended}, list[Sanitized]()
+        for case in self.begin.chosen if self.begin else ():
+            ended = every.get(case)
+            raised = f"the call raised {ended.raised}" if ended and ended.raised else ""
+            why = "" if self.errors else self.unavailable or raised or ("" if ended else "it was not called")
+            found.append(Sanitized(case, self.errors, why, ended.seconds if ended else 0.0))
+        return found
 
     def in_words(self) -> str:
         """Why nothing was called, with what is reported of that."""
         return "; ".join([self.unavailable, *(f"{each.kernel}: {each.cause}" for each in self.errors[:1])])
-
-    def _of(self, case: str, ended: CallEnded | None) -> Sanitized:
-        """Errors count whatever became of the process; that there are none, only of a call that returned."""
-        found = Sanitized(case, self.errors, seconds=ended.seconds if ended else 0.0)
-        if self.errors:
-            return found
-        raised = f"the call raised {ended.raised}" if ended and ended.raised else ""
-        return replace(found, unavailable=self.unavailable or raised or ("" if ended else "it was not called"))
-
-
-def _attempted(
-    done: "subprocess.CompletedProcess[str]", output: Path, begin: CallsBegin | None, ended: tuple[CallEnded, ...]
-) -> _Attempt:
-    try:
-        errors = errors_of(read_output(output))
-    except UnreadableOutput as error:
-        return _Attempt(begin, ended, unavailable=f"{error}; {_last_words(done)}")
-    complete = begin is not None and len(ended) == len(begin.chosen) and not done.returncode
-    return _Attempt(begin, ended, errors, "" if complete else f"the calls were not made under it; {_last_words(done)}")
 
 
 class _NotRun(Exception):

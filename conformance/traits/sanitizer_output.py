@@ -49,11 +49,7 @@ class SanitizerError:
 
 
 def errors_of(text: str) -> tuple[SanitizerError, ...]:
-    """The errors in the tool's XML, the most frequent first; those of the host only where no kernel has any.
-
-    Raises:
-        UnreadableOutput: something else, or a document that was cut off.
-    """
+    """The errors in the tool's XML, the most frequent first; those of the host only where no kernel has any."""
     try:
         root = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
@@ -61,32 +57,32 @@ def errors_of(text: str) -> tuple[SanitizerError, ...]:
     if root.tag != _ROOT:
         raise UnreadableOutput(f"expected XML of {PROGRAM}, whose root is {_ROOT}, got {root.tag}")
     found: dict[tuple[str, str], SanitizerError] = {}
-    for record in _telling(root.findall("record")):
+    # Without what follows from others: after an error of a kernel every call of the host fails.
+    telling = [
+        each
+        for each in root.findall("record")
+        if (_first(each, "kind") in _MEMCHECK or not _TORCHS.search(_place(each, "func")))
+        and not _REFUSALS.search(_first(each, "what/text"))
+    ]
+    for record in [each for each in telling if _first(each, "kind") != "Api"] or telling:
         told = _error(record)
         known = found.get((told.kernel, told.cause))
         found[told.kernel, told.cause] = replace(known, count=known.count + 1) if known else told
     return tuple(sorted(found.values(), key=lambda each: -each.count))
 
 
-def _telling(records: list[ElementTree.Element]) -> list[ElementTree.Element]:
-    """Without what follows from others: after an error of a kernel every call of the host fails."""
-    telling = [each for each in records if _kind(each) in _MEMCHECK or not _TORCHS.search(_place(each, "func"))]
-    telling = [each for each in telling if not _REFUSALS.search(_first(each, "what/text"))]
-    return [each for each in telling if _kind(each) != "Api"] or telling
-
-
-def _kind(record: ElementTree.Element) -> str:
-    return _first(record, "kind")
-
-
 def _error(record: ElementTree.Element) -> SanitizerError:
     kernel = _place(record, "func") or _first(record, "what/api") or _HOST
     said = [_first(record, name) for name in ("what/text", "what/error", "what/result")]
-    told = " ".join([next(filter(None, said), ""), _first(record, "what/type"), *_accesses(record)])
+    race = [_first(record, f"what/{name}/direction").lower() for name in ("source", "destination")]
+    in_words = f"({race[0]} in line {_first(record, 'what/source/where/line')}, {race[1]})" if all(race) else ""
+    told = " ".join([next(filter(None, said), ""), _first(record, "what/type"), in_words])
     path, line = _place(record, "path"), _place(record, "line")
     place = f"{path}:{line}" if path and line else path or _place(record, "module")
     cause = " ".join(_VARYING.sub("…", told).split())[:LONGEST]
-    return SanitizerError(kernel[:LONGEST], cause, place=place, launch=_launch(record))
+    frames = ((_first(frame, "path"), _first(frame, "line")) for frame in record.iterfind("hostStack/frame"))
+    python = (f"{path}:{line}" for path, line in frames if path.endswith(".py") and not _LAUNCHERS.search(path))
+    return SanitizerError(kernel[:LONGEST], cause, place=place, launch=next(python, ""))
 
 
 def _place(record: ElementTree.Element, name: str) -> str:
@@ -94,32 +90,12 @@ def _place(record: ElementTree.Element, name: str) -> str:
     return _first(record, f"where/{name}") or _first(record, f"what/destination/where/{name}")
 
 
-def _accesses(record: ElementTree.Element) -> list[str]:
-    """The two of a race, in words."""
-    both = [_first(record, f"what/{name}/direction").lower() for name in ("source", "destination")]
-    line = _first(record, "what/source/where/line")
-    return [f"({both[0]} in line {line}, {both[1]})"] if all(both) else []
-
-
-def _launch(record: ElementTree.Element) -> str:
-    """The innermost line of Python in the host's stack that is of no launcher."""
-    for frame in record.iterfind("hostStack/frame"):
-        path, line = _first(frame, "path"), _first(frame, "line")
-        if path.endswith(".py") and not _LAUNCHERS.search(path):
-            return f"{path}:{line}"
-    return ""
-
-
 def _first(record: ElementTree.Element, path: str) -> str:
     return (record.findtext(path) or "").strip()
 
 
 def read_output(path: Path) -> str:
-    """The text of a file that the tool was to write.
-
-    Raises:
-        UnreadableOutput: there is none, or more than anybody reads.
-    """
+    """The text of a file that the tool was to write."""
     if not path.exists():
         raise UnreadableOutput(f"{PROGRAM} wrote no output: it may not attach here")
     if path.stat().st_size > _MOST_BYTES:

@@ -105,7 +105,6 @@ class Capability:
 
     @property
     def is_array(self) -> bool:
-        """Whether its cases are the covering array of a role's space."""
         return self.name in SPACES
 
     @property
@@ -114,17 +113,9 @@ class Capability:
         return "graph" if self.captures else "cuda" if self.needs_cuda else ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
-        """The cases of a tier."""
         if tier is Tier.SMOKE:
             return self.smoke
         return self.cases if tier is Tier.FULL else (*self.cases, *nightly_cases(self.name))
-
-
-def _vocabulary() -> Iterator[Capability]:
-    """The entries of the table."""
-    table = (files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8")
-    for name, entry in tomllib.loads(table).items():
-        yield Capability(name, lists=tuple(entry.pop("cases", ())), **entry)
 
 
 def _case_list(name: str) -> Iterable[Fields]:
@@ -163,7 +154,12 @@ def load_lists() -> None:
         lists_of(role)
 
 
-CAPABILITIES: dict[str, Capability] = {entry.name: entry for entry in _vocabulary()}
+CAPABILITIES: dict[str, Capability] = {
+    name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry)
+    for name, entry in tomllib.loads(
+        (files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8")
+    ).items()
+}
 
 
 def counted(space: Space, tier: Tier) -> Iterator[Case]:
@@ -197,22 +193,12 @@ def nightly_cases(capability: str) -> tuple[Case, ...]:
 
 
 def find_capability(name: str) -> Capability:
-    """The entry of this name.
-
-    Raises:
-        CapabilityError: there is none; the message lists the names.
-    """
     if name not in CAPABILITIES:
         raise CapabilityError(f"unknown capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
     return CAPABILITIES[name]
 
 
 def find_tier(name: str) -> Tier:
-    """The tier of this name.
-
-    Raises:
-        CapabilityError: there is none; the message lists the names.
-    """
     if name not in list(Tier):
         raise CapabilityError(f"unknown tier '{name}'; expected one of {', '.join(Tier)}")
     return Tier(name)

@@ -19,11 +19,7 @@ class _CaseFile(msgspec.Struct):
 
 
 def read_case(path: Path) -> Case:
-    """The case of a file that :func:`write_case` wrote.
-
-    Raises:
-        InputError: unreadable, not JSON, no case of this suite, or one with another id than the file says.
-    """
+    """The case of a file that :func:`write_case` wrote."""
     file = decode(read_text(path), _CaseFile, str(path))
     try:
         case = Case.from_json(file.case)
@@ -36,11 +32,7 @@ def read_case(path: Path) -> Case:
 
 
 def read_cases(folder: Path) -> tuple[Case, ...]:
-    """The distinct cases of all ``*.json`` files of a folder, by file name.
-
-    Raises:
-        InputError: no such folder, no case file in it, or a bad one.
-    """
+    """The distinct cases of all ``*.json`` files of a folder, by file name."""
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
     cases = {case.id: case for case in map(read_case, sorted(folder.glob("*.json")))}
@@ -56,9 +48,6 @@ def write_case(path: Path, case: Case, observed: Mapping[str, Any] | None = None
         path: the file.
         case: the case.
         observed: what else is known of the call that it stands for; for people, not read back.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"id": case.id, "case": case.to_json(), **({"observed": observed} if observed else {})}

@@ -1,7 +1,7 @@
 """What the tiers hold: their number of cases and, role by role, the pairs of classes that these reach. No torch."""
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from mla_conformance.cases.covering import Pair, Pairs
 from mla_conformance.cases.fitting import MOST_TRIPLES
@@ -20,28 +20,18 @@ def tier_lines() -> Iterator[str]:
         further = f", and up to {MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
         yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases{further}"
     for space in SPACES.values():
-        yield from (_pairs(space), _triples(space))
-
-
-def _pairs(space: Space) -> str:
-    """The full tier holds every pair that is possible."""
-    smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
-    light = (case for case in listed(space) if work_of(case) <= CPU_WORK)
-    in_smoke, in_light = (len(Pairs(space, map(space.row_of, cases))) for cases in (smoke, light))
-    full = len(_held(space))
-    return (
-        f"  {space.role:<7} {full:,} pairs possible: smoke {in_smoke:,}, full {full:,}, "
-        f"{full - in_light:,} due on a GPU"
-    )
-
-
-def _triples(space: Space) -> str:
-    """Those that are possible two by two; the nightly tier holds more of what a backend declares."""
-    left = Triples(_held(space))
-    possible = len(left)
-    for case in listed(space):
-        left.drop(space.row_of(case))
-    return f"  {'':<7} {possible:,} triples of these: full {possible - len(left):,}"
+        held = _held(space)  # the full tier holds every pair that is possible
+        smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
+        light = (case for case in listed(space) if work_of(case) <= CPU_WORK)
+        in_smoke, in_light = (len(Pairs(space, map(space.row_of, cases))) for cases in (smoke, light))
+        pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_light:,} due on a GPU"
+        yield f"  {space.role:<7} {len(held):,} pairs possible: {pairs}"
+        # Those that are possible two by two; the nightly tier holds more of what a backend declares.
+        left = Triples(held)
+        possible = len(left)
+        for case in listed(space):
+            left.drop(space.row_of(case))
+        yield f"  {'':<7} {possible:,} triples of these: full {possible - len(left):,}"
 
 
 def _held(space: Space) -> Pairs:
@@ -58,16 +48,11 @@ def excluded_lines() -> Iterator[str]:
         yield f"{space.role}: {len(excluded)} pairs excluded"
         for reason, pairs in by_reason.items():
             yield from wrapped(f"{reason}: {len(pairs)} pairs", 2)
-            yield from _partners(pairs)
-
-
-def _partners(pairs: Iterable[Pair]) -> Iterator[str]:
-    """A line for each class, with those that it never meets."""
-    found: dict[ClassOf, list[ClassOf]] = {}
-    for first, second in pairs:
-        found.setdefault(first, []).append(second)
-    for value, others in found.items():
-        yield from wrapped(f"{'='.join(value)} with {', '.join(map('='.join, others))}", 4)
+            partners: dict[ClassOf, list[ClassOf]] = {}
+            for first, second in pairs:
+                partners.setdefault(first, []).append(second)
+            for value, others in partners.items():
+                yield from wrapped(f"{'='.join(value)} with {', '.join(map('='.join, others))}", 4)
 
 
 def wrapped(text: str, indent: int) -> list[str]:
