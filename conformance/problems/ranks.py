@@ -47,7 +47,9 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
 
     @classmethod
     def of(cls, parts: tuple[OfARank, ...]) -> Self:
-        operands = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")}
+        operands: dict[str, Any] = {
+            name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("q", "k", "v")
+        }
         one = parts[0]
         return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
 
