@@ -147,6 +147,10 @@ class Space:
     small: Mapping[str, Sequence[str]]
     _orders: dict[frozenset[str], Sequence[Dimension]] = field(default_factory=dict)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """For hypothesis, which says what it draws from, and would read each lambda's source for that."""
+        printer.text(self.capability)
+
     @cached_property
     def values(self) -> tuple[ClassOf, ...]:
         """Every class of every dimension."""

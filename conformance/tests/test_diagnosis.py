@@ -498,7 +498,7 @@ def test_rounding_is_no_difference_and_a_small_place_is_one() -> None:
 
 
 def test_uncertain_and_too_many_candidates() -> None:
-    one, two, three = candidates(Role.PREFILL)[:3]
+    one, two, three = [*{each.reported: each for each in candidates(Role.PREFILL)}.values()][:3]
     assert describe([], certain=True) == UNLIKE and describe([one, two, three], certain=True) == INDISTINCT
     assert describe([one], certain=False) == f"perhaps {one.reported}"
     assert describe([one, two], certain=True) == f"one of: {one.reported}; or {two.reported}"
