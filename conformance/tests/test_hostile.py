@@ -64,6 +64,8 @@ OTHERWISE = {
     "Scalar": (Check.SHAPE, "expected output of shape [8, 4, 16], got []"),
     "Overrides": (Check.OUTPUT, "output is 0 at "),
 }
+PARTS = ("Interrupts", "Subclass", "Freed", "Dictionary", "Overrides")
+"""Those that are judged of a part of a call as well, one of each kind."""
 NEW_TOKENS = "new_tokens:dims=small;q=[5,3]"
 CONTEXT = Context()
 CHUNKED = "chunked_context:dims=small;q=[5,3];kv=[40,3];workspace=32"
@@ -102,8 +104,9 @@ def test_what_is_left_is_charged_and_undone(name: str, monkeypatch: pytest.Monke
     assert LEFT[name] in record.message
 
 
-@pytest.mark.parametrize("name", OTHERWISE)
-@pytest.mark.parametrize("case", [NEW_TOKENS, CHUNKED])
+@pytest.mark.parametrize(
+    ("name", "case"), [*((name, NEW_TOKENS) for name in OTHERWISE), *((name, CHUNKED) for name in PARTS)]
+)
 def test_what_is_raised_or_returned_is_a_failure_of_the_call(name: str, case: str) -> None:
     check, said = OTHERWISE[name]
     record = judged(name, case)
