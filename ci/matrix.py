@@ -14,7 +14,7 @@ from mla_conformance.certificate.records import read_records, suite_order
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.report.causes import grouped
-from mla_conformance.scoreboard.entry import Entry
+from mla_conformance.scoreboard.board import Entry
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "fixtures" / "records"

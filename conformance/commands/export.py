@@ -14,7 +14,7 @@ from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
 from mla_conformance.certificate.records import is_records, kept_records
-from mla_conformance.commands.replay import case_id
+from mla_conformance.commands.replay import case_id, chosen_failure
 from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine.describe import find_device
 from mla_conformance.engine.explainer import EXPLAINER
@@ -30,7 +30,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.loading import is_report, load_report, report_file
 from mla_conformance.report.terminal import put, say
-from mla_conformance.scoreboard.entry import Entry, KnownFailure
+from mla_conformance.scoreboard.board import Entry, KnownFailure
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
@@ -126,12 +126,7 @@ def _write_issue(options: argparse.Namespace) -> int:
     if options.case or options.backend:
         raise InputError("export: --issue cannot be combined with a case or --backend; the report names both")
     issues = _issues(options.issue)
-    if not issues:
-        raise InputError(f"{options.issue}: expected a report or record with a failure, got none")
-    if not 1 <= options.failure <= len(issues):
-        listed = "; ".join(f"{number}. {issue.title}" for number, issue in enumerate(issues, start=1))
-        raise InputError(f"{options.issue}: expected --failure 1 to {len(issues)}, got {options.failure}: {listed}")
-    text = markdown_of(issues[options.failure - 1])
+    text = markdown_of(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
     if options.out:
         write_output(options.out, text)
     else:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
@@ -28,6 +29,7 @@ from mla_conformance.report.outcome import from_here
 from mla_conformance.report.terminal import columns, say, wrapped
 from mla_conformance.vocabulary.case_files import read_case, write_case
 
+_T = TypeVar("_T")
 PROBABILITY = 0.95
 """With which a race is said to be found."""
 _PATIENCE = 4
@@ -94,18 +96,22 @@ def _replayed(options: argparse.Namespace) -> _Replayed:
     if path is None:
         if not options.backend:
             raise InputError("replay: expected --backend NAME beside a case")
-        after = [case_id(case) for case in options.after]
-        return _Replayed(case_id(options.case), options.backend, after, options.salt or "")
-    found = load_report(path).causes
-    if not found:
-        raise InputError(f"{path}: expected a report with a failure, got none")
-    if number > len(found):
-        listed = "; ".join(f"{number}. {cause.headline}" for number, cause in enumerate(found, start=1))
-        raise InputError(f"{path}: expected --failure 1 to {len(found)}, got {number}: {listed}")
-    failure = found[number - 1].example
+        before = [case_id(case) for case in options.after]
+        return _Replayed(case_id(options.case), options.backend, before, options.salt or "")
+    failure = chosen_failure(path, load_report(path).causes, number, "report", lambda cause: cause.headline).example
     salt = failure.salt if options.salt is None else options.salt
     reference, after = options.backend or failure.reference, options.after or failure.after
     return _Replayed(failure.case, reference, after, salt, failure.confirmed)
+
+
+def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, title: Callable[[_T], str]) -> _T:
+    """What ``--failure`` chooses among the failures of a file, which are counted from 1."""
+    if not found:
+        raise InputError(f"{path}: expected a {what} with a failure, got none")
+    if number > len(found):
+        listed = "; ".join(f"{place}. {title(each)}" for place, each in enumerate(found, start=1))
+        raise InputError(f"{path}: expected --failure 1 to {len(found)}, got {number}: {listed}")
+    return found[number - 1]
 
 
 def case_id(text: str) -> str:

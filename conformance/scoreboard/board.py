@@ -1,20 +1,185 @@
-"""The scoreboard as a value: which record stands for a kernel, what came before it, and what engines make of it.
+"""The scoreboard as a value: its records, what each is worth today, and which one stands for a kernel.
 
 What engines pick on a GPU stands in ``fixtures/engines.toml``, with its sources.
 """
 
+import datetime
+import re
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 
 from msgspec import Struct
 
-from mla_conformance.files.inputs import convert
+from mla_conformance.backends.roles import Role
+from mla_conformance.certificate.certificate import (
+    Finding,
+    Outdated,
+    Shown,
+    read_certificate,
+    read_shown,
+    records_of,
+    shown_of,
+)
+from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
+from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_problems
+from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
+from mla_conformance.files.inputs import InputError, convert
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.summary import RunSummary
-from mla_conformance.scoreboard.entry import ROLES, Entry, RefusedRecord
+from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, role_of, scope_of, total
+from mla_conformance.report.summary import CapabilitySummary, Counts, RunSummary, count_by_capability, summarise
+
+_LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
+_PAIRS = 3
+"""Pairs of classes that are named of those that were not judged."""
+
+
+@dataclass(frozen=True)
+class RefusedRecord:
+    """A file, or a line of one, that is not shown as a record, and why."""
+
+    source: str
+    why: str
+
+
+@dataclass(frozen=True)
+class KnownFailure:
+    reason: str  # the sentence of the expectation that waives them, behind the place where it stands
+    findings: tuple[Finding, ...]  # at least one
+
+    @property
+    def example(self) -> Finding:
+        return min(self.findings, key=lambda finding: (len(finding.case), finding.case))
+
+    @property
+    def links(self) -> list[str]:
+        return [link.rstrip(".,;:") for link in _LINK.findall(self.reason)]
+
+
+@dataclass(frozen=True)
+class Entry:
+    record: Shown  # what of it is shown
+    old: str  # why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that
+    sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
+    not_yet: int = 0  # number of cases that were added to its suite's list since
+
+    @property
+    def versions(self) -> str:
+        return ", ".join(f"{name} {version}" for name, version in self.record.distributions.items()) or "not stated"
+
+    @property
+    def order(self) -> list[int | str]:
+        """Records of a later suite compare greater, then those of a newer library, then later ones."""
+        version = suite_order(next(iter(self.record.distributions.values()), ""))[:_NUMBERS]
+        return [*suite_order(self.record.suite), *version, *[0] * (_NUMBERS - len(version)), self.record.date]
+
+    @cached_property
+    def counts(self) -> Counts:
+        return Counts.of(self._records)
+
+    @property
+    def is_wrong(self) -> bool:
+        return bool(self.counts.failed + self.counts.waived)
+
+    @property
+    def verdict(self) -> str:
+        counts, judged = self.counts, self.counts.verdicts
+        if self.is_wrong:
+            return f"wrong on {counts.failed + counts.waived} of {judged} judged cases"
+        passed = (record.case for record in self._records if record.status is Status.PASS)
+        return f"right on {judged:,} of {counts.listed:,}: {scope_of(passed)}" if judged else "nothing judged"
+
+    @property
+    def state(self) -> str:
+        """Of which suite it is, that this is an old one, if so, and how many of its cases are not yet judged."""
+        if self.old:
+            return f"of suite {self.record.suite}: outdated"
+        return f"suite {self.record.suite}" + (f", {self.not_yet} cases not yet judged" if self.not_yet else "")
+
+    @cached_property
+    def pairs(self) -> JudgedPairs | None:
+        """The pairs of classes that it claims, over all roles; None of an old record, whose suite had other classes."""
+        return None if self.old else total(judged_pairs(self._records, fitted_of(self.record.cases)))
+
+    @property
+    def pairs_in_words(self) -> str:
+        if self.pairs is None:
+            return "pairs of classes not counted: its suite had others"
+        return str(self.pairs) if self.pairs.claimed else "claims no pair of classes"
+
+    @property
+    def unjudged_pairs(self) -> list[str]:
+        """Some of the pairs that are claimed and not judged, and the number of the others; empty if all are judged."""
+        missing = self.pairs.not_judged if self.pairs else ()
+        further = len(missing) - _PAIRS
+        return [*missing[:_PAIRS], *([f"and {further:,} more"] if further > 0 else [])]
+
+    @cached_property
+    def failures(self) -> tuple[KnownFailure, ...]:
+        # By the reason without the place of the entry that says it.
+        groups = grouped(self.record.findings, lambda each: each.expectation.partition(": ")[2] or each.expectation)
+        found = [KnownFailure(reason, tuple(findings)) for reason, findings in groups.items()]
+        return tuple(sorted(found, key=lambda failure: -len(failure.findings)))
+
+    @cached_property
+    def roles(self) -> dict[str, dict[str, CapabilitySummary]]:
+        """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
+        found = {}
+        for role, records in grouped(self._records, lambda record: role_of(record.case)).items():
+            counts = Counts.of(records)
+            if counts.listed > counts.unsupported:
+                summaries = summarise(records, count_by_capability(record.case for record in records))
+                found[role] = {capability.name: capability for capability in summaries}
+        return found
+
+    @cached_property
+    def _records(self) -> list[Record]:
+        return records_of(self.record.backend, self.record.reference, self.record.cases)
+
+
+ROLES = (*map(str, Role), OTHER_ROLE)
+"""The order in which roles are shown."""
+_NUMBERS = 6
+"""Of a version, by which records are in order."""
+
+
+def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
+    """The records of files, and what cannot be taken for one."""
+    found = list[Entry | RefusedRecord]()
+    for path in paths:
+        for line in read_records(path) if is_records(path) else ():
+            found.append(_entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why))
+        found += [] if is_records(path) else [_of_file(path)]
+    entries = [each for each in found if isinstance(each, Entry)]
+    return entries, [each for each in found if isinstance(each, RefusedRecord)]
+
+
+def _of_file(path: Path) -> Entry | RefusedRecord:
+    """One record; of an earlier form it is shown as far as it can be read."""
+    try:
+        return _entry(str(path), KeptRecord(read_certificate(path)))
+    except Outdated as outdated:
+        try:
+            return Entry(read_shown(path), str(outdated))
+        except InputError as error:
+            return RefusedRecord(str(path), f"{outdated} ({error})")
+    except InputError as error:
+        return RefusedRecord(str(path), str(error))
+
+
+def _entry(source: str, kept: KeptRecord) -> Entry | RefusedRecord:
+    certificate = kept.certificate
+    old = age(certificate)
+    against = [problem for problem in problems(certificate, datetime.date.today()) if problem != old]
+    against += sanitized_problems(certificate, kept.sanitized)
+    if against:
+        return RefusedRecord(source, "; ".join(against))
+    return Entry(shown_of(certificate), old, kept.sanitized, len(not_yet_judged(certificate)))
 
 
 class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):

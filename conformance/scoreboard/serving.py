@@ -16,8 +16,7 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model, model_names
 from mla_conformance.report.answers import Group, answers
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.scoreboard.board import Board, Profile
-from mla_conformance.scoreboard.entry import Entry
+from mla_conformance.scoreboard.board import Board, Entry, Profile
 from mla_conformance.version import SUITE_VERSION
 
 _LETTERS = {Status.PASS: "p", Status.UNSUPPORTED: "u", Status.EXPECTED_FAILURE: "w", **dict.fromkeys(FAILED, "w")}

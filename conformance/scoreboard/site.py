@@ -23,8 +23,16 @@ from mla_conformance.report.loading import is_report, load_report
 from mla_conformance.report.pages import VIEW, Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
-from mla_conformance.scoreboard.board import Board, Profile, RankedKernel, is_own_build, profiles
-from mla_conformance.scoreboard.entry import Entry, KnownFailure, read_entries
+from mla_conformance.scoreboard.board import (
+    Board,
+    Entry,
+    KnownFailure,
+    Profile,
+    RankedKernel,
+    is_own_build,
+    profiles,
+    read_entries,
+)
 from mla_conformance.scoreboard.serving import answered, cases_on, require_deployment, served
 from mla_conformance.version import SUITE_VERSION, __version__
 

@@ -6,7 +6,7 @@ import resource
 import signal
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,31 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mla_conformance.backends.eager import EagerPrefillBackend
 
 setattr_ = setattr
+kept: list[object] = []
+"""What would end if nobody held it."""
 
 
 class Hostile(EagerPrefillBackend):
     """EAGER, and something after it."""
 
+    disturb: Callable[[], object] = staticmethod(lambda: None)
+    returned: Callable[[Any, Any], object] = staticmethod(lambda output, lse: (output, lse))
+
     def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output, lse = super().run_prefill_new_tokens(*args, **kwargs)
-        self.disturb()
-        return self.returned(output, lse)
-
-    def disturb(self) -> None: ...
-
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return output, lse
-
-
-class LeavesAutocastOn(Hostile):
-    def disturb(self) -> None:
-        torch.autocast("cpu").__enter__()
-
-
-class LeavesInferenceModeOn(Hostile):
-    def disturb(self) -> None:
-        Hostile.mode = torch.inference_mode()  # type: ignore[attr-defined]
-        Hostile.mode.__enter__()  # type: ignore[attr-defined]
+        type(self).disturb()
+        return type(self).returned(output, lse)
 
 
 class RefusesEverything(TorchFunctionMode):
@@ -55,201 +44,10 @@ class DispatchesNothing(TorchDispatchMode):
         raise RuntimeError("no operation may be dispatched")
 
 
-class LeavesAFunctionMode(Hostile):
-    def disturb(self) -> None:
-        RefusesEverything().__enter__()
-
-
-class LeavesADispatchMode(Hostile):
-    def disturb(self) -> None:
-        DispatchesNothing().__enter__()
-
-
-class LeavesADevice(Hostile):
-    def disturb(self) -> None:
-        torch.device("meta").__enter__()
-
-
-class HidesAMethod(Hostile):
-    def disturb(self) -> None:
-        torch.Tensor.exp = lambda self: self  # type: ignore[method-assign, assignment, return-value]
-
-
-class ReplacesAFunction(Hostile):
-    def disturb(self) -> None:
-        torch.exp = torch.zeros_like  # type: ignore[assignment]
-
-
-class RemovesAFunction(Hostile):
-    def disturb(self) -> None:
-        del torch.nn.functional.softmax
-
-
-class ReplacesNumpy(Hostile):
-    def disturb(self) -> None:
-        np.asarray = np.zeros_like  # type: ignore[assignment]
-
-
-class ReplacesTheInterpreters(Hostile):
-    """Functions by which what was replaced is found."""
-
-    def disturb(self) -> None:
-        for name in ("len", "isinstance", "next", "getattr", "setattr", "zip", "map", "filter", "all", "any", "dict"):
-            setattr_(builtins, name, lambda *_: 0)
-        del builtins.iter
-
-
-class MultipliesRoughly(Hostile):
-    def disturb(self) -> None:
-        torch.set_float32_matmul_precision("medium")
-
-
-class AllowsTF32(Hostile):
-    def disturb(self) -> None:
-        torch.backends.cuda.matmul.fp32_precision = "tf32"
-
-
-class ForbidsTF32OfCudnn(Hostile):
-    def disturb(self) -> None:
-        torch.backends.cudnn.allow_tf32 = False
-
-
-class ChangesThreads(Hostile):
-    def disturb(self) -> None:
-        torch.set_num_threads(torch.get_num_threads() + 1)
-
-
-class FlushesDenormals(Hostile):
-    def disturb(self) -> None:
-        torch.set_flush_denormal(True)
-
-
-class FiltersWarnings(Hostile):
-    def disturb(self) -> None:
-        warnings.filterwarnings("error", message="hostile")
-
-
-class HandlesASignal(Hostile):
-    def disturb(self) -> None:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-
-
-class SetsAnAlarm(Hostile):
-    def disturb(self) -> None:
-        signal.alarm(3600)
-
-
-class LimitsFiles(Hostile):
-    def disturb(self) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
-class LeavesAChild(Hostile):
-    def disturb(self) -> None:
-        self.child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-
-
-class ChangesTheMask(Hostile):
-    def disturb(self) -> None:
-        os.umask(0o7)
-
-
-class Interrupts(Hostile):
-    def disturb(self) -> None:
-        raise KeyboardInterrupt
-
-
-class Generates(Hostile):
-    def disturb(self) -> None:
-        raise GeneratorExit
-
-
-class RaisesItsOwn(Hostile):
-    class Own(BaseException):
-        """Neither has it a text, nor does its class have a name."""
-
-        def __str__(self) -> str:
-            raise KeyboardInterrupt
-
-    def disturb(self) -> None:
-        raise self.Own
-
-
-class RaisesAGroup(Hostile):
-    def disturb(self) -> None:
-        raise BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError("too small")])
-
-
-class RunsOutInAGroup(Hostile):
-    def disturb(self) -> None:
-        raise ExceptionGroup("several", [ValueError("too small"), ExceptionGroup("inner", [MemoryError()])])
-
-
-class Sparse(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return output.to_sparse(), lse
-
-
-class Nested(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return torch.nested.nested_tensor(list(output)), lse
-
-
-class Fake(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return FakeTensorMode().from_tensor(output), lse
-
-
 class Refusing(torch.Tensor):
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         raise RuntimeError("not with me")
-
-
-class Subclass(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return output.as_subclass(Refusing), lse
-
-
-class Quantized(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return torch.quantize_per_tensor(output.float(), 0.1, 0, torch.qint8), lse
-
-
-class Freed(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        output.untyped_storage().resize_(0)
-        return output, lse
-
-
-class Negated(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return torch._neg_view(-output), lse
-
-
-class Meta(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return output.to("meta"), lse
-
-
-class Dictionary(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return {"output": output, "lse": lse}
-
-
-class Generator(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return (tensor for tensor in (output, lse))
-
-
-class Text(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return "output", lse
-
-
-class Scalar(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return output.sum(), lse
 
 
 class OddPair(tuple):
@@ -265,25 +63,92 @@ class OddPair(tuple):
         raise RuntimeError("no item")
 
 
-class Pair(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return OddPair((output, lse))
+class Own(BaseException):
+    """Neither has it a text, nor does its class have a name."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
 
 
-class List(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return [output, lse]
+def replace_the_interpreters() -> None:
+    """Functions by which what was replaced is found."""
+    for name in ("len", "isinstance", "next", "getattr", "setattr", "zip", "map", "filter", "all", "any", "dict"):
+        setattr_(builtins, name, lambda *_: 0)
+    del builtins.iter
 
 
-class Learns(Hostile):
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        return output.requires_grad_(), lse.requires_grad_()
+def entered(mode: Any) -> None:
+    kept.append(mode)
+    mode.__enter__()
 
 
-class Overrides(Hostile):
+def raised(error: BaseException | type[BaseException]) -> None:
+    raise error
+
+
+def freed(output: torch.Tensor, lse: torch.Tensor) -> Any:
+    output.untyped_storage().resize_(0)
+    return output, lse
+
+
+def overridden(output: torch.Tensor, lse: torch.Tensor) -> Any:
     """Wrong, with a method that would say otherwise."""
+    wrong = torch.zeros_like(output)
+    wrong.double = output.double  # type: ignore[method-assign]
+    return wrong, lse
 
-    def returned(self, output: torch.Tensor, lse: torch.Tensor) -> Any:
-        wrong = torch.zeros_like(output)
-        wrong.double = output.double  # type: ignore[method-assign]
-        return wrong, lse
+
+DISTURB: dict[str, Callable[[], object]] = {
+    "LeavesAutocastOn": lambda: entered(torch.autocast("cpu")),
+    "LeavesInferenceModeOn": lambda: entered(torch.inference_mode()),
+    "LeavesAFunctionMode": lambda: entered(RefusesEverything()),
+    "LeavesADispatchMode": lambda: entered(DispatchesNothing()),
+    "LeavesADevice": lambda: entered(torch.device("meta")),
+    "HidesAMethod": lambda: setattr(torch.Tensor, "exp", lambda self: self),
+    "ReplacesAFunction": lambda: setattr(torch, "exp", torch.zeros_like),
+    "RemovesAFunction": lambda: delattr(torch.nn.functional, "softmax"),
+    "ReplacesNumpy": lambda: setattr(np, "asarray", np.zeros_like),
+    "ReplacesTheInterpreters": replace_the_interpreters,
+    "MultipliesRoughly": lambda: torch.set_float32_matmul_precision("medium"),
+    "AllowsTF32": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "ForbidsTF32OfCudnn": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "ChangesThreads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "FlushesDenormals": lambda: torch.set_flush_denormal(True),
+    "FiltersWarnings": lambda: warnings.filterwarnings("error", message="hostile"),
+    "HandlesASignal": lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),
+    "SetsAnAlarm": lambda: signal.alarm(3600),
+    "LimitsFiles": lambda: resource.setrlimit(
+        resource.RLIMIT_FSIZE, (10**6, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+    ),
+    "LeavesAChild": lambda: kept.append(subprocess.Popen(["sleep", "600"], start_new_session=True)),
+    "ChangesTheMask": lambda: os.umask(0o7),
+    "Interrupts": lambda: raised(KeyboardInterrupt),
+    "Generates": lambda: raised(GeneratorExit),
+    "RaisesItsOwn": lambda: raised(Own),
+    "RaisesAGroup": lambda: raised(BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError("too small")])),
+    "RunsOutInAGroup": lambda: raised(
+        ExceptionGroup("several", [ValueError("too small"), ExceptionGroup("inner", [MemoryError()])])
+    ),
+}
+RETURNED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "Sparse": lambda output, lse: (output.to_sparse(), lse),
+    "Nested": lambda output, lse: (torch.nested.nested_tensor(list(output)), lse),
+    "Fake": lambda output, lse: (FakeTensorMode().from_tensor(output), lse),
+    "Subclass": lambda output, lse: (output.as_subclass(Refusing), lse),
+    "Quantized": lambda output, lse: (torch.quantize_per_tensor(output.float(), 0.1, 0, torch.qint8), lse),
+    "Freed": freed,
+    "Negated": lambda output, lse: (torch._neg_view(-output), lse),
+    "Meta": lambda output, lse: (output.to("meta"), lse),
+    "Dictionary": lambda output, lse: {"output": output, "lse": lse},
+    "Generator": lambda output, lse: (tensor for tensor in (output, lse)),
+    "Text": lambda output, lse: ("output", lse),
+    "Scalar": lambda output, lse: (output.sum(), lse),
+    "Pair": lambda output, lse: OddPair((output, lse)),
+    "List": lambda output, lse: [output, lse],
+    "Learns": lambda output, lse: (output.requires_grad_(), lse.requires_grad_()),
+    "Overrides": overridden,
+}
+for name, function in DISTURB.items():
+    globals()[name] = type(name, (Hostile,), {"disturb": staticmethod(function)})
+for name, other in RETURNED.items():
+    globals()[name] = type(name, (Hostile,), {"returned": staticmethod(other)})

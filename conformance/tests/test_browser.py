@@ -22,8 +22,7 @@ from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.html import html
 from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.scoreboard.board import Board, profiles
-from mla_conformance.scoreboard.entry import Entry, RefusedRecord
+from mla_conformance.scoreboard.board import Board, Entry, RefusedRecord, profiles
 from mla_conformance.scoreboard.site import page
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 

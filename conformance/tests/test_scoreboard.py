@@ -22,8 +22,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
 from mla_conformance.roles.topk.space import TOPK
-from mla_conformance.scoreboard.board import Board, profiles
-from mla_conformance.scoreboard.entry import Entry, read_entries
+from mla_conformance.scoreboard.board import Board, Entry, profiles, read_entries
 from mla_conformance.scoreboard.site import page as page_of
 from mla_conformance.tests.test_handed_in import PINS
 from mla_conformance.tests.test_handed_in import certificate as complete
