@@ -14,16 +14,6 @@ _LATENTS_TOO, _VALUES_TOO = ("latent_write",), ("written_values",)
 
 
 @defects("written_values", related=_LATENTS_TOO)
-class _WrittenValues(EagerCacheBackend):
-    def fp8_codes_overflow__behind_latent_entries(self, entries, *, kv_c, k_pe, k_scale):
-        """Values beyond the largest code become NaN."""
-        if self.kv_cache_dtype != "fp8":
-            return entries
-        beyond = (torch.cat((kv_c, k_pe), dim=1).float() / k_scale).abs() > E4M3_MAX
-        return entries.masked_fill(beyond, 0x7F)
-
-
-@defects()
 class _Scales(EagerCacheBackend):
     """Scales of tiles are other ones than they should be."""
 
@@ -33,22 +23,28 @@ class _Scales(EagerCacheBackend):
         scales = self._of(largest)
         return scales, scales
 
-    @but(killed_by="written_values")
+    @but(related=())
     def tile_scale_has_a_floor__of(self, largest):
         """Float32 scales of tiles are 1e-4 at least, as those that are powers of two."""
         least = (largest / E4M3_MAX).clamp(min=1e-4)
         return least.log2().ceil().exp2() if self.tile_scales == "pow2" else least
 
-    @but(killed_by="latent_write")
+    @but(killed_by="latent_write", related=())
     def tile_scale_of_two_rounded_down__of(self, largest):
         """Powers of two are rounded down, so that the largest values saturate."""
         least = (largest / E4M3_MAX).clamp(min=1e-4)
         return least.log2().floor().exp2() if self.tile_scales == "pow2" else least
 
-    @but(killed_by="written_values", related=_LATENTS_TOO)
     def zero_tile_divides_by_zero__of(self, largest):
         """A tile of zeros has the scale 0, and codes that are no numbers."""
         return largest / E4M3_MAX
+
+    def fp8_codes_overflow__behind_latent_entries(self, entries, *, kv_c, k_pe, k_scale):
+        """Values beyond the largest code become NaN."""
+        if self.kv_cache_dtype != "fp8":
+            return entries
+        beyond = (torch.cat((kv_c, k_pe), dim=1).float() / k_scale).abs() > E4M3_MAX
+        return entries.masked_fill(beyond, 0x7F)
 
 
 @defects("latent_write")
@@ -135,26 +131,17 @@ class _LatentWrite(EagerCacheBackend):
         if form.name == "nvfp4_ds_mla":
             raise NotImplementedError(f"unsupported kv_cache_dtype {form.name}")
 
-
-@defects("latent_write")
-class _Entries(EagerCacheBackend):
-    """Bytes of entries of one layout are other ones than they should be."""
-
-    layout: str
-
-    def _tiled(self, keys, form):
-        entries = super()._tiled(keys, form)
-        return self._changed(entries, form) if form.name == self.layout else entries
-
-    @but(layout="nvfp4_ds_mla")
-    def nvfp4_halves_change_places__changed(self, entries, form):
+    def nvfp4_halves_change_places__behind_tiled(self, entries, *, form):
         """Of two codes in a byte the first has the high half."""
+        if form.name != "nvfp4_ds_mla":
+            return entries
         codes, rest = entries.tensor_split([form.code_bytes], dim=1)
         return torch.cat((codes >> 4 | codes << 4, rest), dim=1)
 
-    @but(layout="nvfp4_ds_mla")
-    def nvfp4_rope_scaled_as_a_tile__changed(self, entries, form):
+    def nvfp4_rope_scaled_as_a_tile__behind_tiled(self, entries, *, form):
         """Rotated keys beside NVFP4 codes are divided by a scale that no reader knows."""
+        if form.name != "nvfp4_ds_mla":
+            return entries
         start, stop = form.code_bytes, form.code_bytes + form.plain_bytes
         rope = entries[:, start:stop].contiguous().view(torch.float8_e4m3fn).float() / 6
         return torch.cat((entries[:, :start], rope.to(torch.float8_e4m3fn).view(torch.uint8), entries[:, stop:]), dim=1)

@@ -127,7 +127,7 @@ class _KvCacheFp8(EagerDecodeBackend):
 
     def decode_rope_of_codes_in_single_pages_unscaled__behind_dequantise__entries(self, keys, *, k_scale, kv_cache):
         """In pages of one token, the rope values of codes are taken without their scale."""
-        if (kv_cache.shape[1] == 1) and self.kv_cache_dtype == "fp8":
+        if kv_cache.shape[1] == 1 and self.kv_cache_dtype == "fp8":
             keys[:, self.kv_lora_rank :] /= k_scale
 
     def aiter_no_kernel_bf16q_fp8kv_qlen5__before_attend(self, q):
@@ -141,7 +141,7 @@ class _KvCacheFp8(EagerDecodeBackend):
 
     def decode_codes_scaled_in_first_1024_keys__before_dequantise__entries(self, k_scale, *, tile):
         """With 64 heads or more, only codes of the first 1024 keys are scaled."""
-        return torch.ones_like(k_scale) if (tile.start >= 1024 and self.num_heads >= 64) else k_scale
+        return torch.ones_like(k_scale) if tile.start >= 1024 and self.num_heads >= 64 else k_scale
 
 
 @defects("dcp")

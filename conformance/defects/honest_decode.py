@@ -21,43 +21,40 @@ from mla_conformance.defects.bases import (
 from mla_conformance.defects.steps import but, kernels
 
 
-class SplitTokens(LayeredDecode):
-    """Five splits of a request's tokens, combined by their LSEs."""
-
-    splits = 5
+@kernels()
+class _Splits(LayeredDecode):
     key_tile = 32
+    splits = 5
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
         tiles = list(self._tiles(seq_len))
-        parts = [
-            self._over(tiles[i :: self.splits], q, request, seq_len, kv_cache, k_scale) for i in range(self.splits)
-        ]
+        splits = [tiles[first :: self.splits] for first in range(self.splits)]
+        parts = [self._over(split, q, request, seq_len, kv_cache, k_scale) for split in splits]
         return reduce(joined, map(self._stored, parts))
 
     def _stored(self, state: SoftmaxState) -> SoftmaxState:
         """A split's state as it waits for the others."""
         return state
 
+    class split_tokens:
+        """Five splits of a request's tokens, combined by their LSEs."""
 
-@kernels()
-class _SplitTokens(SplitTokens):
     @but(declaration=declares(Rounding(partial_outputs=Precision.MODEL)))
     def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
         """Splits whose outputs wait in the model's dtype."""
         return stored_in(state, self._model_dtype)
 
 
-class KeysOfTheModel(LayeredDecode):
-    """Codes are dequantised to the model's dtype, and declared so."""
-
+@kernels()
+class _KeysOfTheModel(LayeredDecode):
     declaration = declares(Rounding(dequantised_keys=Precision.MODEL))
 
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
+    class keys_of_the_model:
+        """Codes are dequantised to the model's dtype, and declared so."""
 
-@kernels()
-class _KeysOfTheModel(KeysOfTheModel):
     @but(declaration=declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)))
     def tiny_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""

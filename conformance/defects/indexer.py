@@ -154,7 +154,7 @@ class _OtherIndexer(EagerIndexerBackend):
     @but(killed_by="indexer_combinations")
     def indexer_products_in_half__before_activated__logits(self, dots, *, q):
         """In an fp16 model products of queries and keys are kept in fp16, and saturate."""
-        return dots.clamp(max=65504) if (q.dtype is torch.float16) else dots
+        return dots.clamp(max=65504) if q.dtype is torch.float16 else dots
 
     @but(killed_by="indexer_causal", related=_EARLIER[:2])
     def indexer_gathered_bound_of_the_longest_query__bounds(self):

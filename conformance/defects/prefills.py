@@ -260,7 +260,7 @@ class _ShiftInvariance(EagerPrefillBackend):
     def finite_neg_sentinel_rowmax_zeroes_row__behind_initial__attend(self, state, *, k):
         """The running maximum of the raw scores starts at -5e4, so a row whose scores are all below it underflows to
         0."""
-        return state._replace(maximum=torch.full_like(state.maximum, (-5e4 * self.scale if k.shape[0] else -torch.inf)))
+        return state._replace(maximum=torch.full_like(state.maximum, -5e4 * self.scale if k.shape[0] else -torch.inf))
 
     def masked_key_dominates_finite_mask_value__attend(self, q, k, v, causal):
         """Masked scores are -1e4, which is more than a valid score may be."""

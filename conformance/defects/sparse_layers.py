@@ -106,7 +106,7 @@ class _OtherSparseLayer(EagerSparseLayerBackend):
     @but(killed_by="sparse_layer_caches")
     def sparse_layer_padding_written_to_the_last_slot__behind_latent_slots__write_latents(self, slots, *, kv_cache):
         """Slot -1 of padding is the last slot of the cache."""
-        return slots.where(slots >= 0, (kv_cache.shape[0] * kv_cache.shape[1] - 1))
+        return slots.where(slots >= 0, kv_cache.shape[0] * kv_cache.shape[1] - 1)
 
     @but(killed_by="sparse_layer_conventions", related=("sparse_layer", "sparse_layer_dense_shortcut"))
     def sparse_layer_indexer_rotates_the_layers_pairs__index_rope(self, x, turns):

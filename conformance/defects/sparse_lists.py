@@ -193,7 +193,7 @@ class _SelectionLength(EagerSparseBackend):
 
     def sparse_prefill_lanes_beyond_topk_length__listed__attend(self, source, *, q):
         """The kernel for more than 64 query tokens does not bound its lanes by the lengths of the lists."""
-        return super()._listed(source) if (len(q) <= _TILE) else source.indices != NO_KEY
+        return super()._listed(source) if len(q) <= _TILE else source.indices != NO_KEY
 
     def nan_topk_indices_propagate_to_ima__behind_slots(self, slots, *, source):
         """Whatever a list holds is an address unless it is negative, uninitialised entries behind its length as

@@ -77,9 +77,12 @@ def emulation(
     if isinstance(step, type):
         made = type(part, (step, group), {**about, **attributes})
     else:
-        found = _SITE.fullmatch(site)
-        assert found is not None, site
-        place, *sites = found.groups()
+        said = _SITE.fullmatch(site)
+        if said is None:
+            raise TypeError(
+                f"{step.__qualname__}: expected the site behind a kernel's name, as in kernel__before_method"
+            )
+        place, *sites = said.groups()
         method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
         methods = {method: _standing(lambda: made, place, group, [method, *around], step) if place or around else step}
         methods |= {each: _noting(lambda: made, group, each) for each in around}

@@ -8,15 +8,12 @@ import msgspec
 import pytest
 import torch
 
+from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.defects.honest import HONEST
-from mla_conformance.defects.known import (
-    KnownDefect,
-    known_defects,
-    reported_bugs,
-)
+from mla_conformance.defects.known import DefectError, KnownDefect, defects, known_defects, reported_bugs
 from mla_conformance.defects.report import (
     DefectReport,
     deciding_digest,
@@ -69,6 +66,21 @@ def test_every_honest_kernel_is_judged() -> None:
     rooms = [import_module(f"mla_conformance.defects.{name}") for name in names]
     own = {each for room in rooms for each in vars(room).values() if getattr(each, "__module__", "") == room.__name__}
     assert {each for each in own if isinstance(each, type) and not each.__name__.startswith("_")} <= set(HONEST)
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "killed_by", "said"),
+    [
+        ("odd__behind_finish", lambda self, output, lse, *, colour: None, "lse", "arguments of _finish, got colour"),
+        ("odd", lambda self: None, "lse", "expected the site behind a kernel's name"),
+        ("odd__finish", lambda self, state: None, "colours", "no capability 'colours'"),
+        ("odd__finish", lambda self, state: None, "lse", "expected a docstring"),
+        ("fa4_zero_len_k_hang_nan", type("odd", (), {"__module__": __name__}), "lse", "the id is taken by"),
+    ],
+)
+def test_a_defect_that_is_declared_wrongly_is_refused(name: str, step: object, killed_by: str, said: str) -> None:
+    with pytest.raises((DefectError, TypeError), match=said):
+        defects(killed_by)(type("_Group", (EagerPrefillBackend,), {name: step}))
 
 
 def test_what_is_not_emulated_has_a_reason() -> None:
