@@ -23,17 +23,13 @@ class RaggedBatch:
 
     Attributes:
         chunk_idx: the context chunk that is attended to; None for the new tokens, which attend causally.
-        query_start_loc: [B + 1] int32, on the device.
-        key_start_loc: [B + 1] int32, on the device.
-        query_lens: on the host.
-        key_lens: on the host.
     """
 
     chunk_idx: int | None
-    query_start_loc: Tensor
-    key_start_loc: Tensor
-    query_lens: tuple[int, ...]
-    key_lens: tuple[int, ...]
+    query_start_loc: Tensor  # [B + 1] int32, on the device
+    key_start_loc: Tensor  # [B + 1] int32, on the device
+    query_lens: tuple[int, ...]  # on the host
+    key_lens: tuple[int, ...]  # on the host
 
     @staticmethod
     def new_tokens(metadata: MLACommonPrefillMetadata) -> "RaggedBatch":

@@ -48,18 +48,14 @@ class Rounding:
     With float32 operands every kernel is held to float32 throughout.
 
     Attributes:
-        lse: the row sum.
-        p: P before the second product.
-        partial_outputs: outputs of split keys before they are combined.
         dequantised_keys: keys of a cache of codes, with the values that they hold, after dequantisation.
-        accumulation: sums of products, of q with k and of P with v.
     """
 
-    lse: LseClass = LseClass.EXACT
-    p: Precision = Precision.MODEL
-    partial_outputs: Precision = Precision.FLOAT32
+    lse: LseClass = LseClass.EXACT  # the row sum
+    p: Precision = Precision.MODEL  # P before the second product
+    partial_outputs: Precision = Precision.FLOAT32  # outputs of split keys before they are combined
     dequantised_keys: Precision = Precision.FLOAT32
-    accumulation: Precision = Precision.FLOAT32
+    accumulation: Precision = Precision.FLOAT32  # sums of products, of q with k and of P with v
 
 
 class SelectionOrder(Enum):
@@ -82,19 +78,12 @@ class Ties(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionForm:
-    """How a top-k names the columns that it selects (SPEC 8.7).
+    """How a top-k names the columns that it selects (SPEC 8.7)."""
 
-    Attributes:
-        relative: they count from the row's start, not from the first column of the logits.
-        order: in which they are named.
-        ties: which of equal ones are taken.
-        padding_behind: -1 stands behind all of them, not anywhere.
-    """
-
-    relative: bool = True
-    order: SelectionOrder = SelectionOrder.ANY
-    ties: Ties = Ties.FREE
-    padding_behind: bool = True
+    relative: bool = True  # they count from the row's start, not from the first column of the logits
+    order: SelectionOrder = SelectionOrder.ANY  # in which they are named
+    ties: Ties = Ties.FREE  # which of equal ones are taken
+    padding_behind: bool = True  # -1 stands behind all of them, not anywhere
 
 
 @dataclass(frozen=True)
@@ -110,26 +99,18 @@ class Declaration:
     """Everything an adapter declares.
 
     Attributes:
-        rounding: rounding classes, verified by the judge.
         e4m3_rounding: those that hold instead where q, k and v are e4m3; None if the kernel widens them.
-        selection: how a top-k names what it selects.
-        intermediates: what stands between the steps of preparing index queries and keys.
-        deviations: printed in the report.
-        distributions: names of the installed distributions whose versions belong into the record.
-        emulated: an emulation of a kernel; it is judged but never counts as certified.
-        deterministic: equal calls return equal bits.
-        batch_invariant: a request's bits do not depend on the other requests of its batch.
     """
 
-    rounding: Rounding = field(default_factory=Rounding)
+    rounding: Rounding = field(default_factory=Rounding)  # rounding classes, verified by the judge
     e4m3_rounding: Rounding | None = None
-    selection: SelectionForm = SelectionForm()
-    intermediates: Precision = Precision.FLOAT32
-    deviations: tuple[Deviation, ...] = ()
-    distributions: tuple[str, ...] = ()
-    emulated: bool = False
-    deterministic: bool = True
-    batch_invariant: bool = False
+    selection: SelectionForm = SelectionForm()  # how a top-k names what it selects
+    intermediates: Precision = Precision.FLOAT32  # what stands between the steps of preparing index queries and keys
+    deviations: tuple[Deviation, ...] = ()  # printed in the report
+    distributions: tuple[str, ...] = ()  # names of the installed distributions whose versions belong into the record
+    emulated: bool = False  # an emulation of a kernel; it is judged but never counts as certified
+    deterministic: bool = True  # equal calls return equal bits
+    batch_invariant: bool = False  # a request's bits do not depend on the other requests of its batch
 
     def rounding_of(self, dtype: torch.dtype) -> Rounding:
         """The classes for operands of this dtype."""

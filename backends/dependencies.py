@@ -21,19 +21,12 @@ _UNTRIED = "never tried"
 
 @dataclass(frozen=True)
 class Library:
-    """An importable module and the distribution that brings it.
+    """An importable module and the distribution that brings it."""
 
-    Attributes:
-        module: what the adapter imports.
-        distribution: name on the package index.
-        command: how to install it.
-        note: what a user should know before trying, or empty.
-    """
-
-    module: str
-    distribution: str
-    command: str
-    note: str = ""
+    module: str  # what the adapter imports
+    distribution: str  # name on the package index
+    command: str  # how to install it
+    note: str = ""  # what a user should know before trying, or empty
 
     def missing(self) -> list[str]:
         """Why it is not installed, with the command that installs it; empty if it is. Imports nothing."""

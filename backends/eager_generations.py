@@ -13,14 +13,10 @@ from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 
 
 class EagerPrefillImpl(earlier.MLAPrefillImpl):
-    """The kernel of the earlier generation.
-
-    Attributes:
-        kernel: what computes.
-    """
+    """The kernel of the earlier generation."""
 
     requires_v_padding = False
-    kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend
+    kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend  # what computes
 
     def __init__(self, *, device: torch.device, **sizes: Any) -> None:
         super().__init__(**sizes, device=device)

@@ -19,17 +19,13 @@ _COMMAND = "pip install --no-build-isolation flash-attn"
 
 
 class FlashAttnPrefillBackend(RaggedPrefillBackend):
-    """The family: on Hopper FA3, on Blackwell FA4, elsewhere FA2, and PyTorch's own where nothing is installed.
-
-    Attributes:
-        asked: how a package is asked for the LSE.
-    """
+    """The family: on Hopper FA3, on Blackwell FA4, elsewhere FA2, and PyTorch's own where nothing is installed."""
 
     name = "FLASH_ATTN"
     devices = FROM_AMPERE
     by_device = {9: ("fa3", "fa4", "fa2", "torch"), 10: ("fa4", "fa2", "torch"), 0: ("fa2", "torch", "fa4")}
     takes_head_dims = staticmethod(lambda qk, v: max(qk, v) <= 256)  # padded
-    asked: ClassVar[str] = ""
+    asked: ClassVar[str] = ""  # how a package is asked for the LSE
 
     @classmethod
     def takes(cls, qk_head_dim: int, v_head_dim: int) -> bool:

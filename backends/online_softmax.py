@@ -20,15 +20,10 @@ class SoftmaxState(NamedTuple):
 
 
 class OnlineSoftmax:
-    """What a kernel does with the queries and keys of one request.
+    """What a kernel does with the queries and keys of one request."""
 
-    Attributes:
-        key_tile: keys of one step.
-        scale: softmax scale.
-    """
-
-    key_tile: ClassVar[int] = 128
-    scale: float
+    key_tile: ClassVar[int] = 128  # keys of one step
+    scale: float  # softmax scale
 
     def _initial(self, q: Tensor, v: Tensor) -> SoftmaxState:
         shape = (q.shape[1], q.shape[0])
@@ -72,13 +67,9 @@ class OnlineSoftmax:
 
 
 class LatentSoftmax(OnlineSoftmax):
-    """The same over latents, which are keys and values.
+    """The same over latents, which are keys and values."""
 
-    Attributes:
-        kv_lora_rank: L.
-    """
-
-    kv_lora_rank: int
+    kv_lora_rank: int  # L
     _model_dtype: torch.dtype
 
     def _values(self, keys: Tensor) -> Tensor:

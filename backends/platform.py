@@ -19,13 +19,11 @@ class Devices(NamedTuple):
     """Devices that a kernel runs on.
 
     Attributes:
-        needed: their compute capabilities, for a person.
-        first: the least of them.
         end: the least beyond them; None without one.
     """
 
-    needed: str
-    first: tuple[int, int]
+    needed: str  # their compute capabilities, for a person
+    first: tuple[int, int]  # the least of them
     end: tuple[int, int] | None = None
 
     def include(self, capability: DeviceCapability | None) -> bool:

@@ -29,15 +29,10 @@ class BackendReferenceError(ValueError):
 
 @dataclass(frozen=True)
 class BackendReference:
-    """A backend as the user names it.
+    """A backend as the user names it."""
 
-    Attributes:
-        name: by which it is selected and reported; the class name for a reference to a class.
-        reference: what replays it, and what another process loads it by.
-    """
-
-    name: str
-    reference: str
+    name: str  # by which it is selected and reported; the class name for a reference to a class
+    reference: str  # what replays it, and what another process loads it by
 
     @property
     def variant(self) -> str:

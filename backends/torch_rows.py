@@ -24,15 +24,11 @@ EFFICIENT = (
 
 
 class TorchRows(NamedKernel):
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``; on a GPU another kernel serves the calls.
-
-    Attributes:
-        kernel: which of PyTorch's it is, for the evidence.
-    """
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``; on a GPU another kernel serves the calls."""
 
     name = "TORCH_SDPA"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    kernel: ClassVar[str] = "CPU flash attention"
+    kernel: ClassVar[str] = "CPU flash attention"  # which of PyTorch's it is, for the evidence
     num_heads: int
     scale: float
     kv_lora_rank: int

@@ -32,13 +32,9 @@ def adapter_of(wrapped: Any, adapter: Any, **attributes: Any) -> Any:
 
 
 class AdaptedPrefillBackend(MLAPrefillBackend):
-    """A class whose methods are this generation's, from a package with types of its own.
+    """A class whose methods are this generation's, from a package with types of its own."""
 
-    Attributes:
-        wrapped: the class that is driven.
-    """
-
-    wrapped: ClassVar[Any]
+    wrapped: ClassVar[Any]  # the class that is driven
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:

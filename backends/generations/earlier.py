@@ -37,15 +37,10 @@ class MLAPrefillSelectorConfig(NamedTuple):
 
 @dataclass
 class MLAPrefillBuilderState:
-    """What a backend keeps from one batch's metadata to the next; a backend may derive a class of its own.
+    """What a backend keeps from one batch's metadata to the next; a backend may derive a class of its own."""
 
-    Attributes:
-        workspace_buffer: scratch memory of the kernels.
-        backend_state: anything else, by name.
-    """
-
-    workspace_buffer: Tensor | None = None
-    backend_state: dict[str, Any] = field(default_factory=dict)
+    workspace_buffer: Tensor | None = None  # scratch memory of the kernels
+    backend_state: dict[str, Any] = field(default_factory=dict)  # anything else, by name
 
 
 class MLAPrefillImpl(AttentionSizes, ABC):
@@ -93,13 +88,9 @@ class MLAPrefillImpl(AttentionSizes, ABC):
 
 
 class MLAPrefillBackend(KernelBackend):
-    """What a backend consists of: its kernel's class, its metadata's classes, and the steps that build them.
+    """What a backend consists of: its kernel's class, its metadata's classes, and the steps that build them."""
 
-    Attributes:
-        requires_r1_mla_dimensions: whether the kernel computes DeepSeek-R1's head dims only.
-    """
-
-    requires_r1_mla_dimensions: ClassVar[bool] = False
+    requires_r1_mla_dimensions: ClassVar[bool] = False  # whether the kernel computes DeepSeek-R1's head dims only
 
     @staticmethod
     @abstractmethod

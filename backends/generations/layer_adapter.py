@@ -34,15 +34,10 @@ _DECLARATION = Declaration(distributions=("vllm", "torch"), rounding=Rounding(de
 
 
 class AdaptedLayerBackend:
-    """An attention backend whose computation is split into ``forward_mha`` and ``forward_mqa``.
+    """An attention backend whose computation is split into ``forward_mha`` and ``forward_mqa``."""
 
-    Attributes:
-        wrapped: the class that is driven.
-        tile_scales: what vLLM's writer makes the scales of an ``fp8_ds_mla`` entry.
-    """
-
-    wrapped: ClassVar[Any]
-    tile_scales: ClassVar[str] = "pow2"
+    wrapped: ClassVar[Any]  # the class that is driven
+    tile_scales: ClassVar[str] = "pow2"  # what vLLM's writer makes the scales of an ``fp8_ds_mla`` entry
 
     @classmethod
     def adapt(cls, wrapped: Any) -> type[Self]:

@@ -20,38 +20,24 @@ class ContextChunk:
     """A slice of the cached context of a run of requests.
 
     Attributes:
-        index: position in the plan.
-        request_slice: the requests of the run.
-        token_slice: their query tokens among those of the batch.
-        continuation_token_end: end of the first request's query tokens in the batch.
-        is_continuation: whether an earlier chunk began the first request's context.
-        num_context_tokens: s.
-        query_start_loc: [n + 1] int32, on the device, 0 first.
-        max_query_len: longest query of the run.
-        cu_seq_lens: [n + 1] int32, on the device; delimits the keys of each request.
-        starts: [n] int32, on the device; first context position of each request.
-        max_seq_len: most keys of a request.
-        seq_lens: [n] int32, on the CPU.
-        token_to_seq: [s] int32, on the device; the request of each key, counted from the run's first.
-        all_rows_active: whether every request has queries and keys.
         padded_local_seq_lens: with decode context parallelism only, as all that follows but
             ``num_local_context_tokens``: keys on this rank, padded where ranks share the sequences.
     """
 
-    index: int
-    request_slice: slice
-    token_slice: slice
-    continuation_token_end: int
-    is_continuation: bool
-    num_context_tokens: int
-    query_start_loc: Tensor
-    max_query_len: int
-    cu_seq_lens: Tensor
-    starts: Tensor
-    max_seq_len: int
-    seq_lens: Tensor
-    token_to_seq: Tensor
-    all_rows_active: bool
+    index: int  # position in the plan
+    request_slice: slice  # the requests of the run
+    token_slice: slice  # their query tokens among those of the batch
+    continuation_token_end: int  # end of the first request's query tokens in the batch
+    is_continuation: bool  # whether an earlier chunk began the first request's context
+    num_context_tokens: int  # s
+    query_start_loc: Tensor  # [n + 1] int32, on the device, 0 first
+    max_query_len: int  # longest query of the run
+    cu_seq_lens: Tensor  # [n + 1] int32, on the device; delimits the keys of each request
+    starts: Tensor  # [n] int32, on the device; first context position of each request
+    max_seq_len: int  # most keys of a request
+    seq_lens: Tensor  # [n] int32, on the CPU
+    token_to_seq: Tensor  # [s] int32, on the device; the request of each key, counted from the run's first
+    all_rows_active: bool  # whether every request has queries and keys
     padded_local_seq_lens: list[int] | None = None
     local_context_lens_allranks: list[list[int]] | None = None
     padded_local_cu_seq_lens: Tensor | None = None
@@ -70,19 +56,14 @@ class ChunkedContextMetadata:
     """All chunks of a batch of B requests.
 
     Attributes:
-        context_lens: [B] int32, on the device.
-        workspace: [workspace tokens, L + R], holds a chunk's gathered latents.
-        chunks: in the order in which they are attended to.
-        context_lens_list: the same lengths, on the host.
-        empty_token_slices: query tokens of each request without context.
         dcp_manager: collectives of decode context parallelism; None without.
     """
 
-    context_lens: Tensor
-    workspace: Tensor
-    chunks: list[ContextChunk]
-    context_lens_list: list[int]
-    empty_token_slices: list[slice]
+    context_lens: Tensor  # [B] int32, on the device
+    workspace: Tensor  # [workspace tokens, L + R], holds a chunk's gathered latents
+    chunks: list[ContextChunk]  # in the order in which they are attended to
+    context_lens_list: list[int]  # the same lengths, on the host
+    empty_token_slices: list[slice]  # query tokens of each request without context
     dcp_manager: Any = None
 
 
@@ -92,15 +73,12 @@ class MLACommonPrefillMetadata(metadata.MLACommonPrefillMetadata):
 
     Attributes:
         chunked_context: None when no request has cached context.
-        prefill_backend: the instance that was prepared with this metadata.
-        use_dense_mha: a sparse model's choice of dense attention; never here.
-        topk_mask_workspace: a sparse model's workspace; never here.
     """
 
     chunked_context: ChunkedContextMetadata | None = None  # type: ignore[assignment]
-    prefill_backend: Any = None
-    use_dense_mha: bool = False
-    topk_mask_workspace: Tensor | None = None
+    prefill_backend: Any = None  # the instance that was prepared with this metadata
+    use_dense_mha: bool = False  # a sparse model's choice of dense attention; never here
+    topk_mask_workspace: Tensor | None = None  # a sparse model's workspace; never here
 
 
 class MLAPrefillBackend(PrefillKernelBackend):

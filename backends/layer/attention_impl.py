@@ -129,39 +129,25 @@ class AttentionImpl(ABC, Generic[T]):
     As vLLM reads its process groups, an instance reads :func:`get_dcp_group`.
 
     Attributes:
-        num_heads: query heads on this rank.
-        head_size: elements of a head.
-        scale: softmax scale.
-        can_return_lse_for_decode: whether decode can return the LSE, which merging over ranks needs.
-        need_to_return_lse_for_decode: whether it must.
-        supports_pcp: whether prefill context parallelism is computed.
-        supports_mtp_with_cp_non_trivial_interleave_size: whether several query tokens a request are computed right
-            where ranks take turns of more than one token.
-        supports_quant_query_input: whether the query may come quantised.
-        dcp_group: ranks that share the cached tokens of each sequence.
-        dcp_world_size: how many they are.
-        dcp_rank: this rank among them.
-        pcp_world_size: ranks that share the tokens of a prefill; always 1.
-        pcp_rank: this rank among them.
-        total_cp_world_size: product of the two.
-        total_cp_rank: this rank among all of them.
+        supports_mtp_with_cp_non_trivial_interleave_size: whether several query tokens a request are computed
+            right where ranks take turns of more than one token.
     """
 
-    num_heads: int
-    head_size: int
-    scale: float
-    can_return_lse_for_decode: bool = False
-    supports_pcp: bool = False
+    num_heads: int  # query heads on this rank
+    head_size: int  # elements of a head
+    scale: float  # softmax scale
+    can_return_lse_for_decode: bool = False  # whether decode can return the LSE, which merging over ranks needs
+    supports_pcp: bool = False  # whether prefill context parallelism is computed
     supports_mtp_with_cp_non_trivial_interleave_size: bool = False
-    need_to_return_lse_for_decode: bool = False
-    supports_quant_query_input: bool = False
-    dcp_group: ContextParallelGroup
-    dcp_world_size: int
-    dcp_rank: int
-    pcp_world_size: int = 1
-    pcp_rank: int = 0
-    total_cp_world_size: int
-    total_cp_rank: int
+    need_to_return_lse_for_decode: bool = False  # whether it must
+    supports_quant_query_input: bool = False  # whether the query may come quantised
+    dcp_group: ContextParallelGroup  # ranks that share the cached tokens of each sequence
+    dcp_world_size: int  # how many they are
+    dcp_rank: int  # this rank among them
+    pcp_world_size: int = 1  # ranks that share the tokens of a prefill; always 1
+    pcp_rank: int = 0  # this rank among them
+    total_cp_world_size: int  # product of the two
+    total_cp_rank: int  # this rank among all of them
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """An instance of the present group, whatever its constructor does."""

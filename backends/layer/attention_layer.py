@@ -21,17 +21,11 @@ BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 
 
 class AttentionBackend(ABC):
-    """One way to compute the attention of a layer: its classes, the shape of its cache, and what it supports.
+    """One way to compute the attention of a layer: its classes, the shape of its cache, and what it supports."""
 
-    Attributes:
-        accept_output_buffer: whether the caller allocates the output.
-        supported_dtypes: dtypes of the model.
-        supported_kv_cache_dtypes: cache dtypes by name; empty means any.
-    """
-
-    accept_output_buffer: bool = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    accept_output_buffer: bool = False  # whether the caller allocates the output
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]  # dtypes of the model
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]  # cache dtypes by name; empty means any
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:

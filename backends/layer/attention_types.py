@@ -55,43 +55,24 @@ def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
 
 @dataclass
 class CommonAttentionMetadata:
-    """A batch, before a backend's builder makes its own metadata of it; B requests, T tokens.
+    """A batch, before a backend's builder makes its own metadata of it; B requests, T tokens."""
 
-    Attributes:
-        query_start_loc: [B + 1] int32, on the device; where each request's tokens start.
-        query_start_loc_cpu: the same on the host.
-        seq_lens: [B] int32, on the device; computed and new tokens of each request.
-        num_reqs: B; may count padding.
-        num_actual_tokens: T; may count padding.
-        max_query_len: longest query in tokens.
-        max_seq_len: longest sequence in tokens; may exceed the true one.
-        block_table_tensor: [B, max blocks] int32, on the device.
-        slot_mapping: [T] int64, on the device; -1 for a token that is not stored.
-        causal: whether a token attends to no later one.
-        logits_indices_padded: for layers that prefill only what the logits need.
-        num_logits_indices: how many of these count.
-        encoder_seq_lens: [B], for cross attention.
-        encoder_seq_lens_cpu: the same on the host, a numpy array.
-        dcp_local_seq_lens: [B] int32, on the device; tokens of each sequence on this rank.
-        dcp_local_seq_lens_cpu: the same on the host.
-    """
-
-    query_start_loc: Tensor
-    query_start_loc_cpu: Tensor
-    seq_lens: Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: Tensor
-    slot_mapping: Tensor
-    causal: bool = True
-    logits_indices_padded: Tensor | None = None
-    num_logits_indices: int | None = None
-    encoder_seq_lens: Tensor | None = None
-    encoder_seq_lens_cpu: Any | None = None
-    dcp_local_seq_lens: Tensor | None = None
-    dcp_local_seq_lens_cpu: Tensor | None = None
+    query_start_loc: Tensor  # [B + 1] int32, on the device; where each request's tokens start
+    query_start_loc_cpu: Tensor  # the same on the host
+    seq_lens: Tensor  # [B] int32, on the device; computed and new tokens of each request
+    num_reqs: int  # B; may count padding
+    num_actual_tokens: int  # T; may count padding
+    max_query_len: int  # longest query in tokens
+    max_seq_len: int  # longest sequence in tokens; may exceed the true one
+    block_table_tensor: Tensor  # [B, max blocks] int32, on the device
+    slot_mapping: Tensor  # [T] int64, on the device; -1 for a token that is not stored
+    causal: bool = True  # whether a token attends to no later one
+    logits_indices_padded: Tensor | None = None  # for layers that prefill only what the logits need
+    num_logits_indices: int | None = None  # how many of these count
+    encoder_seq_lens: Tensor | None = None  # [B], for cross attention
+    encoder_seq_lens_cpu: Any | None = None  # the same on the host, a numpy array
+    dcp_local_seq_lens: Tensor | None = None  # [B] int32, on the device; tokens of each sequence on this rank
+    dcp_local_seq_lens_cpu: Tensor | None = None  # the same on the host
     _seq_lens_cpu: Tensor | None = None
     _num_computed_tokens_cpu: Tensor | None = None
     _num_computed_tokens_cache: Tensor | None = None

@@ -9,21 +9,13 @@ from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_
 
 
 class ContextPlan(NamedTuple):
-    """C chunks of the contexts of B prefills; chunk i holds the i-th share of every context.
+    """C chunks of the contexts of B prefills; chunk i holds the i-th share of every context."""
 
-    Attributes:
-        cu_seq_lens: [C, B + 1] int32, on the device; which gathered rows are whose.
-        starts: [C, B] int32, on the device; first token of each request in the chunk.
-        seq_tot: tokens of each chunk.
-        max_seq_lens: longest request of each chunk, in tokens.
-        seq_lens: [C, B] int32, on the host.
-    """
-
-    cu_seq_lens: Tensor
-    starts: Tensor
-    seq_tot: list[int]
-    max_seq_lens: list[int]
-    seq_lens: Tensor
+    cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which gathered rows are whose
+    starts: Tensor  # [C, B] int32, on the device; first token of each request in the chunk
+    seq_tot: list[int]  # tokens of each chunk
+    max_seq_lens: list[int]  # longest request of each chunk, in tokens
+    seq_lens: Tensor  # [C, B] int32, on the host
 
 
 def plan_context(
@@ -72,16 +64,13 @@ class ContextShares(NamedTuple):
     last token is not looked at.
 
     Attributes:
-        cu_seq_lens: [C, B + 1] int32, on the device; which rows of this rank's part are whose.
-        starts: [C, B] int32, on the device; first of this rank's tokens of each request in the chunk.
-        rows: length of the longest part of each chunk.
-        order: of each chunk [tokens] int64, on the device; where each of its tokens lies among the parts of all ranks,
-            requests end to end and each in the order of its positions.
+        order: of each chunk [tokens] int64, on the device; where each of its tokens lies among the parts of all
+            ranks, requests end to end and each in the order of its positions.
     """
 
-    cu_seq_lens: Tensor
-    starts: Tensor
-    rows: list[int]
+    cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which rows of this rank's part are whose
+    starts: Tensor  # [C, B] int32, on the device; first of this rank's tokens of each request in the chunk
+    rows: list[int]  # length of the longest part of each chunk
     order: list[Tensor]
 
 

@@ -41,15 +41,10 @@ def local_token(token: Tensor, sharding: Sharding) -> tuple[Tensor, Tensor]:
 
 
 class ContextParallelGroup(ABC):
-    """Ranks of decode context parallelism, as one of them sees them; all make the same exchanges in the same order.
+    """Ranks of decode context parallelism, as one of them sees them; all make the same exchanges in the same order."""
 
-    Attributes:
-        world_size: W, how many they are.
-        rank: which one this is.
-    """
-
-    world_size: int
-    rank: int
+    world_size: int  # W, how many they are
+    rank: int  # which one this is
 
     @abstractmethod
     def all_gather(self, x: Tensor) -> Tensor:

@@ -17,23 +17,14 @@ from mla_conformance.reference.dimensions import MLADimensions
 
 
 class BatchForm(NamedTuple):
-    """A batch by its lengths.
+    """A batch by its lengths."""
 
-    Attributes:
-        decodes: new tokens of each request that decodes.
-        prefills: new tokens of each request that prefills.
-        padding: rows of padding that count as requests.
-        kv_cache_dtype: layout of the cache.
-        dtype: of the model.
-        dimensions: head dims.
-    """
-
-    decodes: tuple[int, ...]
-    prefills: tuple[int, ...]
-    padding: int
-    kv_cache_dtype: str
-    dtype: torch.dtype
-    dimensions: MLADimensions
+    decodes: tuple[int, ...]  # new tokens of each request that decodes
+    prefills: tuple[int, ...]  # new tokens of each request that prefills
+    padding: int  # rows of padding that count as requests
+    kv_cache_dtype: str  # layout of the cache
+    dtype: torch.dtype  # of the model
+    dimensions: MLADimensions  # head dims
 
 
 def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
@@ -164,16 +155,13 @@ class LayerRequest(NamedTuple):
     """One request of a batch.
 
     Attributes:
-        query_len: new tokens.
-        context_len: tokens computed before.
         block_ids: physical blocks in the order of its tokens, on this rank; may be longer than needed.
-        is_prompt: whether it prefills.
     """
 
-    query_len: int
-    context_len: int
+    query_len: int  # new tokens
+    context_len: int  # tokens computed before
     block_ids: Sequence[int] | np.ndarray
-    is_prompt: bool
+    is_prompt: bool  # whether it prefills
 
 
 def common_metadata(

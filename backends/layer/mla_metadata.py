@@ -21,66 +21,41 @@ class MLACommonMetadata(AttentionMetadata):
     padding is a decode of one token with ``seq_len`` 0. What is no tensor here stays as it is when a graph is replayed.
 
     Attributes:
-        num_prefills: requests that prefill.
-        num_decodes: requests that decode, padding included.
-        num_prefill_tokens: new tokens of the prefills.
-        num_decode_tokens: new tokens of the decodes; without prefills also the rows that pad a graph's batch.
-        prefills_first: whether the prefills come before the decodes or after them.
-        slot_mapping: [T] int64; -1 for a token that is not stored.
-        seq_lens: B lengths, on the host.
-        seq_lens_tensor: [B] int32.
-        query_start_loc: [B + 1] int32.
-        query_lens_cpu: [B] int32, on the host.
-        seq_start_loc: [B + 1] int32, cumulative ``seq_lens``.
-        context_lens_tensor: [B] int32.
-        block_tables: [B, max blocks] int32.
-        max_query_len: longest query of the batch, in tokens.
-        max_decode_query_len: longest query of a decode; 1 without decodes.
-        max_prefill_seq_len: longest sequence of a prefill; 0 without prefills.
         max_decode_seq_len: longest sequence of a decode; 0 without decodes. May exceed the true one.
-        dtype: of the model.
-        use_cuda_graph: whether the batch is padded to run in a captured graph.
-        head_dim: L + R.
-        is_profile_run: whether only the memory that a batch would take is of interest.
         context_plan: the chunks of the prefills' context; None without any.
         context_shares: what of these chunks each rank holds; None on one rank.
-        context_chunk_workspace: [workspace tokens, L + R], bound late.
-        dcp_world_size: ranks that share the sequences' tokens.
-        dcp_rank: this rank.
-        cp_kv_cache_interleave_size: consecutive tokens that a rank keeps.
         dcp_local_seq_lens: [B] int32, tokens on this rank; None on one rank.
-        dcp_local_seq_lens_cpu: the same on the host.
     """
 
-    num_prefills: int
-    num_decodes: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    prefills_first: bool
-    slot_mapping: Tensor
-    seq_lens: list[int]
-    seq_lens_tensor: Tensor
-    query_start_loc: Tensor
-    query_lens_cpu: Tensor
-    seq_start_loc: Tensor
-    context_lens_tensor: Tensor
-    block_tables: Tensor
-    max_query_len: int
-    max_decode_query_len: int
-    max_prefill_seq_len: int
+    num_prefills: int  # requests that prefill
+    num_decodes: int  # requests that decode, padding included
+    num_prefill_tokens: int  # new tokens of the prefills
+    num_decode_tokens: int  # new tokens of the decodes; without prefills also the rows that pad a graph's batch
+    prefills_first: bool  # whether the prefills come before the decodes or after them
+    slot_mapping: Tensor  # [T] int64; -1 for a token that is not stored
+    seq_lens: list[int]  # B lengths, on the host
+    seq_lens_tensor: Tensor  # [B] int32
+    query_start_loc: Tensor  # [B + 1] int32
+    query_lens_cpu: Tensor  # [B] int32, on the host
+    seq_start_loc: Tensor  # [B + 1] int32, cumulative ``seq_lens``
+    context_lens_tensor: Tensor  # [B] int32
+    block_tables: Tensor  # [B, max blocks] int32
+    max_query_len: int  # longest query of the batch, in tokens
+    max_decode_query_len: int  # longest query of a decode; 1 without decodes
+    max_prefill_seq_len: int  # longest sequence of a prefill; 0 without prefills
     max_decode_seq_len: int
-    dtype: torch.dtype
-    use_cuda_graph: bool = False
-    head_dim: int | None = None
-    is_profile_run: bool = False
+    dtype: torch.dtype  # of the model
+    use_cuda_graph: bool = False  # whether the batch is padded to run in a captured graph
+    head_dim: int | None = None  # L + R
+    is_profile_run: bool = False  # whether only the memory that a batch would take is of interest
     context_plan: ContextPlan | None = None
     context_shares: ContextShares | None = None
-    context_chunk_workspace: Tensor | None = None
-    dcp_world_size: int = 1
-    dcp_rank: int = 0
-    cp_kv_cache_interleave_size: int = 1
+    context_chunk_workspace: Tensor | None = None  # [workspace tokens, L + R], bound late
+    dcp_world_size: int = 1  # ranks that share the sequences' tokens
+    dcp_rank: int = 0  # this rank
+    cp_kv_cache_interleave_size: int = 1  # consecutive tokens that a rank keeps
     dcp_local_seq_lens: Tensor | None = None
-    dcp_local_seq_lens_cpu: Tensor | None = None
+    dcp_local_seq_lens_cpu: Tensor | None = None  # the same on the host
     _cached_prefill_metadata: MLACommonPrefillMetadata | None = None
     _cached_decode_metadata: MLACommonDecodeMetadata | None = None
 

@@ -1,4 +1,4 @@
-"""Indexers: EAGER's refusals, and DeepGEMM's adapter against a stand-in that follows DeepGEMM's kernels."""
+"""Indexers: EAGER's refusals, and DeepGEMM's and LMDeploy's adapters against stand-ins that follow their kernels."""
 
 from typing import Any
 
@@ -10,7 +10,9 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployTopKBackend
 from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.kv_cache import write_entries
 
@@ -143,6 +145,66 @@ def test_deep_gemm_is_called_as_it_documents(queries: tuple[int, ...], paged: bo
     seen = expected != -torch.inf
     assert found.shape == expected.shape == (sum(queries), 150) and bool(seen[0].any())
     torch.testing.assert_close(found[seen], expected[seen], rtol=1e-4, atol=1e-3)
+
+
+@pytest.fixture
+def lmdeploy(recorded: Any, installed: Any, monkeypatch: Any) -> None:
+    """A kernel a module, as on a GPU."""
+    folder = "lmdeploy/pytorch/kernels/cuda"
+    for adapter in (LmdeployTopKBackend, LmdeployIndexerBackend):
+        monkeypatch.setattr(adapter, "supports_compute_capability", lambda *_: True)
+    for module, name, call in (("bitonic_topk", "bitonic_topk", _topk), ("ds_index", "fp8_index", _scores)):
+        function = recorded("lmdeploy 0.18.0", f"{folder}/{module}.py:{name}", call)
+        installed(f"{folder}/{module}".replace("/", "."), **{name: function})
+
+
+def _topk(a: Any) -> torch.Tensor:
+    """The largest first, of those above a threshold."""
+    scores, lengths, k = a["scores"], a["kv_seqlens"], a["k"]
+    assert scores.is_contiguous() and len(lengths) == len(scores)
+    seen = scores.masked_fill(torch.arange(scores.shape[1]) >= lengths[:, None], -torch.inf)
+    best = torch.nn.functional.pad(seen, (0, k), value=-torch.inf).topk(k)
+    return best.indices.masked_fill(best.values <= -1e6, -1).int()
+
+
+def _scores(a: Any) -> torch.Tensor:
+    """Of each row those up to its own token, -inf behind; nothing further than the request's last."""
+    codes, scales, start = a["k_cache"], a["k_s_cache"], a["cu_seqlen_q"].tolist()
+    assert codes.shape[1:] == (PAGE, DIM) and codes.stride(1) == DIM and scales.shape == codes.shape[:2]
+    assert a["causal"] and a["q"].stride(-1) == 1 and len(a["k_seqlens"]) == len(start) - 1
+    assert a["max_q_seqlen"] == 1 or len(a["q"]) != len(a["k_seqlens"])
+    out = torch.full((len(a["q"]), a["max_k_seqlen"]), torch.nan)
+    for request, length in enumerate(a["k_seqlens"].tolist()):
+        table = a["block_offset"][request, : -(-length // PAGE)].long()
+        keys = (codes[table].float() * scales[table].unsqueeze(-1)).flatten(0, 1)[:length]
+        for row in range(start[request], start[request + 1]):
+            found = torch.einsum("h,hs->s", a["q_s"][row], (a["q"][row].float() @ keys.mT).relu())
+            found[length - start[request + 1] + row + 1 :] = -torch.inf
+            out[row, :length] = found
+    return out
+
+
+@pytest.mark.usefixtures("lmdeploy")
+def test_lmdeploys_top_k_is_called_as_its_source_says() -> None:
+    backend = LmdeployTopKBackend(None)
+    backend.prepare_metadata(TopKMetadata(torch.tensor([0, 5, 90], dtype=torch.int32), None, 90))
+    wide = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
+    found = backend.run_top_k_per_row(wide[:, :100], 8)
+    assert found[0].tolist() == [-1] * 8 and found[1, 5:].tolist() == [-1] * 3
+    assert found[1, :5].tolist() == wide[1, :5].argsort(descending=True).tolist()
+    assert found[2].tolist() == wide[2, :90].argsort(descending=True)[:8].tolist()
+
+
+@pytest.mark.usefixtures("lmdeploy")
+@pytest.mark.parametrize("queries", [(1, 3), (1, 1), (2, 0)])
+def test_lmdeploys_indexer_is_called_as_its_source_says(queries: tuple[int, ...]) -> None:
+    given = operands(queries, True)
+    kernels = [prepared(kernel, queries, True) for kernel in (LmdeployIndexerBackend, EagerIndexerBackend)]
+    found, expected = (kernel.run_index_logits(**given) for kernel in kernels)
+    seen = expected != -torch.inf
+    torch.testing.assert_close(found[seen], expected[seen], rtol=1e-4, atol=1e-3)
+    best, wanted = (kernel.run_index_topk(**given, topk_tokens=16).sort().values for kernel in kernels)
+    assert torch.equal(best, wanted)
 
 
 @pytest.mark.parametrize(
