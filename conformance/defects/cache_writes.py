@@ -39,13 +39,6 @@ class _Scales(EagerCacheBackend):
         """A tile of zeros has the scale 0, and codes that are no numbers."""
         return largest / E4M3_MAX
 
-    def fp8_codes_overflow__behind_latent_entries(self, entries, *, kv_c, k_pe, k_scale):
-        """Values beyond the largest code become NaN."""
-        if self.kv_cache_dtype != "fp8":
-            return entries
-        beyond = (torch.cat((kv_c, k_pe), dim=1).float() / k_scale).abs() > E4M3_MAX
-        return entries.masked_fill(beyond, 0x7F)
-
 
 @defects("latent_write")
 class _LatentWrite(EagerCacheBackend):
@@ -121,6 +114,14 @@ class _LatentWrite(EagerCacheBackend):
     def fp8_written_without_its_scale__before_latent_entries(self, k_scale):
         """Codes of an fp8 cache are of the values as they are."""
         return torch.ones_like(k_scale)
+
+    @but(killed_by="written_values", related=_LATENTS_TOO)
+    def fp8_codes_overflow__behind_latent_entries(self, entries, *, kv_c, k_pe, k_scale):
+        """Values beyond the largest code become NaN."""
+        if self.kv_cache_dtype != "fp8":
+            return entries
+        beyond = (torch.cat((kv_c, k_pe), dim=1).float() / k_scale).abs() > E4M3_MAX
+        return entries.masked_fill(beyond, 0x7F)
 
     def one_scale_for_all_tiles__behind_largest(self, largest):
         """All tiles of an entry get the scale of the largest value in it."""
