@@ -9,7 +9,6 @@ from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
-from unittest.mock import patch
 
 import torch
 
@@ -41,9 +40,17 @@ class InterpretedLibrary(Library):
         triton = sys.modules.get("triton")
         if triton is not None and type(triton.language.sum).__name__ != "InterpretedFunction":
             raise ImportError("Triton was imported before, to compile; its kernels are interpreted in another process")
-        with patch.dict(os.environ, ENVIRONMENT):
+        before = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)
+        try:
             import_module("triton.experimental.gluon")  # else imported at the first call
             return super().load()
+        finally:  # these alone: what the library sets stays
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class InterpretedKernel(LibraryKernel):

@@ -1,5 +1,7 @@
 """The registry: class paths, overrides, and errors that name what exists."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,3 +84,18 @@ def test_custom_must_be_registered_first_by_a_function_that_there_is(enum: Any) 
 def test_a_path_that_leads_nowhere_is_an_import_error(path: str, said: str) -> None:
     with pytest.raises(ImportError, match=said):
         resolve_obj_by_qualname(path)
+
+
+CHECK = """
+import sys
+from mla_conformance.backends.references import known_variants, parse_reference
+from mla_conformance.backends.registry import MLAPrefillBackendEnum
+assert [parse_reference(each.name) for each in known_variants()] == known_variants()
+assert MLAPrefillBackendEnum["FLASH_ATTN"].get_path().endswith("FlashAttnPrefillBackend")
+print("torch" in sys.modules)
+"""
+
+
+def test_checking_references_imports_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")
