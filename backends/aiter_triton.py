@@ -6,11 +6,18 @@ Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/mla.py``: ``mla
 
 import os
 from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 from unittest.mock import patch
 
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import JOINS_Q, PAGE_AT_ONCE, RETURNS_NO_LSE, UNIFORM_BATCH, declared, further
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import FROM_AMPERE
 
 PAGES: list[int | MultipleOf] = [16, 32, 64]
 """Page sizes, which are the kernels' tiles of keys."""

@@ -3,9 +3,13 @@
 Written for ROCm/aiter at e4048607, ``aiter/ops/triton/attention/unified_attention_sparse_mla.py``.
 """
 
+import torch
+from torch import Tensor
+
 from mla_conformance.backends.aiter_triton import PAGES, InterpretedAiter, aiter_library
 from mla_conformance.backends.interpreted import interpreted
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import COMPUTES_NO_LSE, UNIFORM_BATCH, LibraryKernel, declared
+from mla_conformance.backends.platform import FROM_AMPERE
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 

@@ -5,12 +5,18 @@ codes and nothing else, so new tokens with an output scale are all that it compu
 """
 
 import inspect
+from typing import Any
 
-from mla_conformance.backends.conversions import RaggedBatch, blank_lse, blank_output, rows_that_count
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, rows_that_count
 from mla_conformance.backends.cudnn_graph import CUDNN, SCALES, Key, execute, lengths, offsets
+from mla_conformance.backends.declaration import Deviation, Precision, Rounding
 from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import declared
+from mla_conformance.backends.platform import FROM_HOPPER, HOPPER
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 

@@ -4,11 +4,15 @@ Per-request lengths and element offsets are data, the longest lengths and all st
 key lengths of a causal call are equal, so top-left and bottom-right alignment are the same mask.
 """
 
+from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.dependencies import Library, extra
 
 CUDNN = Library("cudnn", "nvidia-cudnn-frontend", extra("cudnn"))
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")

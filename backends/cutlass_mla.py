@@ -3,10 +3,15 @@
 It always computes 128 heads. Its LSE is natural, [B, 128]; how it splits keys it decides itself.
 """
 
+import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.packaged import LSE_INFINITE, LSE_TOKENS_FIRST, ONE_TOKEN_EACH, PACKS_TABLE, declared
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import BLACKWELL
 
 _OPERATOR = "sm100_cutlass_mla_decode"
 _HEADS, _PAGE, _AUTOMATIC = 128, 128, -1

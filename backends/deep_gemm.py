@@ -5,8 +5,17 @@ wheel of vLLM carries it, which calls torch by its stable interface alone: writt
 as ``vllm/utils/deep_gemm.py`` calls it.
 """
 
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.indexer import MLAIndexerBackend, bounds_of, check_index_call
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import NEW_SCHEDULE, LibraryKernel, declared
+from mla_conformance.backends.platform import HOPPER
 
 _PAGE, _NOTE = 64, "it compiles at the first call and needs nvcc"
 _OTHERS = (

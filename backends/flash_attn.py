@@ -5,8 +5,16 @@ flash_attn_interface), ``fa4`` the package flash-attn-4. All of them mask bottom
 natural float32 LSE [N, T].
 """
 
-from mla_conformance.backends.conversions import RaggedBatch, blank_lse, pad_head_dim
-from mla_conformance.backends.packaged import *
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, blank_lse, pad_head_dim
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.packaged import COPIES, FP22_SUMS, LSE_INFINITE, NO_OUT, declared
+from mla_conformance.backends.platform import FROM_AMPERE, HOPPER
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _OF_FA2 = (

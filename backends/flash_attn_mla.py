@@ -7,9 +7,17 @@ sglang-kernel, ``vllm`` the fork inside vLLM. None of them has run under this su
 
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
-from mla_conformance.backends.packaged import *
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.dependencies import Library
+from mla_conformance.backends.packaged import COPIES, PARTS_CACHE, UNIFORM_BATCH, declared
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import HOPPER
 
 _BUILD = "build FlashAttention's folder hopper with paged KV and the head dims (64, 512)"
 _NEEDED = {

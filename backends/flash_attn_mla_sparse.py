@@ -4,8 +4,13 @@ Each query token is a request whose block table is its list. Written for vLLM 0.
 ``vllm/v1/attention/backends/mla/flashattn_mla_sparse.py`` drives its fork of FlashAttention, for prefills and decodes.
 """
 
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.flash_attn_mla import FlashAttnMLAvLLM
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import COPIES, PARTS_BOTH, UNIFORM_BATCH, LibraryKernel, declared
+from mla_conformance.backends.platform import HOPPER
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed, packed
 

@@ -5,9 +5,16 @@ keeps it behind ``use_legacy``. Which build it is, its functions' parameters tel
 """
 
 import inspect
+from typing import Any
 
-from mla_conformance.backends.packaged import *
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.packaged import JOINS_Q, LSE_INFINITE, NEW_SCHEDULE, UNIFORM_BATCH, declared
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import HOPPER
 
 FORK = Library(
     "flash_mla", "sgl-flash-mla", extra("flashmla"), "it asks for torch 2.14.1 and runs on 2.11 with --no-deps too"

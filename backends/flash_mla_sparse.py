@@ -4,9 +4,19 @@ A decode reads codes, those of V3.2 or of V4, a prefill plain gathered keys. Dee
 Hopper in its release of 2026-09-30; the fork on the package index keeps them behind ``use_legacy``.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import layout_of
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.flash_mla import FORK, is_fork
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import NEW_SCHEDULE, UNIFORM_BATCH, LibraryKernel, declared, further
+from mla_conformance.backends.platform import HOPPER, DeviceCapability
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 _V32, _V4 = "fp8_ds_mla", "fp8_v4"

@@ -4,10 +4,17 @@ Written for 0.6.13, whose LSE is base 2 and [T, N] and whose infinity is 5e4, an
 """
 
 import inspect
+from typing import Any, ClassVar
 
-from mla_conformance.backends.conversions import RaggedBatch, blank_lse, pad_head_dim
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, natural_heads_first, pad_head_dim
+from mla_conformance.backends.declaration import LseClass, Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import COPIES, FP22_SUMS, LSE_OF_ROUNDED_P, PARTIAL_OUTPUTS, declared, further
+from mla_conformance.backends.platform import BLACKWELL, FROM_AMPERE, HOPPER
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 FLASHINFER = Library("flashinfer", "flashinfer-python", extra("flashinfer"))

@@ -5,12 +5,28 @@ an e4m3 cache on Hopper.
 """
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import aligned, starts_of
+from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import (
+    COPIES,
+    LSE_OF_ROUNDED_P,
+    LSE_TO_BASE_2,
+    PARTIAL_OUTPUTS,
+    PARTS_CACHE,
+    UNIFORM_BATCH,
+    declared,
+    further,
+)
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import FROM_AMPERE, HOPPER, DeviceCapability
 
 _LIBRARY = Library("flashinfer.mla", "flashinfer-python", extra("flashinfer"))
 

@@ -3,9 +3,13 @@
 Written for 0.7.2. No device with compute capability 10 was at hand: what is checked is how the function is called.
 """
 
+import torch
+from torch import Tensor
+
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import LSE_TO_BASE_2, UNIFORM_BATCH, LibraryKernel, declared
+from mla_conformance.backends.platform import BLACKWELL
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed, packed
 

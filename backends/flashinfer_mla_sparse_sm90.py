@@ -4,9 +4,25 @@ Each query token is a request whose pages are the slots of its list. Written for
 lists are counted on the host, since that is where the wrapper plans.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import aligned, starts_of
+from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import (
+    COPIES,
+    LSE_TO_BASE_2,
+    PARTIAL_OUTPUTS,
+    PARTS_BOTH,
+    LibraryKernel,
+    declared,
+)
+from mla_conformance.backends.platform import HOPPER, DeviceCapability
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed
 

@@ -6,9 +6,14 @@ materialises the scores in float32, so there every request has a call of its own
 
 from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import NO_OUT, declared
+from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _COMPILED_SHAPES = 512

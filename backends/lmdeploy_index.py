@@ -4,11 +4,20 @@ Written for LMDeploy 0.18.0, ``lmdeploy/pytorch/kernels/cuda``: ``dsa_indexer_pr
 its engine takes where DeepGEMM is missing, and ``bitonic_topk.py``.
 """
 
-from mla_conformance.backends.declaration import SelectionForm, SelectionOrder
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.declaration import Precision, Rounding, SelectionForm, SelectionOrder
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.indexer import MLAIndexerBackend, bounds_of, check_index_call
 from mla_conformance.backends.interpreted import interpreted
 from mla_conformance.backends.lmdeploy_triton import DISTRIBUTIONS, InterpretedLmdeploy, lmdeploy_library
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import LibraryKernel, declared
+from mla_conformance.backends.platform import FROM_AMPERE, FROM_HOPPER, DeviceCapability
 from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 

@@ -7,10 +7,22 @@ Written for LMDeploy 0.18.0, ``lmdeploy/pytorch/kernels/cuda``: ``flashattention
 from importlib import import_module
 from types import ModuleType
 
+import torch
+from torch import Tensor
+
 from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import (
+    JOINS_Q,
+    ONE_TOKEN_EACH,
+    PAGE_AT_ONCE,
+    RETURNS_NO_LSE,
+    RETURNS_NO_LSE_OF_CHUNKS,
+    declared,
+)
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import FROM_AMPERE
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 DISTRIBUTIONS = "lmdeploy triton"

@@ -1,7 +1,7 @@
 """What adapters of libraries have in common, whatever their role: packages, variants, evidence, refusals.
 
-An adapter is a table, the attributes of its class, and a function that calls its library; ``from packaged import *``
-has what both are written with. A variant is a subclass of what differs.
+An adapter is a table, the attributes of its class, and a function that calls its library. A variant is a subclass of
+what differs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -9,26 +9,14 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-import torch
-from torch import Tensor
-
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.conversions import ALIGNMENT, aligned, natural_heads_first, starts_of
-from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.declaration import Declaration, Deviation
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.platform import (
-    BLACKWELL,
-    FROM_ADA,
-    FROM_AMPERE,
-    FROM_HOPPER,
-    FROM_TURING,
-    HOPPER,
     DeviceCapability,
     Devices,
 )
-from mla_conformance.reference.dimensions import MLADimensions
 
 UNIFORM_BATCH, ONE_TOKEN_EACH = AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 JOINS_Q = Deviation("wants the latent and the rope part of the query in one tensor", "joins them")

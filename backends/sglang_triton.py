@@ -4,10 +4,17 @@ Written for SGLang 0.5.23, ``sglang/srt/layers/attention/triton_backend.py``, wh
 ``extend_attention_fwd`` and decodes with ``decode_attention_fwd``. Importing their modules imports the package.
 """
 
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from mla_conformance.backends.conversions import RaggedBatch
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import interpreted
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import JOINS_Q, LSE_TOKENS_FIRST, NAN_WITHOUT_KEYS, ONE_TOKEN_EACH, declared
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import FROM_AMPERE
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _SPLITS = 8  # SGLang's default of triton_attention_num_kv_splits

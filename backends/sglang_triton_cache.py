@@ -4,10 +4,18 @@ Written for SGLang 0.5.23, ``sglang/kernels/ops``: ``quantization/dsa_quant_k_ca
 ``attention/dsa/dequant_k_cache.py``. Importing a module imports the package.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
 from mla_conformance.backends.cache import MLACacheBackend
 from mla_conformance.backends.cache_checks import check_gather, check_latents, check_workspace, require_call
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import interpreted
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import LibraryKernel, declared
+from mla_conformance.backends.platform import FROM_ADA, DeviceCapability
 
 _TILED, _NONE = "fp8_ds_mla", -1
 

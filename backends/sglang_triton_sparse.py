@@ -3,8 +3,16 @@
 Written for SGLang 0.5.23. The variants share a gathered set of keys between 2 or 4 neighbouring rows.
 """
 
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import interpreted
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import COMPUTES_NO_LSE, UNIFORM_BATCH, LibraryKernel, declared, further
+from mla_conformance.backends.platform import FROM_HOPPER
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 
 _MODULE = "sglang.kernels.ops.attention.dsa.triton_sparse_mla_prefill"

@@ -3,9 +3,22 @@
 The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
 """
 
-from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.packaged import *
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.packaged import (
+    JOINS_Q,
+    LSE_TOKENS_FIRST,
+    PACKS_TABLE,
+    UNIFORM_BATCH,
+    LibraryKernel,
+    declared,
+)
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import BLACKWELL
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _DISTRIBUTIONS = "tokenspeed-mla nvidia-cutlass-dsl"

@@ -4,8 +4,20 @@ Conventions of ``aten::_efficient_attention_forward`` with offsets, in torch 2.1
 value may be narrower than the key, and the LSE is natural, float32, [B, N, longest query rounded up to 32].
 """
 
-from mla_conformance.backends.conversions import RaggedBatch, blank_lse, blank_output, pad_head_dim, rows_that_count
-from mla_conformance.backends.packaged import *
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import (
+    ALIGNMENT,
+    RaggedBatch,
+    aligned,
+    blank_lse,
+    blank_output,
+    pad_head_dim,
+    rows_that_count,
+)
+from mla_conformance.backends.packaged import NO_OUT, declared
+from mla_conformance.backends.platform import FROM_AMPERE
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _NO_MASK, _BOTTOM_RIGHT = 0, 2

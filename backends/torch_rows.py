@@ -5,9 +5,15 @@ its value. All of it is tensor operations of fixed shapes without a synchronisat
 """
 
 from collections.abc import Callable
+from typing import ClassVar
 
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.declaration import Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.platform import DeviceCapability
 
 MASK_ALIGNMENT = 16
 """Keys of a row are a multiple of this, for kernels that load masks in vectors."""

@@ -5,10 +5,14 @@ value need one head dim; its causal mask is aligned top-left; an empty key or qu
 (SIGFPE); the LSE is natural, float32, [B, N, T].
 """
 
+import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.declaration import LseClass, Rounding
+from mla_conformance.backends.packaged import NO_OUT, declared
+from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.backends.torch_rows import APPROXIMATE_EXP
 

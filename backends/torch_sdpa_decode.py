@@ -4,10 +4,15 @@ Every query token is a row against the tokens of its request. Gather and mask ar
 without a synchronisation, so a call may be captured in a CUDA graph whose buffers change later.
 """
 
+import torch
+from torch import Tensor
+
 from mla_conformance.backends.checks import check_decode_operands
+from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.decode import MLADecodeBackend, positions_of
 from mla_conformance.backends.latent_entries import dequantise
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import UNIFORM_BATCH, declared, further
+from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.torch_rows import (
     APPROXIMATE,
     APPROXIMATE_EXP,

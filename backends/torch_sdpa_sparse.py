@@ -1,7 +1,13 @@
 """TORCH_SDPA, sparse: PyTorch's own kernels that return the LSE, over the entries that each row's lists name."""
 
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.latent_entries import dequantise, gather
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import UNIFORM_BATCH, declared, further
+from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend
 from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.backends.torch_rows import (

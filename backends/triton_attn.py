@@ -4,8 +4,13 @@ Written for vLLM 0.33.0, ``unified_attention`` as ``vllm/v1/attention/backends/t
 LSE, so that it can serve neither a context chunk nor new tokens behind a context.
 """
 
+import torch
+from torch import Tensor
+
 from mla_conformance.backends.conversions import RaggedBatch, pad_head_dim
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.packaged import RETURNS_NO_LSE_OF_CHUNKS, declared
+from mla_conformance.backends.platform import FROM_ADA
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 

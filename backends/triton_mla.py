@@ -5,9 +5,26 @@ kernel's module alone is imported. Beside torch and Triton it needs regex, cbor2
 vLLM's compiled extension, which it does not use.
 """
 
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import interpreted
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import (
+    JOINS_Q,
+    LSE_TOKENS_FIRST,
+    NAN_WITHOUT_KEYS,
+    UNIFORM_BATCH,
+    declared,
+    further,
+)
 from mla_conformance.backends.paged import PagedDecodeBackend
+from mla_conformance.backends.platform import FROM_AMPERE, DeviceCapability
 
 _NOTE = "a vLLM without its compiled extension does not import where there is a GPU"
 _KEPT = declared(

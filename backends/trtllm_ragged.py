@@ -12,9 +12,15 @@ cache: ``TrtllmAttentionWrapper.run`` (NVIDIA/TensorRT-LLM at 9144c0e6, ``_torch
 
 import inspect
 
-from mla_conformance.backends.conversions import RaggedBatch, blank_lse, blank_output
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, natural_heads_first
+from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.flashinfer import WORKSPACE_BYTES
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.packaged import declared
+from mla_conformance.backends.platform import BLACKWELL
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _NOTE = "TensorRT-LLM's kernels come with FlashInfer, the package tensorrt-llm on PyPI is a stub and of no use here"

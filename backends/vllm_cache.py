@@ -6,6 +6,11 @@ Written for vLLM 0.33.0 and called as its ``vllm/_custom_ops.py`` calls them: ``
 in Triton, and is not among them.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
@@ -17,7 +22,9 @@ from mla_conformance.backends.cache_checks import (
     check_workspace,
     require_call,
 )
-from mla_conformance.backends.packaged import *
+from mla_conformance.backends.conversions import aligned
+from mla_conformance.backends.packaged import LibraryKernel, declared
+from mla_conformance.backends.platform import FROM_TURING, DeviceCapability
 from mla_conformance.backends.vllm_topk import VLLM_OPERATORS
 
 _MIXED, _INDEX = "fp8_ds_mla", "fp8_index"

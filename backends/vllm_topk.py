@@ -6,7 +6,15 @@ rows. Written for vLLM 0.33.0, as ``vllm/model_executor/layers/indexer_topk.py``
 them. All of them place what they find by atomic counters, so that equal calls name it in other orders.
 """
 
-from mla_conformance.backends.packaged import *
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.conversions import ALIGNMENT
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.packaged import LibraryKernel, declared, further
+from mla_conformance.backends.platform import FROM_TURING, DeviceCapability
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
