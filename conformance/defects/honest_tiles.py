@@ -1,6 +1,6 @@
 """Honest kernels of all roles whose tiles, splits and running states differ legitimately from EAGER's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -144,8 +144,8 @@ class _Prefill(EagerPrefillBackend):
                 groups.append(super()._attend(q, k, v, causal))
             return reduce(joined, groups)
 
-        def _tiles(self, keys: int) -> Iterator[slice]:
-            return iter(list(super()._tiles(keys))[self._first :: 2])  # type: ignore[misc] # of the group
+        def _tiles(self, keys):
+            return iter(list(super()._tiles(keys))[self._first :: 2])
 
     @but("merge_attn_states")
     def merges_by_share(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):

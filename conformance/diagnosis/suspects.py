@@ -56,67 +56,6 @@ def suspects(group: SuspectStep) -> SuspectStep:
     return group
 
 
-@suspect("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
-class DividesByZero(OnlineSoftmax):
-    """The output of a row without keys is 0 / 0."""
-
-    def _finish(self, state):
-        _, lse = super()._finish(state)
-        return (state.weighted / state.total).transpose(0, 1), lse
-
-
-def suspect_each(wrong: SuspectStep, *covers: str, said: str | None = None, **values: Sequence[object]) -> None:
-    """Enter a mistake with each combination of values of some attributes, in one sentence: a case seldom tells which.
-
-    Args:
-        wrong: the mistake.
-        covers: as of :class:`Suspect`.
-        said: the sentence; the mistake's own by default.
-        values: the values of each attribute.
-    """
-    for chosen in product(*values.values()):
-        name = "Of".join([wrong.__name__, *map(str, chosen)])
-        named = {"__doc__": said or wrong.__doc__, "__module__": __name__, **dict(zip(values, chosen, strict=True))}
-        globals()[name] = suspect(*covers)(type(name, (wrong,), named))
-
-
-def suspect_tiles(wrong: SuspectStep, *sizes: int) -> None:
-    """Enter a mistake of tiles without keys with each size."""
-    suspect_each(wrong, *_LIFTED, said=LiftedMaximum.__doc__, key_tile=sizes)
-
-
-suspect_tiles(LiftedMaximum, 16, 32, 64, 128)
-
-
-class NotRescaled(OnlineSoftmax):
-    """The accumulator is not rescaled where a later tile of keys raises the row's maximum."""
-
-    def _accumulate(self, state, scores, v):
-        later = super()._accumulate(state._replace(weighted=torch.zeros_like(state.weighted)), scores, v)
-        return later._replace(weighted=state.weighted + later.weighted)
-
-
-suspect_each(NotRescaled, key_tile=(16, 32, 64, 128))
-
-
-class HeadTileUnwritten(OnlineSoftmax):
-    """The last, partly filled tile of heads is not written (of tiles of 16 heads, for example)."""
-
-    head_tile: int
-    writes_lse: bool
-
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        written = max(output.shape[1] // self.head_tile, 1) * self.head_tile
-        output[:, written:] = torch.nan
-        if not self.writes_lse:
-            lse[written:] = torch.nan
-        return output, lse
-
-
-suspect_each(HeadTileUnwritten, head_tile=(16, 32, 64), writes_lse=(True, False))
-
-
 @suspects
 class _Softmax(OnlineSoftmax):
     def scale_left_out__scores(self, q, k):
@@ -205,3 +144,64 @@ class _Softmax(OnlineSoftmax):
     def never_normalised__behind_finish(self, _, lse, *, state):
         """The output is not divided by the row sum."""
         return state.weighted.transpose(0, 1), lse
+
+
+@suspect("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
+class DividesByZero(OnlineSoftmax):
+    """The output of a row without keys is 0 / 0."""
+
+    def _finish(self, state):
+        _, lse = super()._finish(state)
+        return (state.weighted / state.total).transpose(0, 1), lse
+
+
+def suspect_each(wrong: SuspectStep, *covers: str, said: str | None = None, **values: Sequence[object]) -> None:
+    """Enter a mistake with each combination of values of some attributes, in one sentence: a case seldom tells which.
+
+    Args:
+        wrong: the mistake.
+        covers: as of :class:`Suspect`.
+        said: the sentence; the mistake's own by default.
+        values: the values of each attribute.
+    """
+    for chosen in product(*values.values()):
+        name = "Of".join([wrong.__name__, *map(str, chosen)])
+        named = {"__doc__": said or wrong.__doc__, "__module__": __name__, **dict(zip(values, chosen, strict=True))}
+        globals()[name] = suspect(*covers)(type(name, (wrong,), named))
+
+
+def suspect_tiles(wrong: SuspectStep, *sizes: int) -> None:
+    """Enter a mistake of tiles without keys with each size."""
+    suspect_each(wrong, *_LIFTED, said=LiftedMaximum.__doc__, key_tile=sizes)
+
+
+suspect_tiles(LiftedMaximum, 16, 32, 64, 128)
+
+
+class NotRescaled(OnlineSoftmax):
+    """The accumulator is not rescaled where a later tile of keys raises the row's maximum."""
+
+    def _accumulate(self, state, scores, v):
+        later = super()._accumulate(state._replace(weighted=torch.zeros_like(state.weighted)), scores, v)
+        return later._replace(weighted=state.weighted + later.weighted)
+
+
+suspect_each(NotRescaled, key_tile=(16, 32, 64, 128))
+
+
+class HeadTileUnwritten(OnlineSoftmax):
+    """The last, partly filled tile of heads is not written (of tiles of 16 heads, for example)."""
+
+    head_tile: int
+    writes_lse: bool
+
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        written = max(output.shape[1] // self.head_tile, 1) * self.head_tile
+        output[:, written:] = torch.nan
+        if not self.writes_lse:
+            lse[written:] = torch.nan
+        return output, lse
+
+
+suspect_each(HeadTileUnwritten, head_tile=(16, 32, 64), writes_lse=(True, False))
