@@ -242,6 +242,8 @@ def test_where_to_look_is_told_of_a_wrong_output_beside_a_right_lse_alone(monkey
     [
         ("V read as packed", "looks like: V is read as if it were packed: rows of L columns"),
         ("last head tile", "looks like: perhaps The last, partly filled tile of heads is not written"),
+        ("exp2 in the merge", "looks like: Splits are weighted by powers of two of their natural LSE"),
+        ("accumulator not rescaled", "looks like: The accumulator is not rescaled where a later tile of keys raises"),
         ("k_scale off the rope part", "looks like: The scale of the e4m3 cache is not applied to the rope part"),
     ],
 )
