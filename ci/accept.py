@@ -18,7 +18,7 @@ import lock
 
 from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.certificate.certificate import RECORDS, Certificate, Outdated, read_certificate
-from mla_conformance.certificate.digests import FITTED, LOCKED, installed_digests, locked_digests, seal
+from mla_conformance.certificate.digests import FITTED, LOCKED, SOURCES, installed_digests, locked_digests, seal
 from mla_conformance.certificate.records import kept_records
 from mla_conformance.defects.report import deciding_digest
 from mla_conformance.files.inputs import InputError, read_text
@@ -72,7 +72,7 @@ def append(records: Sequence[Path]) -> None:
     for name in LOCKED:
         stored[SUITE_VERSION][name] = _with_last(stored[SUITE_VERSION][name], here[name])
     report["digests"] = _with_last(report["digests"], deciding_digest())
-    sources: dict[str, list[str]] = stored[SUITE_VERSION].setdefault("sources", {})
+    sources: dict[str, list[str]] = stored[SUITE_VERSION].setdefault(SOURCES, {})
     kept = [each.certificate for each in kept_records(ROOT / RECORDS)]
     for name, digest in (pin for certificate in kept for pin in certificate.pins.sources.items()):
         if name.startswith("mla_conformance.") and digest not in sources.get(name, ()):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.certificate.digests import EARLIER, LOCKED, installed_digests, version_digests
+from mla_conformance.certificate.digests import EARLIER, LOCKED, SOURCES, installed_digests, version_digests
 from mla_conformance.files.inputs import read_text
 from mla_conformance.files.outputs import write_whole
 from mla_conformance.version import SUITE_VERSION
@@ -32,7 +32,8 @@ def grown(known: dict[str, Any] | None) -> dict[str, Any]:
     if not known:
         return here
     earlier = [each for each in (*known.get(EARLIER, ()), known["cases"]) if each != here["cases"]]
-    return {**here, **{name: known[name] for name in LOCKED}, **({EARLIER: earlier} if earlier else {})}
+    kept = {name: known[name] for name in (*LOCKED, SOURCES) if name in known}
+    return {**here, **kept, **({EARLIER: earlier} if earlier else {})}
 
 
 def main() -> None:

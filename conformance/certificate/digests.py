@@ -25,6 +25,9 @@ LOCKED = ("judging", "reference")
 EARLIER = "earlier_cases"
 """In ``suites.json``, the digests of a suite's list before cases were added: what was judged on it stays valid."""
 
+SOURCES = "sources"
+"""In ``suites.json``, by module of this package that a kernel is reached through, digests that judge alike."""
+
 FITTED = "fitted"
 """Of the spaces and of the cases that were fitted to a backend, a digest of its own."""
 
@@ -60,8 +63,7 @@ def locked_digests() -> dict[str, tuple[str, ...]]:
 
 
 def listed_sources() -> dict[str, list[str]]:
-    """By module of this package that a kernel is reached through, the digests that were seen to judge alike."""
-    return dict(_stored().get("sources", {}))
+    return dict(_stored().get(SOURCES, {}))
 
 
 @cache
