@@ -222,15 +222,20 @@ def wheel(site: Path) -> Path:
 
 
 def test_an_adapter_that_is_listed_to_judge_alike_counts_as_the_one_of_the_certificate() -> None:
-    backend, name = parse_reference("TORCH_SDPA"), "mla_conformance.backends.torch_sdpa"
-    pins = Pins.of(backend, {})
-    earlier, here = msgspec.structs.replace(pins, sources={**pins.sources, name: "earlier"}), pins.sources[name]
+    backend, name, gone = parse_reference("TORCH_SDPA"), "mla_conformance.backends.torch_sdpa", "mla_conformance.gone"
+
+    def counted(sources: dict[str, str], alike: dict[str, list[str]]) -> int:
+        found = compare(Pins(sources=sources), NOTHING_TRACED, backend, alike=alike)
+        return sum(each.weight is Weight.AGAINST and "torch_sdpa" in each.sentence for each in found)
+
+    pinned = Pins.of(backend, {}).sources
+    here, earlier = pinned[name], {**pinned, name: "earlier"}
     for listed, against in (([], 1), (["earlier"], 1), ([here], 1), (["earlier", here], 0)):
-        found = compare(earlier, NOTHING_TRACED, backend, alike={name: listed})
-        assert (
-            sum(each.weight is Weight.AGAINST and "torch_sdpa.py was changed" in each.sentence for each in found)
-            == against
-        )
+        assert counted(earlier, {name: listed}) == against
+    # It was joined with one that is gone: unless that is pinned, nothing says what the certificate is of.
+    joined = {each: digest for each, digest in pinned.items() if each != name}
+    for sources, against in ((joined, 1), ({**joined, gone: "other"}, 1), ({**joined, gone: "earlier"}, 0)):
+        assert counted(sources, {name: [here], gone: ["earlier"]}) == against
 
 
 def test_a_file_that_was_altered_after_it_was_installed_is_named(
