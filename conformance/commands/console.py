@@ -13,7 +13,7 @@ from pathlib import Path
 from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
-from mla_conformance.engine.journal import JournalError, Plan
+from mla_conformance.engine.journal import JournalError, Plan, Reported
 from mla_conformance.engine.request import RequestError
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
@@ -174,7 +174,7 @@ def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str,
     digest = hashlib.sha256(text.encode()).hexdigest()
     try:
         write_whole(path, text)
-        run.reported(digest)
+        run.folder.journal.append(Reported(digest))  # after which nothing of the run goes on
         if views:
             write_whole(path.with_name(PAGE_NAME), html(summary))
     except OSError as error:

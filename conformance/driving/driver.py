@@ -1,6 +1,6 @@
 """The driver: runs a problem's calls on a backend and observes everything that comes back."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any
@@ -9,8 +9,7 @@ import torch
 
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.executor import IN_PROCESS, Executor, StepResult, itself, look_afterwards, run_step
-from mla_conformance.driving.handed import Handed
+from mla_conformance.driving.executor import IN_PROCESS, Executor, Handed, StepResult, itself, look_afterwards, run_step
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.cpu_room import noted_faults
 from mla_conformance.problems.fences import Fence, FencedCall
@@ -43,29 +42,27 @@ def why_not_plain(value: Any) -> str:
     if type(value) is not torch.Tensor:
         return f"a {type_name(value)}"
     try:
-        return next(_flaws(value), "")
+        if value.layout is not torch.strided:
+            return f"a tensor of layout {str(value.layout).removeprefix('torch.')}"
+        kinds = {
+            "nested": value.is_nested,
+            "quantized": value.is_quantized,
+            "lazily conjugated": value.is_conj(),
+            "lazily negated": value.is_neg(),
+            "symbolic zero": value._is_zerotensor(),
+            "functional": torch._is_functional_tensor(value),
+        }
+        if kind := next((kind for kind, holds in kinds.items() if holds), ""):
+            return f"a {kind} tensor"
+        if value.numel():
+            last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+            needed = (value.storage_offset() + last + 1) * value.element_size()
+            held = value.untyped_storage().nbytes()
+            if held < needed:
+                return f"a tensor whose storage holds {held} bytes of {needed}"
     except RuntimeError:
         return "a tensor whose storage cannot be reached"
-
-
-def _flaws(tensor: torch.Tensor) -> Iterator[str]:
-    if tensor.layout is not torch.strided:
-        yield f"a tensor of layout {str(tensor.layout).removeprefix('torch.')}"
-    kinds = {
-        "nested": tensor.is_nested,
-        "quantized": tensor.is_quantized,
-        "lazily conjugated": tensor.is_conj(),
-        "lazily negated": tensor.is_neg(),
-        "symbolic zero": tensor._is_zerotensor(),
-        "functional": torch._is_functional_tensor(tensor),
-    }
-    yield from (f"a {kind} tensor" for kind, holds in kinds.items() if holds)
-    if tensor.numel():
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-        held = tensor.untyped_storage().nbytes()
-        if held < needed:
-            yield f"a tensor whose storage holds {held} bytes of {needed}"
+    return ""
 
 
 def parts_of(value: Any) -> tuple[Any, ...]:
@@ -235,8 +232,12 @@ def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndL
     if not problem.case.is_merged or len(returned) != len(problem.calls):
         return []
     states = [parts_of(part.value) for part in returned]
-    if not all(_is_state(state, part.call, problem) for state, part in zip(states, returned, strict=True)):
-        return []
+    for parts, part in zip(states, returned, strict=True):
+        tokens, heads, _ = shape = part.call.result_shape
+        if any(map(why_not_plain, parts)) or any(each.device != problem.device for each in parts):
+            return []
+        if [each.shape for each in parts] != [shape, (heads, tokens)]:
+            return []
     rows = problem.query_start_loc[-1]
     new, *chunks = [(output[:rows], lse[:, :rows]) for output, lse in states]
     return [*chunks, new]
@@ -252,11 +253,3 @@ def merged_by_its_own(backend: Any, in_place: bool, states: list[OutputAndLse]) 
             lse = poison(suffix_lse.shape, suffix_lse.dtype, suffix_lse.device)
         backend.merge_attn_states(output, prefix, prefix_lse, suffix, suffix_lse, output_lse=lse)
     return output, lse
-
-
-def _is_state(parts: tuple[Any, ...], call: KernelCall, problem: Problem) -> bool:
-    """Whether a call returned two tensors of the right shapes on the right device, so that they can be merged."""
-    tokens, heads, _ = shape = call.result_shape
-    if any(map(why_not_plain, parts)) or any(part.device != problem.device for part in parts):
-        return False
-    return [part.shape for part in parts] == [shape, (heads, tokens)]

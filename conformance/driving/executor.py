@@ -1,15 +1,19 @@
-"""Who carries out what is a backend's: this process, whose state a call must leave as it is, or another for it."""
+"""Who carries out what is a backend's: this process, whose state a call must leave as it is, or another for it.
 
+Nor may a call change what it was handed, beside its bytes.
+"""
+
+import builtins
 import os
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
 from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, user_interrupts
-from mla_conformance.driving.settings import builtins_now, settle_builtins, watched
+from mla_conformance.driving.settings import settle_builtins, watched
 from mla_conformance.problems.memory import device_lost, out_of_memory
 
 _looks: list[Callable[[], Iterable[str]]] = []
@@ -48,7 +52,7 @@ def run_step(step: Callable[[], Any]) -> StepResult:
     """
     process, replaced, looks = os.getpid(), list[str](), len(_looks)
     with user_interrupts() as interrupts, watched() as changes:
-        before = builtins_now()
+        before = vars(builtins).copy()
         try:
             try:
                 value = step()
@@ -58,20 +62,16 @@ def run_step(step: Callable[[], Any]) -> StepResult:
         except BaseException as error:
             if interrupts:
                 raise
-            outcome = StepResult(None, one_line(error), _traceback(), _ran_out(error))
+            try:
+                said = cut(traceback.format_exc(), LINE)
+            except BaseException as refusal:
+                said = f"(no traceback can be made: {type_name(refusal)})"
+            outcome = StepResult(None, one_line(error), said, _ran_out(error))
         if os.getpid() != process:
             os._exit(0)  # the step forked, and its child came back into a run that is not its own
     seen = [change for look in _looks[looks:] for change in look()]
     del _looks[looks:]
     return replace(outcome, disturbed=(*replaced, *changes, *seen))
-
-
-def _traceback() -> str:
-    """The traceback of the present exception, which may refuse to be printed."""
-    try:
-        return cut(traceback.format_exc(), LINE)
-    except BaseException as error:
-        return f"(no traceback can be made: {type_name(error)})"
 
 
 def _ran_out(error: BaseException) -> bool:
@@ -124,3 +124,66 @@ IN_PROCESS = Executor()
 
 def itself(value: Any) -> Any:
     return value
+
+
+_KEPT = (bool, int, float, str, tuple, torch.dtype, type(None))
+
+
+@dataclass(frozen=True)
+class Handed:
+    """The operands of a call at one moment, whose forms and fields must stay, beside their bytes.
+
+    A library may hang further attributes on metadata; what stands in it is the caller's.
+
+    Attributes:
+        tensors: each with its name, form and storage.
+        fields: of the metadata, by their names.
+    """
+
+    tensors: list[tuple[str, torch.Tensor, dict[str, Any], torch.UntypedStorage]]
+    metadata: Any
+    fields: dict[str, Any]
+
+    @staticmethod
+    def of(call: Any, out: torch.Tensor | None) -> "Handed":
+        """As they are now, the output tensor among them, if there is one."""
+        metadata, named = getattr(call, "metadata", None), call.owned() | ({} if out is None else {"out": out})
+        owned = [(name, tensor, _form(tensor), tensor.untyped_storage()) for name, tensor in named.items()]
+        return Handed(owned, metadata, dict(_fields("metadata", metadata)))
+
+    def settle(self) -> Iterator[str]:
+        """What is otherwise now, in words; tensors get their forms back, since they are looked at afterwards."""
+        for name, tensor, form, storage in self.tensors:
+            now = _form(tensor)
+            if changed := [part for part, old in form.items() if now[part] != old]:
+                # What a storage has lost by being made smaller stays lost.
+                if storage.nbytes() != form["bytes"]:
+                    storage.resize_(form["bytes"])
+                if tensor.is_leaf:
+                    tensor.requires_grad_(form["requires_grad"])
+                whole = torch.empty(0, dtype=form["dtype"], device=storage.device)
+                tensor.data = whole.set_(storage, form["offset"], form["shape"], form["strides"])
+                yield from (f"{part} of {name} was {form[part]}, is {now[part]}" for part in changed)
+        now = dict(_fields("metadata", self.metadata))
+        yield from (f"{name} was replaced" for name, old in self.fields.items() if now.get(name) != old)
+
+
+def _form(tensor: torch.Tensor) -> dict[str, Any]:
+    storage = torch.Tensor.untyped_storage(tensor)
+    return {
+        "shape": list(tensor.shape),
+        "strides": list(tensor.stride()),
+        "offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+        "address": storage.data_ptr(),
+        "bytes": storage.nbytes(),
+    }
+
+
+def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """By name: a plain value itself, the items of a list, and of any other object which one it is."""
+    yield name, value if isinstance(value, _KEPT) else tuple(value) if type(value) is list else id(value)
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _fields(f"{name}.{field.name}", getattr(value, field.name, None))

@@ -103,18 +103,17 @@ class LoadedFiles:
             top = name.partition(".")[0]  # Python's own library, or how this Python was built
             if not (path.startswith(_LIBRARY) and (top in sys.stdlib_module_names or top.startswith("_sysconfigdata"))):
                 self._note(path, hashlib.sha256(data).hexdigest())
-            if archive or not isinstance(loader, SourceFileLoader) or self._is_trusted(Path(path).resolve()):
+            if archive or not isinstance(loader, SourceFileLoader):
+                return get_code(loader, name)
+            # What is not the harness's or Python's, and in no wheel's list of files.
+            own, among = Path(path).resolve(), self._sites
+            known = str(own).startswith((*self._trusted, f"{_LIBRARY}/")) and "site-packages" not in own.parts
+            if known or any(own.is_relative_to(site) and str(own.relative_to(site)) in _listed(site) for site in among):
                 return get_code(loader, name)
             code: CodeType = loader.source_to_code(data, path)
             return code
 
         return noted
-
-    def _is_trusted(self, path: Path) -> bool:
-        """Whether a file is the harness's, or one that a wheel lists in a folder of wheels."""
-        if str(path).startswith((*self._trusted, f"{_LIBRARY}/")) and "site-packages" not in path.parts:
-            return True
-        return any(path.is_relative_to(site) and str(path.relative_to(site)) in _listed(site) for site in self._sites)
 
     def _note(self, path: str, digest: str) -> None:
         generated = Path(path).stat().st_ctime > (self._began or 0)

@@ -4,6 +4,7 @@ That process imports a backend, asks it and calls it; of a problem it knows what
 asks is pickled, since the other side trusts it; what is answered is checked, see ``reply.py``.
 """
 
+import contextlib
 import pickle
 import select
 import socket
@@ -17,9 +18,8 @@ import msgspec
 import torch
 
 from mla_conformance.driving.executor import Executor, StepResult, itself, run_step
-from mla_conformance.driving.packing import Arena, Unpacker, pack
 from mla_conformance.driving.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, Writer, decode, reply_of
-from mla_conformance.driving.shared import FrameError, Shared, SharedRange, receive, send
+from mla_conformance.driving.shared import Arena, FrameError, Shared, SharedRange, Unpacker, pack, receive, send
 from mla_conformance.problems.memory import device_lost, storage_bytes
 
 _MALFORMED = "malformed reply from the kernel process"
@@ -136,7 +136,7 @@ class RemoteExecutor(Executor):
         self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor] = ()
     ) -> tuple[StepResult, Reply]:
         """What became of a step, and the reply, whose fields are plain data of the right types."""
-        self._number += 1
+        self._number, shared = self._number + 1, self._arena.shared
         if not self._broken:
             packed, reached = pack(step, self._arena), list(map(self._arena.place_of, memory))
             openers, self._arena.openers = self._arena.openers, []
@@ -144,37 +144,35 @@ class RemoteExecutor(Executor):
             rooms = self._arena.rooms()
             request = KernelRequest(self._number, packed, wanted, released, openers, rooms, reached)
             try:
-                return self._answered(request, memory)
+                reply = self._answered(request)
+                for tensor, place in zip(memory, reached, strict=True):
+                    storage_bytes(tensor).copy_(shared.bytes_of(place))
+                returned = wanted is Wanted.RETURNED and not reply.error and not reply.needs
+                value = Reader(shared, rooms, memory).value(reply) if returned else None
             except (MalformedReply, FrameError) as error:
                 # Nothing that comes later is the answer to what is asked.
                 self._broken = f"{_MALFORMED}: {error}"
+            else:
+                shared.synchronize()
+                self._lost = self._lost or reply.lost
+                is_kept = wanted is not Wanted.FACT and not reply.error
+                left = RemoteValue(self._number, self._released) if is_kept else None
+                said = reply.error, reply.traceback, reply.out_of_memory, reply.disturbed
+                return StepResult(value, *said, left), reply
         return StepResult(error=self._broken), Reply(self._number)
 
-    def _answered(self, request: KernelRequest, memory: Sequence[torch.Tensor]) -> tuple[StepResult, Reply]:
-        shared = self._arena.shared
-        reply = decode(self._sent(pickle.dumps(request)), request.number)
-        if not reply.needs.keys() <= shared.pieces.keys():
-            raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
-        for tensor, place in zip(memory, request.reached, strict=True):
-            storage_bytes(tensor).copy_(shared.bytes_of(place))
-        returned = request.wanted is Wanted.RETURNED and not reply.error and not reply.needs
-        value = Reader(shared, request.rooms, memory).value(reply) if returned else None
-        shared.synchronize()
-        self._lost = self._lost or reply.lost
-        is_kept = request.wanted is not Wanted.FACT and not reply.error
-        left = RemoteValue(request.number, self._released) if is_kept else None
-        return StepResult(value, reply.error, reply.traceback, reply.out_of_memory, reply.disturbed, left), reply
-
-    def _sent(self, frame: bytes) -> bytes:
-        """The answer to a frame; where there is none, the kernel's process has ended."""
-        try:
-            send(self._connection, frame)
+    def _answered(self, request: KernelRequest) -> Reply:
+        """The reply to a request; where there is none, the kernel's process has ended."""
+        answer = b""
+        with contextlib.suppress(OSError):
+            send(self._connection, pickle.dumps(request))
             here = self._connection.fileno()
             ready, _, _ = select.select([here, *self._ends], [], [])
             answer = receive(self._connection, LONGEST_REPLY) if here in ready else b""
-        except OSError:
-            answer = b""
-        return answer or self._ended()
+        reply = decode(answer or self._ended(), request.number)
+        if not reply.needs.keys() <= self._arena.shared.pieces.keys():
+            raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
+        return reply
 
 
 _KEPT: dict[int, Any] = {}

@@ -159,7 +159,12 @@ class Reader:
         if part.place is None and part.of is None:
             return torch.empty_strided(part.shape, part.strides, dtype=dtype, device="meta")
         if part.of is None:
-            storage = self._copy(SharedRange(*part.place or ()))
+            place = SharedRange(*part.place or ())
+            room = self._rooms.get(place.kind)
+            inside = room and place.piece == room.piece and room.at <= place.at
+            if not room or not inside or place.at + place.size > room.at + room.size:
+                raise MalformedReply("expected a tensor in the room for answers, got one elsewhere")
+            storage = self._shared.bytes_of(place).clone().untyped_storage()
         elif 0 <= part.of < len(self._reached):
             storage = self._reached[part.of].untyped_storage()
         else:
@@ -168,13 +173,6 @@ class Reader:
             raise MalformedReply(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
         made = torch.empty(0, dtype=dtype, device=storage.device)
         return made.set_(storage, part.offset // dtype.itemsize, part.shape, part.strides)
-
-    def _copy(self, place: SharedRange) -> torch.UntypedStorage:
-        room = self._rooms.get(place.kind)
-        inside = room and place.piece == room.piece and room.at <= place.at
-        if not room or not inside or place.at + place.size > room.at + room.size:
-            raise MalformedReply("expected a tensor in the room for answers, got one elsewhere")
-        return self._shared.bytes_of(place).clone().untyped_storage()
 
 
 def reply_of(number: int, done: StepResult) -> Reply:

@@ -39,6 +39,7 @@ _PATIENCE = 2.0
 _OWN_CHILDREN = Path("/proc/thread-self/children")
 _SERVICES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
 """Parts of the command lines of helpers that Python and torch start once and keep for the life of the process."""
+_LIBC: Any = ctypes.CDLL(None) if platform.system() == "Linux" and platform.machine() == "x86_64" else None
 _ENVIRONMENT_BYTES, _CONTROL = 64, 28
 """The size of C's ``fenv_t`` of x86-64, and where MXCSR stands in it, in 4 bytes."""
 _STICKY = 0x3F
@@ -46,11 +47,6 @@ _STICKY = 0x3F
 _STANDARD = (1, 2)
 _held: list[Any] = []
 """Modes that were entered to undo another: a mode ends with its object."""
-
-
-def _from_to(name: str, old: Any, now: Any) -> str:
-    """What a plain value became; empty if it is the same."""
-    return "" if old == now else f"{name} from {old} to {now}"
 
 
 class Setting(NamedTuple):
@@ -65,7 +61,7 @@ class Setting(NamedTuple):
     name: str
     read: Callable[[], Any]
     restore: Callable[[Any], object] = lambda old: None
-    tell: Callable[[str, Any, Any], str] = _from_to
+    tell: Callable[[str, Any, Any], str] = lambda name, old, now: "" if old == now else f"{name} from {old} to {now}"
 
     def value(self) -> Any:
         """What is read now; a call may have left a state that cannot be read."""
@@ -73,14 +69,6 @@ class Setting(NamedTuple):
             return self.read()
         except Exception:
             return _UNREADABLE
-
-    def change(self, old: Any) -> str:
-        """What became of a value that was read; values that a call left may refuse to be compared or printed."""
-        now = self.value()
-        try:
-            return "" if now is old else self.tell(self.name, old, now)
-        except Exception:
-            return self.name
 
 
 @contextlib.contextmanager
@@ -98,7 +86,14 @@ def watched() -> Iterator[list[str]]:
     finally:
         for owner, before in functions:
             changes += _settle_functions(owner, before)
-        changed = [(setting, old, change) for setting, old in settings if (change := setting.change(old))]
+        changed = []
+        for setting, old in settings:
+            now = setting.value()
+            try:  # values that a call left may refuse to be compared or printed
+                change = "" if now is old else setting.tell(setting.name, old, now)
+            except Exception:
+                change = setting.name
+            changed += [(setting, old, change)] if change else []
         for setting, old, change in changed:
             changes.append(change)
             try:
@@ -107,10 +102,6 @@ def watched() -> Iterator[list[str]]:
                 changes.append(f"{setting.name} could not be restored")
         torch.set_rng_state(random)
         changes += _settle_streams(*streams)
-
-
-def builtins_now() -> dict[str, Any]:
-    return _BUILTINS.copy()
 
 
 def settle_builtins(before: dict[str, Any]) -> list[str]:
@@ -124,6 +115,10 @@ def settle_builtins(before: dict[str, Any]) -> list[str]:
 
 def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
     """Put back what was replaced of a module or a class, and tell its names."""
+
+    def is_function(value: Any) -> bool:  # a function, a class, or what is bound to an instance
+        return value is not _FOLLOWS and (callable(value) or hasattr(type(value), "__get__"))
+
     present = vars(owner)
     with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
         if present == before:
@@ -132,25 +127,17 @@ def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
     title = f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
     for name, function in before.items():
         now = present.get(name)
-        if now is not function and _is_function(function) and not _is_wrapped_by_torch(now, function):
+        if now is function or not is_function(function):
+            continue
+        wraps = isinstance(now, FunctionType) and vars(now).get("__wrapped__") is function
+        if not (wraps and Path(torch.__file__).parent in Path(now.__code__.co_filename).parents):
             setattr(owner, name, function)
             yield f"{title}.{name} was replaced"
     for name in present.keys() - before.keys():
         inherited = is_class and any(name in vars(base) for base in owner.__mro__[1:])
-        if inherited and _is_function(present[name]):
+        if inherited and is_function(present[name]):
             delattr(owner, name)
             yield f"{title}.{name} was replaced"
-
-
-def _is_wrapped_by_torch(now: Any, function: Any) -> bool:
-    if not isinstance(now, FunctionType) or vars(now).get("__wrapped__") is not function:
-        return False
-    return Path(torch.__file__).parent in Path(now.__code__.co_filename).parents
-
-
-def _is_function(value: Any) -> bool:
-    """Functions, classes, and what is bound to an instance."""
-    return value is not _FOLLOWS and (callable(value) or hasattr(type(value), "__get__"))
 
 
 def _replace_streams() -> tuple[Any, ...]:
@@ -177,77 +164,33 @@ def _settle_streams(before: Any, stand_ins: list[Any], descriptors: list[int]) -
     return [] if kept else ["a standard stream"]
 
 
+def _set_modes(read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any], old: Any) -> None:
+    while read():
+        pop()
+    for mode in old:
+        push(mode)
+
+
+def _tell_modes(name: str, old: list[Any], now: list[Any]) -> str:
+    if [*map(id, old)] == [*map(id, now)]:
+        return ""
+    return f"{name} from {[type(mode).__name__ for mode in old]} to {[type(mode).__name__ for mode in now]}"
+
+
+def _set_autocast(device: str, old: tuple[bool, torch.dtype]) -> None:
+    torch.set_autocast_enabled(device, old[0])
+    torch.set_autocast_dtype(device, old[1])
+    torch.clear_autocast_cache()
+
+
 def _attribute(name: str, owner: Any, attribute: str) -> Setting:
     return Setting(name, partial(getattr, owner, attribute), partial(setattr, owner, attribute))
-
-
-def _modes(name: str, read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any]) -> Setting:
-    def restore(old: list[Any]) -> None:
-        while read():
-            pop()
-        for mode in old:
-            push(mode)
-
-    def tell(name: str, old: list[Any], now: list[Any]) -> str:
-        if [*map(id, old)] == [*map(id, now)]:
-            return ""
-        return f"{name} from {[type(mode).__name__ for mode in old]} to {[type(mode).__name__ for mode in now]}"
-
-    return Setting(name, read, restore, tell)
-
-
-def _autocast(device: str) -> Setting:
-    """Whether operations on a device choose their own dtypes, and which."""
-
-    def restore(old: tuple[bool, torch.dtype]) -> None:
-        torch.set_autocast_enabled(device, old[0])
-        torch.set_autocast_dtype(device, old[1])
-        torch.clear_autocast_cache()
-
-    def read() -> tuple[bool, torch.dtype]:
-        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-    return Setting(f"autocast on {device}", read, restore)
-
-
-def _precision(name: str, backend: Any) -> Setting:
-    """The float32 precision of a group of operations; ``none`` chooses nothing, which computes as ``ieee`` does."""
-
-    def read() -> str:
-        return str(backend.fp32_precision).replace("none", "ieee")
-
-    return Setting(f"float32 precision of {name}", read, partial(setattr, backend, "fp32_precision"))
 
 
 def _set_inference(enabled: bool) -> None:
     mode = torch.inference_mode(enabled)
     mode.__enter__()
     _held.append(mode)
-
-
-def _each(name: str, names: dict[str, int], read: Callable[[int], Any], write: Callable[[int, Any], Any]) -> Setting:
-    """Several values, each under a name of its own."""
-
-    def restore(old: dict[str, Any]) -> None:
-        now = values()
-        for each, value in old.items():
-            if now[each] is not value:
-                write(names[each], value)
-
-    def tell(name: str, old: dict[str, Any], now: dict[str, Any]) -> str:
-        return "; ".join(
-            _from_to(f"{name} {each}", value, now[each]) for each, value in old.items() if now[each] != value
-        )
-
-    def values() -> dict[str, Any]:
-        return dict(zip(names, map(read, names.values()), strict=True))
-
-    return Setting(name, values, restore, tell)
-
-
-def _timer(number: int) -> str:
-    """Whether it runs; how long it still runs changes by itself."""
-    return "running" if signal.getitimer(number)[0] else "off"
 
 
 def _set_limit(number: int, limits: tuple[int, int]) -> None:
@@ -259,33 +202,19 @@ def _set_limit(number: int, limits: tuple[int, int]) -> None:
         resource.setrlimit(number, (hard, hard))
 
 
-def _c_library() -> Any:
-    """C's functions, where the layout of their environment is known."""
-    library = ctypes.CDLL(None) if platform.system() == "Linux" and platform.machine() == "x86_64" else None
-    return library if hasattr(library, "fegetenv") else None
+def _control(new: str = "") -> str:
+    """The control bits in hexadecimal, once they are as they are to be.
 
-
-_LIBRARY = _c_library()
-
-
-def _floating_point() -> Any:
-    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
-    _LIBRARY.fegetenv(environment)
-    return environment
-
-
-def _control() -> str:
-    """The control bits in hexadecimal; 0x1f80 rounds to nearest and keeps denormals. Empty where they are not known."""
-    if _LIBRARY is None:
+    0x1f80 rounds to nearest and keeps denormals. Empty where the layout of C's environment is not known.
+    """
+    if not hasattr(_LIBC, "fegetenv"):
         return ""
-    environment = _floating_point()
+    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    _LIBC.fegetenv(environment)
+    if new:
+        environment[_CONTROL : _CONTROL + 4] = int(new, 16).to_bytes(4, "little")
+        _LIBC.fesetenv(environment)
     return hex(int.from_bytes(environment[_CONTROL : _CONTROL + 4], "little") & ~_STICKY)
-
-
-def _set_control(control: str) -> None:
-    environment = _floating_point()
-    environment[_CONTROL : _CONTROL + 4] = int(control, 16).to_bytes(4, "little")
-    _LIBRARY.fesetenv(environment)
 
 
 def _directory() -> str:
@@ -311,12 +240,8 @@ def _set_path(old: list[str]) -> None:
     sys.path[:] = [*old, *(path for path in sys.path if path not in old)]
 
 
-def _filters() -> tuple[list[Any], int]:
-    """The filters, and how many modules are loaded: one that is imported may add some."""
-    return list(warnings.filters), len(sys.modules)
-
-
 def _tell_filters(name: str, old: tuple[list[Any], int], now: tuple[list[Any], int]) -> str:
+    """The filters, and how many modules were loaded: one that is imported may add some."""
     came = [entry for entry in now[0] if entry not in old[0]]
     if len(now[0]) == len(old[0]) + len(came) and now[1] > old[1]:
         return ""
@@ -342,10 +267,6 @@ def _lost_variables(old: dict[bytes, bytes], now: dict[bytes, bytes]) -> dict[by
 def _tell_lost(name: str, old: dict[bytes, bytes], now: dict[bytes, bytes]) -> str:
     lost = ", ".join(map(os.fsdecode, _lost_variables(old, now)))
     return f"{name} {lost}" if lost else ""
-
-
-def _set_environment(old: dict[bytes, bytes]) -> None:
-    os.environb.update(_lost_variables(old, _environment()))
 
 
 def _children() -> frozenset[int]:
@@ -394,50 +315,88 @@ def _read(path: Path) -> str:
         return ""
 
 
-_CATCHABLE = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-_SIGNALS = {str(getattr(number, "name", number)): int(number) for number in _CATCHABLE}
-_TIMERS: dict[str, int] = {name: getattr(signal, name) for name in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")}
-_LIMITS = {name: getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-
 SETTINGS: tuple[Setting, ...] = (
     Setting(
         "default device",
         torch.get_default_device,
         lambda old: torch.set_default_device(None if old.type == "cpu" else old),
     ),
-    _modes("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
-    _modes("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
+    *(
+        Setting(name, modes[0], partial(_set_modes, *modes), _tell_modes)
+        for name, *modes in (
+            ("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
+            ("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
+        )
+    ),
     Setting("inference mode", torch.is_inference_mode_enabled, _set_inference),
     Setting("gradient mode", torch.is_grad_enabled, torch.set_grad_enabled),
     Setting("anomaly mode", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("deterministic algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     Setting("seed", torch.initial_seed, torch.manual_seed),
-    _autocast("cpu"),
-    _autocast("cuda"),
+    *(
+        Setting(
+            f"autocast on {device}",
+            lambda device=device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            partial(_set_autocast, device),
+        )
+        for device in ("cpu", "cuda")
+    ),
     Setting("cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     _attribute("TF32 of cuDNN", torch.backends.cudnn, "allow_tf32"),
-    _precision("everything", torch.backends),
-    _precision("CUDA's matmul", torch.backends.cuda.matmul),
-    _precision("oneDNN's matmul", torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+    *(  # ``none`` chooses nothing, which computes as ``ieee`` does
+        Setting(
+            f"float32 precision of {name}",
+            lambda owner=owner: str(owner.fp32_precision).replace("none", "ieee"),
+            partial(setattr, owner, "fp32_precision"),
+        )
+        for name, owner in (
+            ("everything", torch.backends),
+            ("CUDA's matmul", torch.backends.cuda.matmul),
+            ("oneDNN's matmul", torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+        )
+    ),
     _attribute("reduced fp16 sums", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
     _attribute("reduced bf16 sums", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
     _attribute("fp16 sums", torch.backends.cuda.matmul, "allow_fp16_accumulation"),
     Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
     Setting("number of threads between operations", torch.get_num_interop_threads),
-    # The function of ``signal`` takes twenty times as long.
-    _each("handler of", _SIGNALS, getsignal, lambda number, old: old is None or signal.signal(number, old)),
-    _each("timer", _TIMERS, _timer, lambda number, old: old == "off" and signal.setitimer(number, 0)),
-    _each("resource limit", _LIMITS, resource.getrlimit, _set_limit),
-    Setting("floating-point control (rounding, denormals)", _control, _set_control),
+    *(
+        Setting(
+            f"handler of {getattr(number, 'name', number)}",
+            partial(getsignal, int(number)),  # the function of ``signal`` takes twenty times as long
+            lambda old, number=number: old is None or signal.signal(number, old),
+        )
+        for number in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    ),
+    *(
+        Setting(  # how long it still runs changes by itself
+            f"timer {name}",
+            lambda number=number: "running" if signal.getitimer(number)[0] else "off",
+            lambda old, number=number: old == "off" and signal.setitimer(number, 0),
+        )
+        for name, number in vars(signal).items()
+        if name.startswith("ITIMER_")
+    ),
+    *(
+        Setting(f"resource limit {name}", partial(resource.getrlimit, number), partial(_set_limit, number))
+        for name, number in vars(resource).items()
+        if name.startswith("RLIMIT_")
+    ),
+    Setting("floating-point control (rounding, denormals)", _control, _control),
     Setting("umask", _mask, lambda old: os.umask(int(old, 8))),
     Setting("working directory", _directory, os.chdir),
     Setting("sys.path", lambda: list(sys.path), _set_path, _tell_missing),
-    Setting("warning filters", _filters, _set_filters, _tell_filters),
+    Setting("warning filters", lambda: (list(warnings.filters), len(sys.modules)), _set_filters, _tell_filters),
     Setting("locale", lambda: locale.setlocale(locale.LC_ALL), lambda old: locale.setlocale(locale.LC_ALL, old)),
     Setting("error handling of numpy", np.geterr, lambda old: np.seterr(**old)),
-    Setting("environment variable", _environment, _set_environment, _tell_lost),
+    Setting(
+        "environment variable",
+        _environment,
+        lambda old: os.environb.update(_lost_variables(old, _environment())),
+        _tell_lost,
+    ),
     Setting("left", _children, _end_left, _tell_left),
 )
 """Restored in this order."""

@@ -108,7 +108,10 @@ class FailureConfirmation:
         """The record if this attempt decides; None if it does not, or if a shorter history may do."""
         if not attempt.before:
             self.alone = again
-        self._fails = self._is_repeated(again)
+        # It is this case that failed, and as before: the process may have died of a case before it.
+        found = self._repeated
+        self._fails = again.failed and again.case == self.failure.case
+        self._fails = self._fails and (not found or (again.status, again.check) == (found.status, found.check))
         if not self._fails:
             return None
         if not all(map(self._is_own, attempt.before)):
@@ -130,13 +133,6 @@ class FailureConfirmation:
         after = tuple(case for _, case in attempt.before)
         self._repeated = self._repeated.with_fields(confirmation=AFTER, after=after)
         return self._repeated if len(after) == 1 else None
-
-    def _is_repeated(self, again: Record) -> bool:
-        """Whether it is this case that failed, and as before: the process may have died of a case before it."""
-        if not again.failed or again.case != self.failure.case:
-            return False
-        found = self._repeated
-        return found is None or (again.status, again.check) == (found.status, found.check)
 
     def outcome(self) -> Record:
         """The record once nothing is left to attempt: with the shortest history after which the case failed, if any."""

@@ -55,17 +55,12 @@ def describe(subject: Subject) -> BackendFacts:
             fingerprint=_fingerprint(subject, versions),
         )
     except BackendReferenceError as error:
-        return _unavailable(subject, one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
+        return unavailable(subject, one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
     except BaseException as error:
-        return undescribed(subject, one_line(error))
+        return unavailable(subject, f"could not be described: {one_line(error)}")
 
 
-def undescribed(subject: Subject, error: str) -> BackendFacts:
-    """Of a backend that raised this when it was asked."""
-    return _unavailable(subject, f"could not be described: {error}")
-
-
-def _unavailable(subject: Subject, reason: str) -> BackendFacts:
+def unavailable(subject: Subject, reason: str) -> BackendFacts:
     return BackendFacts(subject.name, subject.backend.reference, (reason,), fingerprint="unavailable")
 
 

@@ -8,30 +8,20 @@ would decide the next one.
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mla_conformance.diagnosis.heat_map import HeatMap, is_mapped
+from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.files.installed import file_digest, harness_files
 from mla_conformance.files.places import is_file, place_of, sites
-from mla_conformance.judging.record import NOTHING_TRACED, BackendFacts, Record, RecordKey, Traced
-from mla_conformance.judging.traits import NO_TRAITS, Traits
-from mla_conformance.judging.verdict import Status
-from mla_conformance.report.pairs import JudgedPairs
-from mla_conformance.report.summary import BackendSummary, summarise
+from mla_conformance.judging.record import Record, RecordKey, Traced
+from mla_conformance.judging.traits import Traits
 
 _LIBRARIES = ("jinja2", "markupsafe", "msgspec", "packaging", "rich")
 """What a report and a certificate are made with, beside the harness and Python."""
 _RUN = (".pth", ".py", ".so")
-
-
-def _import_folders() -> list[Path]:
-    """The folders that a backend's modules are looked for in, the deepest first."""
-    folders = {Path.cwd(), *(Path(entry).resolve() for entry in sys.path)}
-    return sorted(folders, key=lambda folder: len(folder.parts), reverse=True)
 
 
 @dataclass
@@ -40,18 +30,26 @@ class LoadedCode:
 
     Attributes:
         conflicts: paths of which processes have loaded different bytes.
-        folders: of modules, which are called alike wherever these stand.
+        folders: that modules are looked for in, the deepest first; these are called alike wherever it stands.
     """
 
     digests: dict[str, str] = field(default_factory=dict)
     conflicts: set[str] = field(default_factory=set)
-    folders: list[Path] = field(default_factory=_import_folders)
+    folders: list[Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        folders = {Path.cwd(), *(Path(entry).resolve() for entry in sys.path)}
+        self.folders = sorted(folders, key=lambda folder: len(folder.parts), reverse=True)
 
     def add(self, loaded: Loaded) -> None:
         """What a process has loaded; of what was generated meanwhile, only whether it replaced a file that counts."""
         found = [(path, digest, self.digests.setdefault(path, digest)) for path, digest in loaded.found.items()]
         made = [(path, digest, self.digests.get(path, digest)) for path, digest in loaded.generated.items()]
         self.conflicts |= {path for path, digest, before in (*found, *made) if digest != before}
+
+    def changed(self) -> list[str]:
+        """The paths whose bytes on disk differ from those that were loaded, or that are gone."""
+        return [x for x, old in self.digests.items() if (file_digest(Path(x)) if is_file(Path(x)) else None) != old]
 
     @property
     def own(self) -> dict[str, str]:
@@ -63,10 +61,6 @@ class LoadedCode:
             for path, digest in sorted(modules.items())
             if path not in shipped and not any(path.is_relative_to(site) for site in sites())
         }
-
-    def changed(self) -> list[str]:
-        """The paths whose bytes on disk differ from those that were loaded, or that are gone."""
-        return [x for x, old in self.digests.items() if (file_digest(Path(x)) if is_file(Path(x)) else None) != old]
 
 
 @dataclass(frozen=True)
@@ -92,16 +86,13 @@ class Installation:
 
 
 def _beside() -> dict[Path, int]:
-    found = (entry for folder in _folders() for entry in os.scandir(folder) if entry.name.endswith(_RUN))
-    return {Path(entry.path): entry.stat(follow_symlinks=False).st_ctime_ns for entry in found}
-
-
-def _folders() -> Iterator[str | Path]:
-    """Those of Python's library, and those of wheels without the packages in them."""
-    yield from sites()
+    """Of Python's library, and of the folders of wheels without the packages in them."""
+    folders: list[str | Path] = [*sites()]
     for folder, inner, _ in os.walk(sysconfig.get_path("stdlib")):
         inner[:] = set(inner) - {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
-        yield folder
+        folders.append(folder)
+    found = (entry for folder in folders for entry in os.scandir(folder) if entry.name.endswith(_RUN))
+    return {Path(entry.path): entry.stat(follow_symlinks=False).st_ctime_ns for entry in found}
 
 
 @dataclass
@@ -145,27 +136,3 @@ class Findings:
     @property
     def failures(self) -> list[Record]:
         return [record for record in self.verdicts.values() if record.failed]
-
-    def untraced(self) -> dict[str, dict[str, str]]:
-        """The fastest case of each capability that an untraced backend passed, by backend and capability."""
-        untold = [record for record in self.verdicts.values() if record.reference not in self.traced]
-        passed = [record for record in untold if record.status is Status.PASS]
-        fastest: dict[str, dict[str, str]] = {}
-        for record in sorted(passed, key=lambda record: record.seconds):
-            fastest.setdefault(record.reference, {}).setdefault(record.capability, record.case)
-        return fastest
-
-    def summary(
-        self, facts: BackendFacts, records: Sequence[Record], expected: dict[str, int], pairs: dict[str, JudgedPairs]
-    ) -> BackendSummary:
-        """The outcome of one backend."""
-        mapped = [each for each in records if (each.reference, each.case) in self.heat and is_mapped(each)]
-        return BackendSummary(
-            facts,
-            () if facts.reasons else summarise(records, expected),
-            self.given_up.get(facts.reference, ""),
-            self.traced.get(facts.reference, NOTHING_TRACED),
-            {record.case: self.heat[record.reference, record.case] for record in mapped},
-            pairs,
-            self.traits.get(facts.reference, NO_TRAITS),
-        )

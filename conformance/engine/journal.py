@@ -268,14 +268,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
         """The plan of a request on a device, for backends as they are now."""
-
-        def case_list(capability: str) -> str:
-            ids = [case.id for case in request.cases_of(capability)]
-            return f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"
-
-        def identity(each: BackendFacts) -> str:
-            return f"{each.fingerprint}, region {each.region}" if each.region else each.fingerprint
-
+        lists = {}
+        for name in request.capabilities:
+            ids = [case.id for case in request.cases_of(name)]
+            lists[name] = f"{len(ids)} cases {_digest(chr(10).join(ids).encode())[:12]}"
         return Plan(
             format=PLAN_FORMAT,
             suite=__version__,
@@ -283,8 +279,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             device=device,
             device_name=environment["device"],
             tier=request.tier.value,
-            backends={each.reference: identity(each) for each in facts},
-            capabilities={name: case_list(name) for name in request.capabilities},
+            backends={x.reference: f"{x.fingerprint}, region {x.region}" if x.region else x.fingerprint for x in facts},
+            capabilities=lists,
             cases=tuple(case.id for case in request.cases),
             explore=str(request.explore),
             shard=request.shard,

@@ -97,7 +97,10 @@ def main(descriptor: int, supervisor: int) -> None:
     gc.enable()
     hide_memory()
     refuse_written_since(setup.began)
-    while not _is_closed(connection):
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return
         worker = os.fork()
         if not worker:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -110,13 +113,6 @@ def main(descriptor: int, supervisor: int) -> None:
         with contextlib.suppress(OSError):  # the supervisor has closed its end
             # A line of its own: the worker may have died in the middle of one.
             connection.sendall(b"\n" + encode(Ended(os.waitstatus_to_exitcode(status))))
-
-
-def _is_closed(connection: socket.socket) -> bool:
-    try:
-        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
 
 
 if __name__ == "__main__":

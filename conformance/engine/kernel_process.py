@@ -8,7 +8,6 @@ import socket
 import traceback
 from functools import partial
 from types import FrameType
-from typing import NoReturn
 
 from mla_conformance.driving.loaded import LOADED
 from mla_conformance.driving.remote import RemoteExecutor, serve
@@ -47,29 +46,24 @@ def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecu
         close_descriptors({theirs.fileno(), reported})
         if setup.memory:
             limit_memory(setup.memory)
-        _serve(setup.began, shared, reported, theirs)
+        try:  # nothing that is raised may lead back into what the process that forked was doing
+            load_all_again()
+            LOADED.watch(setup.began)  # which trusts the folders of wheels that are searched so far
+            search_current_folder()
+            hide_memory(False)
+            renounce_tracing()
+            renounce_signals_and_pipes()
+            faulthandler.register(signal.SIGUSR1, file=reported, all_threads=True)
+            serve(theirs, shared)
+        except BaseException as error:
+            traceback.print_exc()
+            leave(LACKED_MEMORY if out_of_memory(error) else 1)
+        leave(0)
     theirs.close()
     os.close(reported)
     signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
     hide_memory()
     return RemoteExecutor(mine, shared, partial(end_as, kernel), end_of(kernel))
-
-
-def _serve(began: float, shared: Shared, stacks: int, connection: socket.socket) -> NoReturn:
-    """Nothing that is raised may lead back into what the process that forked was doing."""
-    try:
-        load_all_again()
-        LOADED.watch(began)  # which trusts the folders of wheels that are searched so far
-        search_current_folder()
-        hide_memory(False)
-        renounce_tracing()
-        renounce_signals_and_pipes()
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        serve(connection, shared)
-    except BaseException as error:
-        traceback.print_exc()
-        leave(LACKED_MEMORY if out_of_memory(error) else 1)
-    leave(0)
 
 
 def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:

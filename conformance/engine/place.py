@@ -143,8 +143,16 @@ class WorkerSlot:
             # A process that a backend left may hold the other end open: a keeper is lost when it says nothing more.
             data = self.connection.recv(_READ, socket.MSG_DONTWAIT)
         if not data:
-            ended = Ended(self._lost_keeper())
-            self._note(ended)
+            self._close()
+            self.keeper.kill()
+            status = self.keeper.wait()
+            self._signal(signal.SIGKILL)
+            if self._served:
+                # A new one would read what decides again, while a kernel may write there.
+                said = f"the process that starts judges was ended from outside ({how(status)}); start the run anew"
+                raise RunError(said)
+            self.spawn()
+            self._note(ended := Ended(status))
             yield ended
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -240,17 +248,6 @@ class WorkerSlot:
             self.keeper.kill()
             self.keeper.wait()
         self._close()
-
-    def _lost_keeper(self) -> int:
-        self._close()
-        self.keeper.kill()
-        status = self.keeper.wait()
-        self._signal(signal.SIGKILL)
-        if self._served:
-            # A new one would read what decides again, while a kernel may write there.
-            raise RunError(f"the process that starts judges was ended from outside ({how(status)}); start the run anew")
-        self.spawn()
-        return status
 
     def _close(self) -> None:
         self.connection.close()

@@ -47,9 +47,6 @@ class Limits:
     give_up_after: int = GIVE_UP_AFTER
     ends_at: float = float("inf")
 
-    def timeout_of(self, request: RunRequest) -> float:
-        return self.timeout or (CPU_TIMEOUT if surely_cpu(request) else GPU_TIMEOUT)
-
 
 def surely_cpu(request: RunRequest) -> bool:
     """Whether it is known without torch that no GPU is used."""

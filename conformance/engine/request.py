@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -18,7 +18,7 @@ from mla_conformance.backends.references import (
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.engine.messages import Examine, Explore, Judge
+from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import EXPLORED, BackendFacts
 from mla_conformance.models.profile import Deployment
@@ -104,7 +104,15 @@ class RunRequest:
             require_salt(salt)
             if find_spec("torch") is None:
                 raise RequestError(NO_TORCH)
-            return RunRequest(_distinct(references), chosen, find_tier(tier), device or "", parsed, explore, salt)
+            named: dict[str, BackendReference] = {}
+            for each in references:  # reports tell backends apart by name, so a name stands for one backend only
+                if (other := named.setdefault(each.name, each)) != each:
+                    raise RequestError(
+                        f"two backends named '{each.name}': {other.reference} and {each.reference}; "
+                        "judge them in two runs, or rename a class"
+                    )
+            distinct = tuple(named.values())
+            return RunRequest(distinct, chosen, find_tier(tier), device or "", parsed, explore, salt)
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 
@@ -141,12 +149,6 @@ class RunRequest:
     def expected(self, facts: BackendFacts) -> dict[str, int]:
         """Records of a backend by capability: one for each of its cases, one for all drawn cases."""
         return count_by_capability(self.judged_of(facts)) | ({EXPLORED: 1} if self.explore else {})
-
-    def examinations(self, references: Iterable[str]) -> list[list[Examine]]:
-        """What is asked of these backends beside verdicts."""
-        if not (self.bitwise or self.accuracy):
-            return []
-        return [[Examine(reference, self.bitwise, self.accuracy)] for reference in references]
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -193,16 +195,3 @@ def require_salt(salt: str) -> None:
     """Refuse what not every command line would carry."""
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
         raise RequestError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
-
-
-def _distinct(references: Sequence[BackendReference]) -> tuple[BackendReference, ...]:
-    """Without repetitions; reports tell backends apart by name, so a name stands for one backend only."""
-    found: dict[str, BackendReference] = {}
-    for reference in references:
-        other = found.setdefault(reference.name, reference)
-        if other != reference:
-            raise RequestError(
-                f"two backends named '{reference.name}': {other.reference} and {reference.reference}; "
-                "judge them in two runs, or rename a class"
-            )
-    return tuple(found.values())

@@ -13,6 +13,7 @@ import msgspec
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
@@ -20,8 +21,8 @@ from mla_conformance.engine.devices import WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
-from mla_conformance.engine.messages import Describe, Explore, Judge, Trace
-from mla_conformance.engine.pool import Limits, Pool
+from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, Trace
+from mla_conformance.engine.pool import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, surely_cpu
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
@@ -32,7 +33,7 @@ from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import RunSummary, by_backend
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -70,7 +71,8 @@ class Run:
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
         self._on_phase: Callable[[str], None] = lambda what: None
-        self.supervisor = Supervisor(self.limits.timeout_of(self.request), self.limits.ends_at)
+        timeout = self.limits.timeout or (CPU_TIMEOUT if surely_cpu(self.request) else GPU_TIMEOUT)
+        self.supervisor = Supervisor(timeout, self.limits.ends_at)
 
     def __enter__(self) -> "Run":
         hide_memory()
@@ -109,7 +111,10 @@ class Run:
         self.facts = self.describe()
 
     def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
-        """Have tasks carried out; what their processes loaded is kept, and what declares otherwise has failed."""
+        """Have tasks carried out; what their processes loaded is kept.
+
+        A case has failed whose backend declared something else where it was judged than where it was asked.
+        """
         for outcome in self.supervisor.run(tasks, part):
             loaded = outcome.answer.loaded
             if loaded.found or loaded.generated:
@@ -118,17 +123,13 @@ class Run:
                     self._write(journal.CodeLoaded(loaded))
                 else:
                     self._early.append(loaded)
-            yield self._held_to_its_word(outcome)
-
-    def _held_to_its_word(self, outcome: TaskOutcome) -> TaskOutcome:
-        """The outcome, a failure if the backend declared something else where it was judged than where it was asked."""
-        record, said = outcome.answer.record, outcome.answer.declared
-        known = next((each.declared for each in self.facts if each.reference == outcome.task.reference), {})
-        for role, now in said.items():
-            if record and (other := set(now.split(", ")) - set(known.get(role, now).split(", "))):
-                what = f"declared {', '.join(sorted(other))} where it was judged, not where it was described"
-                record = record.with_verdict(failed(Check.CALL, what), record.seconds)
-        return replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
+            record = outcome.answer.record
+            known = next((each.declared for each in self.facts if each.reference == outcome.task.reference), {})
+            for role, now in outcome.answer.declared.items():
+                if record and (other := set(now.split(", ")) - set(known.get(role, now).split(", "))):
+                    what = f"declared {', '.join(sorted(other))} where it was judged, not where it was described"
+                    record = record.with_verdict(failed(Check.CALL, what), record.seconds)
+            yield replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
     def describe(self) -> list[BackendFacts]:
         """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable."""
@@ -199,32 +200,29 @@ class Run:
             RunError: no process can be started, or the journal cannot be written.
         """
         self._on_record, self._on_phase = on_record, on_phase
+        self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
         try:
-            self._judge()
+            failures = self._first_verdicts()
+            while pending := self._unconfirmed(failures):
+                on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
+                for record in self._confirmed(pending):
+                    self._write(journal.Judgement(record))
+            self._compare()
+            without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
+            if without and (self.request.bitwise or self.request.accuracy):
+                on_phase("asking when bits are the same, and how errors are spread")
+                asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
+                for outcome in self.outcomes(Tasks(asked)):
+                    self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
+            if self.device == "cuda" and self.request.is_traced:
+                on_phase("looking which kernels run")
+                self._trace()
+            self._write(journal.Completed())
         except journal.UnwrittenError as error:
             raise RunError(
                 f"cannot write the journal of {self.folder.path}: {error.strerror}; what was judged before stands in "
                 f"it: make room, then {self.resume_line}"
             ) from error
-
-    def _judge(self) -> None:
-        self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
-        failures = self._first_verdicts()
-        while pending := self._unconfirmed(failures):
-            self._on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
-            for record in self._confirmed(pending):
-                self._write(journal.Judgement(record))
-        for record in self._compared():
-            self._write(journal.Judgement(record))
-        without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
-        if asked := self.request.examinations(without):
-            self._on_phase("asking when bits are the same, and how errors are spread")
-            for outcome in self.outcomes(Tasks(asked)):
-                self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
-        if self.device == "cuda" and self.request.is_traced:
-            self._on_phase("looking which kernels run")
-            self._trace()
-        self._write(journal.Completed())
 
     def finish(self) -> None:
         """End every process, and see that what decides is what it was when the run began.
@@ -244,13 +242,13 @@ class Run:
                 f"{min(conflicts)}; there is no report: start the run anew"
             )
 
-    def reported(self, digest: str) -> None:
-        """Journal the SHA-256 of the report, after which nothing of the run goes on."""
-        self.folder.journal.append(journal.Reported(digest))
-
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
-        untraced = self.found.untraced()
+        untold = [record for record in self.found.verdicts.values() if record.reference not in self.found.traced]
+        passed = [record for record in untold if record.status is Status.PASS]
+        untraced: dict[str, dict[str, str]] = {}
+        for record in sorted(passed, key=lambda record: record.seconds):
+            untraced.setdefault(record.reference, {}).setdefault(record.capability, record.case)
         seen = dict.fromkeys(untraced, NOTHING_TRACED)
         parts = max(1, len(self.supervisor.places) // max(1, len(untraced)))  # of a backend, for workers of their own
         shares = [(name, list(cases.items())[n::parts]) for name, cases in untraced.items() for n in range(parts)]
@@ -261,22 +259,32 @@ class Run:
             in_order = msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))
             self._write(journal.WasTraced(name, in_order))
 
-    def _keep_heat(self, outcome: TaskOutcome) -> None:
-        """Journal where the errors of a failure are, if that was told."""
-        if outcome.answer.heat and isinstance(outcome.task, Judge):
-            self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
-
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
-        for unsupported in self._of_missing_roles():
-            self._write(journal.Judgement(unsupported))
+        for facts in self.available:  # of a role that a backend lacks no process need be asked
+            missing = self._missing[facts.reference]
+            for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
+                if case.role in missing and (facts.reference, case.id) not in self.found.verdicts:
+                    about = facts.name, facts.reference, case.capability, case.id, Status.UNSUPPORTED
+                    lacking = Record(*about, salt=self.request.salt)
+                    lacking = lacking.with_verdict(Verdict(Status.UNSUPPORTED, missing[case.role]), 0.0)
+                    self._write(journal.Judgement(lacking))
         tasks, patience = self._left(), FailureLimit(self.limits.give_up_after)
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
         for outcome in self._judged(tasks):
-            record = self._own_verdict(outcome, tasks, shared)
-            if record is None:
+            record, task = outcome.answer.record, outcome.task
+            assert record is not None and isinstance(task, Judge | Explore)
+            others = dict.fromkeys(reference for reference, _ in outcome.history if reference != task.reference)
+            if isinstance(task, Judge) and not task.fresh and others and record.status is Status.CRASH:
+                # Backends share the kernel's process, so that the crash may be another one's: then the case alone
+                # counts, in a process of its own, and if it passes there the crash is charged to nobody.
+                shared[task.record_key] = f"{record.message}; {', '.join(others)} had used the process before"
+                tasks.groups.append([msgspec.structs.replace(task, fresh=True)])
                 continue
+            if (crashed := shared.get(task.record_key)) and not record.failed:
+                said = f"{crashed}, and in one of its own it is {record.status}: the crash is charged to nobody"
+                record = record.with_fields(message=said, confirmation=UNREPEATED)
             self._write(journal.Judgement(record))
             if record.failed:
                 failures[record.record_key] = outcome
@@ -285,35 +293,6 @@ class Run:
                 tasks.dropped.add(given_up)
                 self._write(journal.GaveUp(record.reference, reason))
         return failures
-
-    def _of_missing_roles(self) -> Iterator[Record]:
-        """The records of cases whose role a backend lacks, for which no process need be asked."""
-        for facts in self.available:
-            missing = self._missing[facts.reference]
-            for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
-                if case.role in missing and (facts.reference, case.id) not in self.found.verdicts:
-                    about = facts.name, facts.reference, case.capability, case.id, Status.HARNESS_ERROR
-                    verdict = Verdict(Status.UNSUPPORTED, missing[case.role])
-                    yield Record(*about, salt=self.request.salt).with_verdict(verdict, 0.0)
-
-    def _own_verdict(self, outcome: TaskOutcome, tasks: Tasks, shared: dict[RecordKey, str]) -> Record | None:
-        """The record of an outcome; None of a crash in a process that another backend had used, so that it may be its.
-
-        Backends share the kernel's process. Then the case alone counts, in a process of its own, and if it passes there
-        the crash is charged to nobody.
-        """
-        record, task = outcome.answer.record, outcome.task
-        assert record is not None and isinstance(task, Judge | Explore)
-        others = dict.fromkeys(reference for reference, _ in outcome.history if reference != task.reference)
-        if isinstance(task, Judge) and not task.fresh and others and record.status is Status.CRASH:
-            shared[task.record_key] = f"{record.message}; {', '.join(others)} had used the process before"
-            tasks.judge_alone(task)
-            return None
-        crashed = shared.get(task.record_key)
-        if crashed is None or record.failed:
-            return record
-        said = f"{crashed}, and in one of its own it is {record.status}: the crash is charged to nobody"
-        return record.with_fields(message=said, confirmation=UNREPEATED)
 
     def _judged(self, tasks: Tasks) -> Iterator[TaskOutcome]:
         """What comes of cases."""
@@ -377,14 +356,15 @@ class Run:
             for outcome in self._judged(Tasks([[attempt] for attempt, _ in attempts if attempt])):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
-                self._keep_heat(outcome)
+                if outcome.answer.heat:
+                    self._write(journal.HeatShown(*outcome.task.record_key, outcome.answer.heat))
                 if settled := confirmation.settled(outcome.task, outcome.answer.record):
                     yield settled
                 else:
                     pending.append(confirmation)
 
-    def _compared(self) -> Iterator[Record]:
-        """Failures that look like another one of their backend that is explained."""
+    def _compare(self) -> None:
+        """Journal of failures that they look like another one of their backend that is explained."""
         groups = by_backend(self.found.failures).values()
         tasks = [[task] for group in groups for task in comparisons(group)]
         if tasks:
@@ -392,10 +372,10 @@ class Run:
         for outcome in self._judged(Tasks(tasks)):
             assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
             failure = self.found.verdicts[outcome.task.record_key]
-            if outcome.answer.record.check == failure.check:
-                self._keep_heat(outcome)
+            if outcome.answer.heat and outcome.answer.record.check == failure.check:
+                self._write(journal.HeatShown(*outcome.task.record_key, outcome.answer.heat))
             if found := compared(failure, outcome.answer.record):
-                yield found
+                self._write(journal.Judgement(found))
 
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""
@@ -417,27 +397,27 @@ class Run:
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
                 record = record.with_fields(explanation=UNASKED)
             groups[record.backend].append(self._expected(record))
-        backends = tuple(
-            self.found.summary(
-                facts,
-                groups[facts.name],
-                self.request.expected(facts),
-                judged_pairs(groups[facts.name], facts.fitted) if self.request.arrays else {},
+        request, found, backends = self.request, self.found, list[BackendSummary]()
+        for facts in self.facts:
+            records = groups[facts.name]
+            mapped = [each for each in records if (each.reference, each.case) in found.heat and is_mapped(each)]
+            about = (
+                () if facts.reasons else summarise(records, request.expected(facts)),
+                found.given_up.get(facts.reference, ""),
+                found.traced.get(facts.reference, NOTHING_TRACED),
+                {record.case: found.heat[record.reference, record.case] for record in mapped},
+                judged_pairs(records, facts.fitted) if request.arrays else {},
+                found.traits.get(facts.reference, NO_TRAITS),
             )
-            for facts in self.facts
-        )
-        request, date = self.request, datetime.date.today().isoformat()
-        about = self.environment, backends, request.case_ids, request.shard, request.deployment
-        return RunSummary(*about, date=date, code=self.found.code.own)
+            backends.append(BackendSummary(facts, *about))
+        run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment
+        return RunSummary(*run, date=datetime.date.today().isoformat(), code=found.code.own)
 
     def _in_order(self, records: Iterable[Record]) -> list[Record]:
         """Records as their cases stand in the list; drawn cases stand behind it."""
-        return sorted(records, key=lambda record: self._positions.get(record.case, len(self._positions)))
-
-    @cached_property
-    def _positions(self) -> dict[str, int]:
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
-        return {case: index for index, case in enumerate(cases)}
+        positions = {case: index for index, case in enumerate(cases)}
+        return sorted(records, key=lambda record: positions.get(record.case, len(positions)))
 
     def _expected(self, record: Record) -> Record:
         if not self.expectations.entries:

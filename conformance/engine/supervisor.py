@@ -22,7 +22,6 @@ from mla_conformance.engine.messages import (
     Hello,
     Judge,
     Setup,
-    Task,
     TaskReply,
     Trace,
     Unrecorded,
@@ -157,20 +156,17 @@ class Supervisor:
                     (place.renew if part.is_cleared else place.make_room)()
             while not all(place.is_idle for place in self.places):
                 self._wait()
-        while self._deal():
+        while True:
+            for place in self.places[: self.gpus] if part.is_alone else self.places:
+                while place.is_idle and (task := tasks.take(place.number, self._room(place), part.is_alone)):
+                    if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
+                        place.renew()
+                        tasks.put_back(place.number, task)
+                    else:
+                        place.give(task, part.share and max(part.share, tasks.taken[place.number]))
+            if not (any(place.task for place in self.places) or tasks.is_left()):
+                return
             yield from self._events()
-
-    def _deal(self) -> bool:
-        """Give tasks to whoever waits for one; whether any is under way."""
-        tasks, part = self._tasks, self._part
-        for place in self.places[: self.gpus] if part.is_alone else self.places:
-            while place.is_idle and (task := tasks.take(place.number, self._room(place), part.is_alone)):
-                if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
-                    place.renew()
-                    tasks.put_back(place.number, task)
-                else:
-                    place.give(task, part.share and max(part.share, tasks.taken[place.number]))
-        return any(place.task for place in self.places) or tasks.is_left()
 
     def _room(self, place: WorkerSlot) -> float:
         """Bytes that a place may have of its GPU: its share, and what no other one has taken beside its own."""
@@ -179,19 +175,6 @@ class Supervisor:
             return inf
         others = (other.number for other in self.places[place.number % self.gpus :: self.gpus] if other is not place)
         return self._part.most - sum(max(0, self._tasks.taken[other] - share) for other in others)
-
-    def _wanted(self, place: WorkerSlot, task: Task, reply: TaskReply) -> int:
-        """Bytes of a GPU that a case waits for: what it wants, or twice what it had when it lacked memory.
-
-        Returns: 0 if it wants none, if it has had what it wanted, or if there are not so many for one place. A worker
-            that wanted more each time would never be done.
-        """
-        share, taken, most = self._part.share, self._tasks.taken[place.number], self._part.most
-        if share is None or not isinstance(task, Judge):
-            return 0
-        lacked = reply.record is not None and reply.record.lacked_memory
-        wants = min(2 * max(share, taken), most) if lacked else 0 if taken else reply.wants
-        return wants if taken < wants <= most else 0
 
     def _events(self) -> Iterator[TaskOutcome]:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""
@@ -216,9 +199,14 @@ class Supervisor:
             self.started(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            if wants := self._wanted(place, task, event):
-                self._tasks.defer(place.number, task, wants)
-                return
+            share, taken, most = self._part.share, self._tasks.taken[place.number], self._part.most
+            if share is not None and isinstance(task, Judge):
+                lacked = event.record is not None and event.record.lacked_memory
+                wants = min(2 * max(share, taken), most) if lacked else 0 if taken else event.wants
+                # A case that had what it wanted is done: a worker that wanted more each time would never be.
+                if taken < wants <= most:
+                    self._tasks.defer(place.number, task, wants)
+                    return
             yield TaskOutcome(task, event, history=tuple(place.history))
         elif isinstance(event, Ended):
             yield from self._ended(place, event.status)
@@ -235,7 +223,12 @@ class Supervisor:
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                record = _unstartable(given, status)
+                case = Case.parse(given.case) if isinstance(given, Judge) else array_of(given.capabilities[0])[0]
+                capability = case.capability if isinstance(given, Judge) else EXPLORED
+                about = parse_reference(given.reference).name, given.reference, capability, case.id
+                died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
+                message = f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}"
+                record = Record(*about, died, message=message)
         if record or isinstance(given, Unrecorded):
             yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
             return
@@ -254,18 +247,6 @@ class Supervisor:
             raise Stopped(self._signal)
         if time.monotonic() >= self.ends_at:
             raise Stopped
-
-
-def _unstartable(task: Judge | Explore, status: int) -> Record:
-    """The record of a case that no process came to."""
-    if isinstance(task, Judge):
-        case = Case.parse(task.case)
-        capability = case.capability
-    else:
-        case, capability = array_of(task.capabilities[0])[0], EXPLORED
-    died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
-    message = f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}"
-    return Record(parse_reference(task.reference).name, task.reference, capability, case.id, died, message=message)
 
 
 @dataclass

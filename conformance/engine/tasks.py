@@ -82,25 +82,20 @@ class Tasks:
                 self._large.remove(fitting)
                 self.taken[place], self._own[place] = fitting
             elif is_ahead and not alone and any(self.later.values()):
-                self._own[place] = self._next_of_later(place)
+                if not self.later.get(place):
+                    # It begins with half of what another one has still before it: so neighbours, for which the same is
+                    # compiled, come to one process.
+                    longest = max(self.later, key=lambda other: len(self.later[other]))
+                    theirs = self.later[longest]
+                    kept = 0 if longest == _NOBODY else len(theirs) // 2
+                    self.later[place] = deque(reversed([theirs.pop() for _ in range(len(theirs) - kept)]))
+                self._own[place] = self.later[place].popleft()
                 if self.ahead:
                     self._early.add(place)
             elif self.groups:
                 self._own[place] = self.groups.popleft()
             else:
                 return None
-
-    def _next_of_later(self, place: int) -> list[Task]:
-        """The next of what a place goes through; it begins with half of what another one has still before it.
-
-        So neighbours, for which the same is compiled, come to one process.
-        """
-        if not self.later.get(place):
-            longest = max(self.later, key=lambda other: len(self.later[other]))
-            theirs = self.later[longest]
-            kept = 0 if longest == _NOBODY else len(theirs) // 2
-            self.later[place] = deque(reversed([theirs.pop() for _ in range(len(theirs) - kept)]))
-        return self.later[place].popleft()
 
     def defer(self, place: int, task: Task, wants: int) -> None:
         """Have a task, and what belongs to it, wait until a place has so many bytes of a GPU for it."""
@@ -130,10 +125,6 @@ class Tasks:
         self.groups.extend(self._last)
         self._last.clear()
         return bool(self.groups) or any(self.later.values())
-
-    def judge_alone(self, task: Judge) -> None:
-        """Have some place judge a case again, in a process that has judged nothing."""
-        self.groups.append([msgspec.structs.replace(task, fresh=True)])
 
     def is_left(self) -> bool:
         later = not self.ahead and any(self.later.values())

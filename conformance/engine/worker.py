@@ -12,7 +12,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -30,7 +30,7 @@ from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.executor import Executor
 from mla_conformance.driving.loaded import Loaded, newly_loaded
-from mla_conformance.engine.describe import describe, device_facts, find_device, undescribed
+from mla_conformance.engine.describe import describe, device_facts, find_device, unavailable
 from mla_conformance.engine.devices import may_have_gpu, visible_gpus
 from mla_conformance.engine.kernel_process import start_kernel_process
 from mla_conformance.engine.limits import LACKED_MEMORY, allocated_memory, leave, limit_memory
@@ -146,7 +146,7 @@ class Worker:
         self._executor, self._context = executor, Context(salt)
         self._held_to: int | None = None
         self._last = ""
-        self._subject = cache(self._loaded)
+        self._subjects: dict[str, Subject] = {}
 
     def warm_up(self) -> None:
         """Use a GPU once, before a case does: what is loaded when it is used first takes a second.
@@ -162,18 +162,22 @@ class Worker:
             results = output.to(problem.output_dtype), lse.float()
             judge(problem, expected, Observation((Returned(problem.calls[0], results),), None, ()), Declaration())
 
-    def _loaded(self, reference: str) -> Subject:
+    def _subject(self, reference: str) -> Subject:
         """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
-        subject = Subject.of(reference, self._device, self._executor)
-        self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
-        return subject
+        if reference not in self._subjects:
+            subject = self._subjects[reference] = Subject.of(reference, self._device, self._executor)
+            self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
+        return self._subjects[reference]
 
     def answer(self, task: Task | None, share: int | None = None) -> TaskReply:
         """Carry out a task, and tell what code that has loaded; a case that the GPU has no room for now waits."""
         if task is None:
             self._make_room()
             return TaskReply()
-        self._hold_to(share)
+        if share != self._held_to:  # torch gives back what it keeps before it goes beyond what others count on
+            part = 1.0 if share is None else share / whole_memory(self._device)
+            torch.cuda.set_per_process_memory_fraction(part, self._device)
+            self._held_to = share
         need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
         if isinstance(task, Judge) and not self._has_room(task, need, share):
             return TaskReply(wants=need + _KEPT)
@@ -209,13 +213,6 @@ class Worker:
         self._executor.make_room()
         torch.cuda.empty_cache()
 
-    def _hold_to(self, share: int | None) -> None:
-        """Have torch give back what it keeps before it goes beyond a share, which others of this GPU count on."""
-        if share != self._held_to:
-            part = 1.0 if share is None else share / whole_memory(self._device)
-            torch.cuda.set_per_process_memory_fraction(part, self._device)
-            self._held_to = share
-
     def _done(self, task: Task) -> TaskReply:
         if isinstance(task, Judge):
             return self._judged(task)
@@ -225,8 +222,7 @@ class Worker:
             return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
         subject = self._subject(task.reference)
         if isinstance(task, Describe):
-            facts = self._described(subject, task)
-            return TaskReply(facts=facts, missing={} if facts.reasons else self._missing_roles(subject, task))
+            return self._described(subject, task)
         if isinstance(task, Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
             record = explore(subject, task.draws, task.seconds, task.capabilities, self._context, starts)
@@ -259,27 +255,25 @@ class Worker:
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 
-    def _described(self, subject: Subject, task: Describe) -> BackendFacts:
+    def _described(self, subject: Subject, task: Describe) -> TaskReply:
         done = self._executor.query(partial(describe, subject), BackendFacts)
-        facts: BackendFacts = done.value if not done.error else undescribed(subject, done.error)
-        if facts.reasons:
-            return facts
-        declared = self._executor.query(partial(getattr, subject, "declarations"), dict[Role, Declaration])
+        if not done.error and done.value.reasons:
+            return TaskReply(facts=done.value)
+        declared = done
+        if not done.error:
+            declared = self._executor.query(partial(getattr, subject, "declarations"), dict[Role, Declaration])
         if declared.error:
-            return undescribed(subject, declared.error)
+            return TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
         regions = (region_of(subject, SPACES[name], task.triples) for name in task.arrays)
         fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role.value: repr(each) for role, each in declared.value.items()}
-        return replace(facts, declared=words, fitted=fitted, region=digest_of(fitted))
-
-    def _missing_roles(self, subject: Subject, task: Describe) -> dict[Role, str]:
-        """Why no case of a role can be called; of a role whose question fails its cases ask again."""
-        found = dict[Role, str]()
+        missing = dict[Role, str]()  # of a role whose question fails its cases ask again
         for case in map(Case.parse, task.cases):
             asked = self._executor.query(partial(subject.missing_role, case), list[str])
             if asked.value and not (asked.error or asked.disturbed):
-                found[case.role] = "; ".join(asked.value)
-        return found
+                missing[case.role] = "; ".join(asked.value)
+        facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted))
+        return TaskReply(facts=facts, missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""

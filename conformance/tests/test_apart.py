@@ -11,10 +11,9 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Instead
-from mla_conformance.driving.packing import Arena, Unpacker, pack
 from mla_conformance.driving.remote import RemoteExecutor
 from mla_conformance.driving.reply import MalformedReply, Part, Reader, Reply, Writer, decode
-from mla_conformance.driving.shared import Shared, SharedRange, send
+from mla_conformance.driving.shared import Arena, Shared, SharedRange, Unpacker, pack, send
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.layer.call import RankedCall

@@ -12,14 +12,14 @@ import torch
 from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.devices import driver_in
-from mla_conformance.engine.findings import Findings
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import TaskReply, Trace
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.tasks import TaskOutcome, Tasks
 from mla_conformance.engine.worker import Worker
-from mla_conformance.judging.record import Traced
+from mla_conformance.judging.record import Record, Traced
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.outcome import ran
 from mla_conformance.trials import trace
 from mla_conformance.trials.trace import library_digests
@@ -105,7 +105,8 @@ def test_workers_share_the_cases_that_are_traced(
     cases = {"A": {"lse": "k", "v": "k2", "w": "k3"}, "B": {"lse": "l"}}
     run, written = Run(RunRequest.of(["EAGER"], ["lse"]), RunFolder.claim(tmp_path)), list[Any]()
     run.supervisor = SimpleNamespace(places=[None] * workers, run=carried_out)  # type: ignore[assignment]
-    monkeypatch.setattr(Findings, "untraced", lambda self: cases)
+    passed = [Record(x, x, name, case, Status.PASS) for x, part in cases.items() for name, case in part.items()]
+    run.found.verdicts = {record.record_key: record for record in passed}
     monkeypatch.setattr(run, "_write", written.append)
     run._trace()
     assert len(asked) == tasks and all(task.cases for task in asked)

@@ -1,7 +1,6 @@
 """Exploration: cases drawn from the whole space of a backend's roles; what fails is made small, once for each cause."""
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -45,7 +44,25 @@ def explore(
     found = [_Exploration(subject, region, context, started) for region in declared]
     for each in found:
         each.search(draws, time.monotonic() + seconds / len(found) if seconds else 0.0)
-    return _told(found, subject, capabilities[0]).with_fields(capability=EXPLORED)
+    every = [record for each in found for record in each.records.values()]
+    judged = [record for record in every if record.status is not Status.UNSUPPORTED]
+    causes = [record for each in found for record in each.causes.values()]
+    passed = [record for record in judged if record.status is Status.PASS]
+    if causes:
+        number = f"{len(causes)} cause{'s' if len(causes) > 1 else ''}"
+        said = [f"{number} in {len(judged)} drawn cases, made small: {causes[0].message}"]
+        said += [f"{record.check} at {record.case}: {record.message}" for record in causes[1:]]
+        told = causes[0].with_fields(message="; ".join(said))
+    elif passed:
+        used = reduce(BudgetUse.worst_with, (BudgetUse(**record.shares) for record in passed))
+        held = f"{len(passed)} of {len(judged)} drawn cases hold, none fails"
+        spent = round(sum(record.seconds for record in judged), 4)
+        told = passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), spent).with_fields(cases=len(passed))
+    else:
+        nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
+        empty = Record(subject.name, subject.backend.reference, capabilities[0], "", Status.UNSUPPORTED)
+        told = judged[0] if judged else empty.with_verdict(nothing, 0.0)
+    return told.with_fields(capability=EXPLORED)
 
 
 class _CaseFails(Exception):
@@ -121,34 +138,6 @@ class _Exploration:
         kept = again if again.failed else first.with_fields(message=f"{first.message}; when run again the case passed")
         self.causes[_cause(first)] = kept
 
-    @property
-    def judged(self) -> list[Record]:
-        """The cases that are supported."""
-        return [record for record in self.records.values() if record.status is not Status.UNSUPPORTED]
-
 
 def _cause(record: Record) -> _Cause:
     return Case.parse(record.case).call, record.check
-
-
-def _told(found: list[_Exploration], subject: Subject, capability: str) -> Record:
-    """The smallest case of the first cause with what there is of others; or the last case that holds."""
-    judged = [record for each in found for record in each.judged]
-    causes = [record for each in found for record in each.causes.values()]
-    passed = [record for record in judged if record.status is Status.PASS]
-    if causes:
-        return causes[0].with_fields(message="; ".join(_of_causes(causes, len(judged))))
-    if not passed:
-        nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
-        empty = Record(subject.name, subject.backend.reference, capability, "", Status.UNSUPPORTED)
-        return judged[0] if judged else empty.with_verdict(nothing, 0.0)
-    used = reduce(BudgetUse.worst_with, (BudgetUse(**record.shares) for record in passed))
-    held = f"{len(passed)} of {len(judged)} drawn cases hold, none fails"
-    seconds = round(sum(record.seconds for record in judged), 4)
-    return passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), seconds).with_fields(cases=len(passed))
-
-
-def _of_causes(causes: list[Record], judged: int) -> Iterator[str]:
-    number = f"{len(causes)} cause{'s' if len(causes) > 1 else ''}"
-    yield f"{number} in {judged} drawn cases, made small: {causes[0].message}"
-    yield from (f"{record.check} at {record.case}: {record.message}" for record in causes[1:])

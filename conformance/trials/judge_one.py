@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.needs import is_too_long, memory_need
+from mla_conformance.cases.work import operations_of
+from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
 from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory, whole_memory
@@ -39,12 +40,17 @@ def judged_trial(
 ) -> tuple[Trial, Record]:
     """As :func:`judge_one`, with the trial, whose last observation can be explained."""
     subject.executor.begin()
-    trial, began = Trial(subject, case, context), time.perf_counter()
+    trial, began, kind = Trial(subject, case, context), time.perf_counter(), subject.device.type
     try:
         started(case)
         trial.require_support()
-        trial.require_size()
-        _require_memory(trial, started)
+        if is_too_long(case, kind):
+            work, most = operations_of(case), MOST_OPERATIONS[kind]
+            what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
+            trial.settle(Verdict(Status.UNAVAILABLE, what))
+        if kind == "cuda":
+            _require_memory(trial)
+            started(case)
         PROCEDURES[find_capability(case.capability).procedure](trial)
         verdict = trial.verdict
     except Nonconformance as outcome:
@@ -56,7 +62,6 @@ def judged_trial(
             verdict = Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
     if verdict.status is Status.UNAVAILABLE:
         # What a backend says that it lacked does not decide whether a case takes more than this machine has.
-        kind = subject.device.type
         too_large = is_too_long(case, kind) or memory_need(case, kind) > whole_memory(subject.device)
         verdict = replace(verdict, too_large=too_large)
     seconds = round(time.perf_counter() - began, 4)
@@ -67,23 +72,16 @@ def judged_trial(
     return trial, record.with_verdict(verdict, seconds)
 
 
-def _require_memory(trial: Trial, started: OnStarted) -> None:
+def _require_memory(trial: Trial) -> None:
     """Unavailable where a case does not fit a GPU, after a wait if others hold its memory."""
     device = trial.subject.device
-    if device.type != "cuda":
-        return
-
-    def unavailable(need: int, found: str) -> None:
-        what = f"may need {need / 2**20:.0f} MiB, {found}"
-        trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {what}"))
-
     need, whole = memory_need(trial.case, device.type), whole_memory(device)
+    lacking = f"out of memory: may need {need / 2**20:.0f} MiB,"
     if need > whole:
-        unavailable(need, f"this device has {whole / 2**20:.0f} MiB")
+        trial.settle(Verdict(Status.UNAVAILABLE, f"{lacking} this device has {whole / 2**20:.0f} MiB"))
     if free_memory(device) < need:
         trial.context.forget()
         trial.subject.executor.make_room()
-    free = wait_for_memory(device, need, MEMORY_PATIENCE)
-    if free < need:
-        unavailable(need, f"{free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s")
-    started(trial.case)
+    if (free := wait_for_memory(device, need, MEMORY_PATIENCE)) < need:
+        found = f"{free / 2**20:.0f} MiB are free after {MEMORY_PATIENCE:.0f} s"
+        trial.settle(Verdict(Status.UNAVAILABLE, f"{lacking} {found}"))

@@ -177,7 +177,10 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
         return [f"due on a GPU: {work_of(case):.0e} operations, a CPU is asked for {CPU_WORK:.0e}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
-    return _memory_reasons(case, device) if case.far != "none" else []
+    # What others hold of a device at the moment is no reason: a trial waits for it.
+    if case.far != "none" and (needed := needed_bytes(case)) > (whole := whole_memory(device)):
+        return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]
+    return []
 
 
 def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
@@ -185,27 +188,14 @@ def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list
         return ["graphs are captured on one rank only"]
     if case.role in (Role.LAYER, Role.SPARSE_LAYER) and device.type != "cuda":
         return []  # replayed as a call over the same buffers
-    if case.role is Role.LAYER:
-        declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
-        return _graph_support(declared, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE)
-    declared = getattr(backend_class, "cudagraph_support", AttentionCGSupport.NEVER)
     needed = AttentionCGSupport.UNIFORM_BATCH
     if case.role is Role.PREFILL:
         needed = AttentionCGSupport.ALWAYS
-    elif max(case.q) == 1:
+    elif case.role is Role.LAYER or max(case.q) == 1:
         needed = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-    return _graph_support(declared, needed)
-
-
-def _graph_support(declared: AttentionCGSupport, needed: AttentionCGSupport) -> list[str]:
+    declared = getattr(backend_class, "cudagraph_support", AttentionCGSupport.NEVER)
+    if case.role is Role.LAYER:
+        declared = backend_class.get_builder_cls().get_cudagraph_support(None, None)
     if declared.value >= needed.value:
         return []
     return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]
-
-
-def _memory_reasons(case: Case, device: torch.device) -> list[str]:
-    """What others hold of a device at the moment is no reason: a trial waits for it."""
-    needed, whole = needed_bytes(case), whole_memory(device)
-    if whole >= needed:
-        return []
-    return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +59,15 @@ def traced(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Trac
         cases: the id of a case for each capability.
         before: the libraries of the process before the backend was imported.
     """
-    kernels = {capability: _kernels(subject, Case.parse(case)) for capability, case in cases.items()}
+    kernels = {}
+    for capability, case in ((capability, Case.parse(text)) for capability, text in cases.items()):
+        problem, backend = build_problem(case, subject.device), subject.create(case)
+        run_calls(backend, problem)  # which plans and compiles
+
+        def calls(backend: Any = backend, problem: Problem = problem) -> None:  # the driver does more around them
+            for call in problem.calls:
+                call.prepare(backend)
+                call.invoke(backend, call.output_buffer())
+
+        kernels[capability] = kernels_of(calls, subject.device)
     return Traced(kernels, library_digests(loaded_libraries() - before, subject.backend.file))
-
-
-def _kernels(subject: Subject, case: Case) -> tuple[str, ...]:
-    """The kernels of a case's calls, after a first time that plans and compiles."""
-    problem, backend = build_problem(case, subject.device), subject.create(case)
-    run_calls(backend, problem)
-    return kernels_of(partial(_call, backend, problem), subject.device)
-
-
-def _call(backend: Any, problem: Problem) -> None:
-    """The calls alone, without what the driver does around them."""
-    for call in problem.calls:
-        call.prepare(backend)
-        call.invoke(backend, call.output_buffer())

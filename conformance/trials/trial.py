@@ -12,11 +12,9 @@ from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.work import operations_of
 from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
 from mla_conformance.driving.executor import StepResult
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
@@ -120,24 +118,12 @@ class Trial:
 
         Where refusals are what is judged, the procedure asks for the second.
         """
-        probes = find_capability(self.case.capability).probes_refusals
-        if reasons := self.missing_role() if probes else self.unsupported():
+        if find_capability(self.case.capability).probes_refusals:
+            reasons = self.query("asked what it is, it", partial(self.subject.missing_role, self.case), list[str])
+        else:
+            reasons = self.unsupported()
+        if reasons:
             self.settle(Verdict(Status.UNSUPPORTED, "; ".join(reasons)))
-
-    def require_size(self) -> None:
-        """Unavailable where a case takes hours."""
-        kind = self.subject.device.type
-        if is_too_long(self.case, kind):
-            work, most = operations_of(self.case), MOST_OPERATIONS[kind]
-            what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
-            self.settle(Verdict(Status.UNAVAILABLE, what))
-
-    def missing_role(self) -> list[str]:
-        """Why no call of the case can be made."""
-        reasons: list[str] = self.query(
-            "asked what it is, it", partial(self.subject.missing_role, self.case), list[str]
-        )
-        return reasons
 
     def unsupported(self, case: Case | None = None) -> list[str]:
         """What of a case, by default the trial's own, the backend declares unsupported; that it raises is a failure."""
@@ -243,13 +229,14 @@ def _evidence(instance: Any) -> dict[str, str]:
 
 def returned_bytes(observation: Observation) -> list[bytes]:
     """The bytes of everything returned, as a value that later calls cannot change; of no tensor, what it is instead."""
-    parts = [part for returned in observation.returned for part in parts_of(returned.value)]
-    return [why_not_plain(part).encode() or _bytes_of(part) for part in parts]
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    own = tensor.clone(memory_format=torch.contiguous_format)
-    return bytes(storage_bytes(own).cpu().numpy().tobytes())
+    found = []
+    for part in (part for returned in observation.returned for part in parts_of(returned.value)):
+        if instead := why_not_plain(part):
+            found.append(instead.encode())
+        else:
+            own = part.clone(memory_format=torch.contiguous_format)
+            found.append(bytes(storage_bytes(own).cpu().numpy().tobytes()))
+    return found
 
 
 def results(observation: Observation) -> list[torch.Tensor]:
