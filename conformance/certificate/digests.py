@@ -12,7 +12,7 @@ import msgspec
 
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.driving.loaded import judging_sources
-from mla_conformance.files.meaning import meaning_digest
+from mla_conformance.files.installed import meaning_digest
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.report.differences import differing
 from mla_conformance.version import SUITE_VERSION

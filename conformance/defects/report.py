@@ -10,8 +10,7 @@ from mla_conformance.defects.known import KnownDefect, known_defects, reported_b
 from mla_conformance.defects.matrix import kernels
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.inputs import decode
-from mla_conformance.files.installed import source_digests
-from mla_conformance.files.meaning import meaning_digest
+from mla_conformance.files.installed import meaning_digest, source_digests
 from mla_conformance.judging.record import Record
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
 

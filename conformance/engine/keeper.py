@@ -66,8 +66,7 @@ def main(descriptor: int, supervisor: int) -> None:
     """Keep a worker at the other end of a socket until the supervisor closes its own end."""
     from mla_conformance.engine.limits import THREADS, adopt_orphans, end_children, end_with_parent, hide_memory
     from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
-    from mla_conformance.files.late_imports import refuse_written_since
-    from mla_conformance.files.places import forget_current_folder
+    from mla_conformance.files.places import forget_current_folder, refuse_written_since
 
     def end(*_: object) -> NoReturn:
         end_children(set())

@@ -26,8 +26,7 @@ from mla_conformance.engine.limits import (
     renounce_tracing,
 )
 from mla_conformance.engine.messages import Setup
-from mla_conformance.files.late_imports import load_all_again
-from mla_conformance.files.places import search_current_folder
+from mla_conformance.files.places import load_all_again, search_current_folder
 from mla_conformance.problems.memory import out_of_memory
 
 _STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05

@@ -28,7 +28,7 @@ from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
 from mla_conformance.expectations import apply
 from mla_conformance.expectations.apply import Expectations
-from mla_conformance.files.late_imports import load_all_again, refuse_written_since
+from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed

@@ -7,7 +7,7 @@ import datetime
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property
@@ -156,24 +156,21 @@ def read_expectations(path: Path, reasons_required: bool = True) -> tuple[Expect
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not TOML: {error}") from error
-    entries = enumerate(convert(table, _File, str(path)).expectation, start=1)
-    return tuple(_entry(entry, path, number, reasons_required) for number, entry in entries)
+    found = []
+    for number, entry in enumerate(convert(table, _File, str(path)).expectation, start=1):
+        where = f"{path}: entry {number}"
+        if unknown := sorted(set(entry) - set(FIELDS)):
+            raise InputError(f"{where}: unknown key {', '.join(unknown)}; known keys: {', '.join(FIELDS)}")
+        values = {name: str(value) if isinstance(value, datetime.date) else value for name, value in entry.items()}
+        read = convert({**values, "file": str(path), "number": number}, Expectation, where)
+        if reasons_required and not has_letters(read.reason):
+            raise InputError(f"{where}: expected a reason in words, got {read.reason!r}")
+        found.append(read)
+    return tuple(found)
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     expectation: list[dict[str, Any]] = []
-
-
-def _entry(entry: dict[str, Any], path: Path, number: int, reasons_required: bool) -> Expectation:
-    where = f"{path}: entry {number}"
-    unknown = sorted(set(entry) - set(FIELDS))
-    if unknown:
-        raise InputError(f"{where}: unknown key {', '.join(unknown)}; known keys: {', '.join(FIELDS)}")
-    values = {name: str(value) if isinstance(value, datetime.date) else value for name, value in entry.items()}
-    found = convert({**values, "file": str(path), "number": number}, Expectation, where)
-    if reasons_required and not has_letters(found.reason):
-        raise InputError(f"{where}: expected a reason in words, got {found.reason!r}")
-    return found
 
 
 def facts(environment: Mapping[str, str], versions: Mapping[str, str]) -> dict[str, str]:
@@ -202,7 +199,8 @@ class Expectations:
     def apply(self, record: Record, known: Mapping[str, str]) -> Record:
         """The record as these expectations see it, of which an earlier one is undone; ``known`` are :func:`facts`."""
         record = record.as_judged
-        valid = (entry for entry in self.entries if not entry.is_expired(self._today))
+        today = self.today or datetime.date.today()
+        valid = (entry for entry in self.entries if not entry.is_expired(today))
         covering = [entry for entry in valid if entry.covers(record, known)]
         if record.status is Status.PASS and covering and not any(entry.sometimes for entry in covering):
             first = covering[0]
@@ -214,13 +212,9 @@ class Expectations:
             return record
         return record.with_fields(status=Status.EXPECTED_FAILURE, judged=record.status, expectation=foreseen.sentence)
 
-    @property
-    def _today(self) -> datetime.date:
-        return self.today or datetime.date.today()
-
     def problems(self) -> Iterator[tuple[Expectation, str]]:
         for entry in self.entries:
-            if entry.is_expired(self._today):
+            if entry.is_expired(self.today or datetime.date.today()):
                 yield entry, f"expired: until {entry.until}"
                 continue
             for query in entry.queries:
@@ -257,8 +251,16 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
     run = [
         (record.as_judged, facts(report.environment, b.facts.versions)) for b in report.backends for record in b.records
     ]
-    parts = [part for entry in existing for part in _split(entry, run)]
-    kept = [part for part, holds in parts if holds]
+    kept, removed = list[Expectation](), list[Expectation]()
+    for entry in existing:
+        holding = {}  # whether something that it covers fails as it says, or might have, or nothing of it was run
+        for text in entry.texts:
+            one = replace(entry, case=text)
+            covered = [record for record, known in run if one.covers(record, known)]
+            holding[text] = not covered or one.sometimes or any(map(one.foresees, covered))
+        for into, holds in ((kept, True), (removed, False)):
+            if texts := tuple(text for text in holding if holding[text] is holds):
+                into.append(replace(entry, case=_shortest(texts)))
     failing = [(each, known) for each, known in run if each.failed and each.status is not Status.HARNESS_ERROR]
     new = [record for record, known in failing if not any(e.covers(record, known) and e.foresees(record) for e in kept)]
     ways = grouped(new, lambda record: (record.backend, record.status, record.check)).values()
@@ -267,24 +269,11 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
         cases = _shortest((first.case, *(each.case for each in others)))
         name, status = str(folder / f"{first.backend.replace('[', '-').rstrip(']')}.toml"), first.status.value
         added.append(Expectation(backend=first.backend, case=cases, status=status, check=first.check, file=name))
-    return Update(tuple(kept), tuple(added), tuple(part for part, holds in parts if not holds))
-
-
-def _split(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) -> list[tuple[Expectation, bool]]:
-    """The entry with the queries that hold, and with those that do not."""
-    single = {text: _holds(replace(entry, case=text), run) for text in entry.texts}
-    parts = ((tuple(text for text in single if single[text] is holds), holds) for holds in (True, False))
-    return [(replace(entry, case=_shortest(texts)), holds) for texts, holds in parts if texts]
+    return Update(tuple(kept), tuple(added), tuple(removed))
 
 
 def _shortest(texts: tuple[str, ...]) -> str | tuple[str, ...]:
     return texts[0] if len(texts) == 1 else texts
-
-
-def _holds(entry: Expectation, run: Sequence[tuple[Record, Mapping[str, str]]]) -> bool:
-    """Whether something that it covers fails as it says, or might have, or nothing that it covers was run."""
-    covered = [record for record, known in run if entry.covers(record, known)]
-    return not covered or entry.sometimes or any(entry.foresees(record) for record in covered)
 
 
 def to_toml(entry: Expectation) -> str:

@@ -42,26 +42,25 @@ class Condition:
 
     @staticmethod
     def parse(text: str) -> "Condition":
-        alternatives = " ".join(text.split()).split(" or ") if text.strip() else []
-        found = (tuple(map(_comparison, part.split(" and "))) for part in alternatives)
-        return Condition(tuple(found) or ((),))
+        alternatives = list[tuple[tuple[str, str, str, bool], ...]]()
+        for part in " ".join(text.split()).split(" or ") if text.strip() else ():
+            comparisons = []
+            for said in map(str.strip, part.split(" and ")):
+                found = _COMPARISON.fullmatch(said)
+                if not found:
+                    raise ConditionError(f"expected NAME OPERATOR VALUE such as torch < 2.12, got {said!r}")
+                negation, name, sign, value = found[1], found[2], found[3], found[4].strip("\"'")
+                if sign not in ("==", "!=") and _version(value) is None:
+                    raise ConditionError(f"{sign} expects a version after it, got {value!r}")
+                comparisons.append((name, sign, value, bool(negation)))
+            alternatives.append(tuple(comparisons))
+        return Condition(tuple(alternatives) or ((),))
 
     def holds(self, facts: Mapping[str, str]) -> bool:
         return any(
             all(_compare(facts.get(name, ""), sign, value) != negated for name, sign, value, negated in part)
             for part in self.alternatives
         )
-
-
-def _comparison(text: str) -> tuple[str, str, str, bool]:
-    found = _COMPARISON.fullmatch(text.strip())
-    if not found:
-        raise ConditionError(f"expected NAME OPERATOR VALUE such as torch < 2.12, got {text.strip()!r}")
-    negation, name, sign, value = found.groups()
-    value = value.strip("\"'")
-    if sign not in ("==", "!=") and _version(value) is None:
-        raise ConditionError(f"{sign} expects a version after it, got {value!r}")
-    return name, sign, value, bool(negation)
 
 
 def _compare(actual: str, sign: str, value: str) -> bool:

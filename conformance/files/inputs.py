@@ -5,6 +5,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -62,30 +63,24 @@ def decode(text: str, kind: type[_T], source: str) -> _T:
         kind: type of the value, strictly.
         source: the file's name.
     """
+
+    def require_distinct(pairs: list[tuple[str, Any]]) -> None:  # which of the values counts would be our choice
+        for name, times in Counter(name for name, _ in pairs).items():
+            if times > 1:
+                raise InputError(f"{source}: expected every name once in an object, got {name!r} twice")
+
     try:
         value = msgspec.json.decode(text, type=kind)
-        json.loads(text, object_pairs_hook=_require_distinct)
+        json.loads(text, object_pairs_hook=require_distinct)
     except msgspec.ValidationError as error:
         raise InputError(f"{source}: {_sentence(error)}") from error
     except RecursionError as error:
         raise InputError(f"{source}: expected JSON of a few levels, got it nested too deeply") from error
-    except _Twice as error:
-        raise InputError(f"{source}: expected every name once in an object, got {error} twice") from error
+    except InputError:
+        raise
     except ValueError as error:  # malformed, no Unicode, or a number of thousands of digits
         raise InputError(f"{source}: not JSON (cut off?): {error}") from error
     return value
-
-
-class _Twice(ValueError):
-    """A name that an object has twice: which of the values counts would be the reader's choice."""
-
-
-def _require_distinct(pairs: list[tuple[str, Any]]) -> None:
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise _Twice(repr(name))
-        seen.add(name)
 
 
 def convert(data: Any, kind: type[_T], source: str) -> _T:

@@ -1,6 +1,7 @@
 """What is installed, so exactly that another build can be told apart: wheels by their files, checkouts by commit.
 
-What is in no wheel is told by the Python files that it is made of, found by their imports, none of which is made.
+What is in no wheel is told by the Python files that it is made of, found by their imports, none of which is made. A
+digest of what a source says notices when it says something else, and only then.
 """
 
 import ast
@@ -11,19 +12,20 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.machinery import PathFinder
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from mla_conformance.files.meaning import meaning_digest
 from mla_conformance.files.places import is_file, sites
 
 _GIT_PATIENCE = 60
@@ -258,3 +260,42 @@ def _imported(name: str, path: Path) -> Iterator[str]:
             module = ".".join(filter(None, (base, node.module)))
             yield module
             yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def meaning_digest(paths: Iterable[Path], *texts: str) -> str:
+    """SHA-256 of what modules and tables of numbers say, in the order of their names and folders, behind some texts.
+
+    Comments, descriptions and layout do not count, nor does the version of Python that reads the code.
+    """
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(repr(text).encode())
+    for path in sorted(paths, key=lambda path: (path.name, path.parent.name)):
+        said = _said(path.read_text(encoding="utf-8"), path.suffix)
+        digest.update(f"({path.name!r}, {said})".encode())
+    return digest.hexdigest()
+
+
+@cache
+def _said(text: str, suffix: str) -> str:
+    """What a source says as one line: kept by its text, since many digests are of the same sources."""
+    return repr(meaning(text, suffix))
+
+
+def meaning(text: str, suffix: str = ".py") -> Any:
+    """What a module or a table of numbers says, as plain data: without comments, descriptions and layout."""
+    return tomllib.loads(text) if suffix == ".toml" else _plain(ast.parse(text))
+
+
+def _plain(node: Any) -> Any:
+    """A syntax tree as lists; empty fields are left out, since later Pythons have more of them."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node if not _is_description(item)]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return [type(node).__name__, *fields]
+
+
+def _is_description(node: Any) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

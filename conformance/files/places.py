@@ -1,9 +1,19 @@
-"""What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in."""
+"""What a file is called on every machine: by the folder of wheels, of a backend, or of a user that it lies in.
 
+And where modules are looked for, and which of them a process that decides loads late: none that was written since its
+run began. A kernel may write where modules lie, Python's library included, and what it wrote would decide along with
+whoever imports it. Nor is bytecode read, which may be of another source.
+"""
+
+import codecs
 import contextlib
+import os
 import sys
+import sysconfig
 from functools import cache
+from importlib.machinery import ExtensionFileLoader, SourceFileLoader
 from pathlib import Path
+from typing import Any
 
 _OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
 
@@ -73,3 +83,45 @@ def sites() -> tuple[Path, ...]:
 def _with_wheels(entries: tuple[str, ...]) -> tuple[Path, ...]:
     folders = dict.fromkeys(Path(entry).resolve() for entry in entries)
     return tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None))
+
+
+_ENCODINGS = ("ascii", "latin_1", "unicode_escape")
+"""Beside UTF-8, modules that are loaded when they are used first."""
+_LIBRARY = sysconfig.get_path("platstdlib")
+_get_code, _create_module = SourceFileLoader.get_code, ExtensionFileLoader.create_module
+
+
+def refuse_written_since(began: float) -> None:
+    """Load no such module from now on; of compiled ones, which others than kernels write into caches, Python's own.
+
+    Args:
+        began: when the run began, in seconds of the system's clock.
+    """
+
+    for name in _ENCODINGS:
+        codecs.lookup(name)
+
+    def get_code(loader: SourceFileLoader, name: str) -> Any:
+        path = loader.get_filename(name)
+        source = loader.get_data(path)
+        _require_older(path, began)  # which is what was read, then
+        return loader.source_to_code(source, path)
+
+    def create_module(loader: ExtensionFileLoader, spec: Any) -> Any:
+        if loader.path.startswith(_LIBRARY):
+            _require_older(loader.path, began)
+        return _create_module(loader, spec)
+
+    SourceFileLoader.get_code = get_code  # type: ignore[assignment,method-assign]
+    ExtensionFileLoader.create_module = create_module  # type: ignore[assignment,method-assign]
+
+
+def load_all_again() -> None:
+    """Load any module: this process is to run a kernel, or the run is over."""
+    SourceFileLoader.get_code = _get_code  # type: ignore[method-assign]
+    ExtensionFileLoader.create_module = _create_module  # type: ignore[method-assign]
+
+
+def _require_older(path: str, began: float) -> None:
+    if os.stat(path).st_ctime > began:  # noqa: PTH116 - what pathlib loads late would come back here
+        raise ImportError(f"{path} was written while the run judged, and is not loaded", path=path)

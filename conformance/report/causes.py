@@ -238,23 +238,17 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     cases = map(Case.parse, (record.case for record in passed))
     passing = [_facts(case, least) for case in cases if case.role in roles]
     lacking = [facts & shared for facts in passing]
-    told, remaining = _telling(sorted(shared), lacking)
+    # The fact, or the two, that fewest passing cases have, and how many; two where that is no more than half.
+    found = []
+    for count in (1, 2):
+        options = map(frozenset, combinations(sorted(shared), count))
+        having = ((facts, sum(facts <= each for each in lacking)) for facts in options)
+        found.append(min(having, key=lambda each: each[1], default=(frozenset[str](), len(lacking))))
+    one, two = found
+    told, remaining = two if 2 * two[1] + 2 <= one[1] else one
     if remaining == len(lacking) or remaining > len(failing) or _MOST_PASSING * remaining > len(lacking):
         return ""
     return f"only with {' and '.join(sorted(told))}: {len(failing)} such cases fail so, {remaining} pass"
-
-
-def _telling(shared: Sequence[str], passing: Sequence[frozenset[str]]) -> tuple[frozenset[str], int]:
-    """The fact, or the two, that fewest passing cases have, and how many; two where that is no more than half."""
-
-    def fewest(count: int) -> tuple[frozenset[str], int]:
-        counted = (
-            (facts, sum(facts <= each for each in passing)) for facts in map(frozenset, combinations(shared, count))
-        )
-        return min(counted, key=lambda each: each[1], default=(frozenset(), len(passing)))
-
-    one, two = fewest(1), fewest(2)
-    return two if 2 * two[1] + 2 <= one[1] else one
 
 
 _SIZES = ("keys", "heads")

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from xml.etree import ElementTree
 
 from mla_conformance.backends.foreign import LINE, cut
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answers import answers
 from mla_conformance.report.causes import Cause, raised_at
@@ -34,7 +33,14 @@ def markdown(run: RunSummary) -> str:
         *(f"| {' | '.join(_row(backend))} |" for backend in run.backends),
         "",
     ]
-    lines += [line for backend in run.backends for line in _causes(backend)]
+    for backend in run.backends:
+        for cause in backend.causes[:_MOST_CAUSES]:
+            name = inline(backend.name)
+            lines.append(f"**{name} · {cases_of(cause)}**{cause.reserve} · {inline(cause.headline)}")
+            lines += [f"<br>{inline(text)}" for text in _example(cause)]
+            lines += ["", "```sh", shown_line(from_here(cause.example).replay), "```", ""]
+        if hidden := sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:]):
+            lines += [f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", ""]
     facts = " · ".join(f"{name} {value}" for name, value in run.environment.items() if value)
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
 
@@ -52,16 +58,6 @@ def _row(backend: BackendSummary) -> list[str]:
     numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]
     worst = f"{worst_of_passes(backend.records):.2f}" if counts.passed else "–"
     return [inline(backend.name), sign, *numbers, worst, inline("; ".join(notes))]
-
-
-def _causes(backend: BackendSummary) -> Iterator[str]:
-    for cause in backend.causes[:_MOST_CAUSES]:
-        yield f"**{inline(backend.name)} · {cases_of(cause)}**{cause.reserve} · {inline(cause.headline)}"
-        yield from (f"<br>{inline(text)}" for text in _example(cause))
-        yield from ("", "```sh", shown_line(from_here(cause.example).replay), "```", "")
-    hidden = sum(len(cause.failures) for cause in backend.causes[_MOST_CAUSES:])
-    if hidden:
-        yield from (f"… and {counted(hidden, 'more case')} of {inline(backend.name)} in the report", "")
 
 
 def _example(cause: Cause) -> Iterator[str]:
@@ -110,7 +106,19 @@ def junit(run: RunSummary) -> str:
     root = ElementTree.Element("testsuites", name="mla-conformance")
     tags = {"failures": "failure", "errors": "error", "skipped": "skipped"}
     for backend in run.backends:
-        tests = list(map(_test, backend.records))
+        tests = []
+        for record in backend.records:
+            place = {"classname": shown(f"{record.backend}.{record.capability}"), "name": shown(record.case, LINE)}
+            tests.append(test := ElementTree.Element("testcase", place, time=f"{record.seconds:.3f}"))
+            message = shown(record.message)
+            if record.failed:
+                kind = "error" if record.status in _BROKEN else "failure"
+                what = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
+                lines = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
+                what.text = shown_lines("\n".join(filter(None, lines)))
+            elif record.status is not Status.PASS:
+                said = ": ".join(filter(None, (record.status, record.expectation, record.message)))
+                ElementTree.SubElement(test, "skipped", message=shown(said))
         if backend.reasons:
             tests = [ElementTree.Element("testcase", classname=shown(backend.name), name="available", time="0")]
             ElementTree.SubElement(tests[0], "skipped", message=shown("; ".join(backend.reasons)))
@@ -121,18 +129,3 @@ def junit(run: RunSummary) -> str:
     ElementTree.indent(root)
     # ASCII, whose declaration is true wherever the text goes: what else there is becomes character references.
     return ElementTree.tostring(root, encoding="us-ascii", xml_declaration=True).decode("ascii") + "\n"
-
-
-def _test(record: Record) -> ElementTree.Element:
-    place = {"classname": shown(f"{record.backend}.{record.capability}"), "name": shown(record.case, LINE)}
-    test = ElementTree.Element("testcase", place, time=f"{record.seconds:.3f}")
-    message = shown(record.message)
-    if record.failed:
-        kind = "error" if record.status in _BROKEN else "failure"
-        reported = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
-        lines = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
-        reported.text = shown_lines("\n".join(filter(None, lines)))
-    elif record.status is not Status.PASS:
-        said = ": ".join(filter(None, (record.status, record.expectation, record.message)))
-        ElementTree.SubElement(test, "skipped", message=shown(said))
-    return test

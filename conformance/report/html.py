@@ -23,6 +23,14 @@ def html(run: RunSummary) -> str:
     expected = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
     waived = grouped(expected, lambda record: (record.backend, record.expectation))
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
+    refusals = []  # why cases are unsupported, the reason for most first: said, how many cases, of which capabilities
+    for backend in run_backends:
+        refused = (record for record in backend.records if record.status is Status.UNSUPPORTED)
+        rows = [
+            (reason, len(records), ", ".join(dict.fromkeys(record.capability for record in records)))
+            for reason, records in grouped(refused, lambda record: record.message).items()
+        ]
+        refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     return render(
         "mla_conformance.report",
         "page.html.j2",
@@ -36,7 +44,7 @@ def html(run: RunSummary) -> str:
         judged_of_claimed=judged_of_claimed,
         verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
         seconds=f"{sum(run.seconds.values()):.0f} s",
-        refusals=[(backend, refusals) for backend in run_backends if (refusals := _refusals(backend))],
+        refusals=refusals,
         deployment=str(run.deployment or ""),
         answers=answers(run) if run.deployment else [],
         unavailable=[backend for backend in run.backends if backend.reasons],
@@ -70,16 +78,6 @@ def _verdict(backend: BackendSummary) -> str:
     rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
     rest += counts.noted(unsupported="unsupported", unavailable="unavailable")
     return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
-
-
-def _refusals(backend: BackendSummary) -> list[tuple[str, int, str]]:
-    """Why cases are unsupported, the reason for most first: what is said, how many cases, of which capabilities."""
-    refused = (record for record in backend.records if record.status is Status.UNSUPPORTED)
-    rows = [
-        (reason, len(records), ", ".join(dict.fromkeys(record.capability for record in records)))
-        for reason, records in grouped(refused, lambda record: record.message).items()
-    ]
-    return sorted(rows, key=lambda row: -row[1])
 
 
 def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:

@@ -13,12 +13,12 @@ from msgspec import Meta, Struct
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.files.outputs import write_whole
-from mla_conformance.judging.record import EXPLORED, Record, Said, Share, Traced, written
+from mla_conformance.judging.record import EXPLORED, Said, Share, Traced, written
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import CauseKind
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, CapabilitySummary, Counts, Number, RunSummary
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, Number, RunSummary
 
 SCHEMA_NAME = "mla-conformance-report"
 SCHEMA_VERSION = 5
@@ -176,6 +176,23 @@ def _backend(backend: BackendSummary) -> BackendForm:
         cases, example = tuple(record.case for record in cause.failures), cause.example
         causes.append(_form(CauseForm, cause, cases=cases, example=example.case, replay=example.replay))
     places = {frozenset(each.items()): place for place, each in enumerate(evidence)}
+    capabilities = {}
+    for capability in backend.capabilities:
+        used = written(capability.error_budget_used)
+        failures = tuple(_form(FailureForm, record) for record in capability.failures)
+        own = {"status": capability.outcome, "error_budget_used": used, "failures": failures}
+        capabilities[capability.name] = _form(CapabilityForm, capability.counts, **own)
+    records = [
+        _form(
+            RecordForm,
+            Said() if record.failed else record,  # what is said of a failure stands with its capability
+            record,
+            evidence=places.get(frozenset(record.evidence.items())),
+            capability=EXPLORED if record.key != record.case else "",
+            sampled=SampledForm(**record.sampled) if record.sampled else None,
+        )
+        for record in backend.records
+    ]
     return _form(
         BackendForm,
         backend,
@@ -186,30 +203,8 @@ def _backend(backend: BackendSummary) -> BackendForm:
         pairs={role: _form(PairsForm, pairs) for role, pairs in backend.pairs.items()},
         causes=tuple(causes),
         heat=dict(backend.heat),
-        capabilities={capability.name: _capability(capability) for capability in backend.capabilities},
-        records=tuple(_record(record, places.get(frozenset(record.evidence.items()))) for record in backend.records),
-    )
-
-
-def _capability(capability: CapabilitySummary) -> CapabilityForm:
-    used = written(capability.error_budget_used)
-    failures = tuple(_form(FailureForm, record) for record in capability.failures)
-    return _form(
-        CapabilityForm, capability.counts, status=capability.outcome, error_budget_used=used, failures=failures
-    )
-
-
-def _record(record: Record, evidence: int | None) -> RecordForm:
-    sampled = SampledForm(**record.sampled) if record.sampled else None
-    capability = EXPLORED if record.key != record.case else ""
-    # What is said of a failure stands with its capability.
-    return _form(
-        RecordForm,
-        Said() if record.failed else record,
-        record,
-        evidence=evidence,
-        capability=capability,
-        sampled=sampled,
+        capabilities=capabilities,
+        records=tuple(records),
     )
 
 

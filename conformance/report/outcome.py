@@ -110,15 +110,11 @@ def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str
     yield from wrapped(head, width, further=_INDENT)
     for detail in (cause.only, seen, raised_at(cause.example), example.confirmed, advice(example)):
         yield from wrapped(cut(detail), width, _INDENT, _INDENT)
-    yield f"{_INDENT}replay: {replay_in(run, cause)}"
-
-
-def replay_in(run: RunSummary, cause: Cause) -> str:
-    """The command that runs its example again; behind many cases by the run's report, if that is kept."""
-    if not run.source or len(cause.example.after) <= _MOST_AFTER:
-        return from_here(cause.example).replay
-    number = run.causes.index(cause) + 1
-    return f"mla-conformance replay --report {shlex.quote(run.source)} --failure {number}"
+    command = example.replay
+    if run.source and len(example.after) > _MOST_AFTER:
+        number = run.causes.index(cause) + 1
+        command = f"mla-conformance replay --report {shlex.quote(run.source)} --failure {number}"
+    yield f"{_INDENT}replay: {command}"
 
 
 def from_here(record: Record) -> Record:
@@ -134,21 +130,7 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[
     """
     absent = [backend for backend in run.backends if backend.reasons] if brief else []
     reported = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
-    if run.deployment:
-        yield from _answer_lines(reported, width)
-    else:
-        yield from cause_lines(reported, width)
-        for backend in reported.backends:
-            yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1)
-    if absent:
-        head = (
-            f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
-        )
-        yield fitting(head, [backend.name for backend in absent], width)
-
-
-def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
-    found = answers(run)
+    found = answers(reported) if run.deployment else []
 
     def told(group: Group, head: str) -> Iterator[str]:
         of_group = [answer for answer in found if answer.group is group]
@@ -156,16 +138,25 @@ def _answer_lines(run: RunSummary, width: int) -> Iterator[str]:
         for answer in of_group:
             yield from wrapped(f"{answer.backend.name}  {answer.reported}", width, "  ", _INDENT)
 
-    if all(answer.group is not Group.RIGHT for answer in found):
-        yield f"right for {run.deployment}: none of the backends that can run here"
-    for group in (Group.RIGHT, Group.EMULATED):
-        yield from told(group, f"{group} for {run.deployment}:")
-    if missing := uncovered(run, found):
-        yield f"nothing right for: {', '.join(missing)}"
-    yield from cause_lines(run, width)
-    yield from told(Group.WRONG, f"{Group.WRONG}, part by part:")
-    for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
-        yield from told(group, f"{group}:")
+    if run.deployment:
+        if all(answer.group is not Group.RIGHT for answer in found):
+            yield f"right for {run.deployment}: none of the backends that can run here"
+        for group in (Group.RIGHT, Group.EMULATED):
+            yield from told(group, f"{group} for {run.deployment}:")
+        if missing := uncovered(reported, found):
+            yield f"nothing right for: {', '.join(missing)}"
+    yield from cause_lines(reported, width)
+    if run.deployment:
+        yield from told(Group.WRONG, f"{Group.WRONG}, part by part:")
+        for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
+            yield from told(group, f"{group}:")
+    for backend in () if run.deployment else reported.backends:
+        yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1)
+    if absent:
+        head = (
+            f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
+        )
+        yield fitting(head, [backend.name for backend in absent], width)
 
 
 _TOUCHED = 0.01
@@ -190,7 +181,14 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
     yield from wrapped(f"{sign} {_verdict(backend, len(applicable))}", width, further=2 * _DETAIL)
     begun = [each for each in applicable if each.counts.run]
     for sign in _SIGNS:
-        texts = [capability_text(each) for each in begun if _sign(each) == sign]
+        texts = []
+        for each in (each for each in begun if _sign(each) == sign):
+            # ``name 12``, or ``name 12 of 15`` where three do not count; ``name 11/12``, of judged, if one failed
+            counts = each.counts
+            rest = f" of {counts.listed}" if counts.passed < counts.listed else ""
+            rest = rest if each.outcome is BackendOutcome.PASS else f"/{counts.judged}"
+            notes = counts.noted(unavailable="unavailable", waived="expected to fail")
+            texts.append(f"{each.name} {counts.passed}{rest}" + "".join(f" ({note})" for note in notes))
         yield from side_by_side([f"{sign} {texts[0]}", *texts[1:]], ", ", width, _DETAIL) if texts else ()
     untouched = [each.name for each in applicable if each not in begun]
     refused = [each.name for each in backend.capabilities if each not in applicable]
@@ -199,7 +197,16 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
         (refused, BackendOutcome.UNSUPPORTED, "unsupported"),
     ):
         yield from [fitting(f"{_DETAIL}{SIGN[outcome]} {len(names)} {what}: ", names, width)] if names else []
-    for remark in (*(_reasons(backend.records) if with_reasons else ()), *_remarks(backend)):
+    remarks = list(_reasons(backend.records)) if with_reasons else []
+    remarks += [cut(backend.not_run)] if backend.stopped and backend.not_run else []
+    if backend.pairs:
+        remarks.append(judged_of_claimed(backend.pairs))
+    if backend.facts.rounding:
+        remarks.append(declared(backend.facts))
+    remarks += sampled([record.sampled for record in backend.records if record.sampled])
+    remarks += [*ran(backend.traced), *traits_lines(backend.traits)]
+    remarks += ["an emulated kernel: judged, never certified"] if backend.facts.emulated else []
+    for remark in remarks:
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
 
 
@@ -231,32 +238,6 @@ def _reasons(records: Iterable[Record]) -> Iterator[str]:
         yield f"{counted(count, 'case')} {status}: {cut(reason) or 'no reason given'}"
     if len(found) > _MOST_REASONS:
         yield f"… and {counted(len(found) - _MOST_REASONS, 'more reason')} in the report"
-
-
-def capability_text(capability: CapabilitySummary) -> str:
-    """``name 12``, or ``name 12 of 15`` where three do not count; ``name 11/12``, passed of judged, if one failed."""
-    counts = capability.counts
-    text = f"{capability.name} {counts.passed}"
-    if capability.outcome is not BackendOutcome.PASS:
-        text += f"/{counts.judged}"
-    elif counts.passed < counts.listed:
-        text += f" of {counts.listed}"
-    notes = counts.noted(unavailable="unavailable", waived="expected to fail")
-    return text + "".join(f" ({note})" for note in notes)
-
-
-def _remarks(backend: BackendSummary) -> Iterator[str]:
-    if backend.stopped and backend.not_run:
-        yield cut(backend.not_run)
-    if backend.pairs:
-        yield judged_of_claimed(backend.pairs)
-    if backend.facts.rounding:
-        yield declared(backend.facts)
-    yield from sampled([record.sampled for record in backend.records if record.sampled])
-    yield from ran(backend.traced)
-    yield from traits_lines(backend.traits)
-    if backend.facts.emulated:
-        yield "an emulated kernel: judged, never certified"
 
 
 def judged_of_claimed(pairs: Mapping[str, JudgedPairs]) -> str:

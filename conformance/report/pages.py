@@ -26,15 +26,15 @@ def render(room: str, template: str, **values: Any) -> str:
     """A page of a room, the package that holds the template and may hold what that imports; all names must be given."""
     loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
     environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
     return environment.get_template(template).render(**values)
-
-
-def _shown(value: object) -> object:
-    """What the template puts out, where it is no markup of its own."""
-    return shown_lines(value, MESSAGE) if type(value) is str else value
 
 
 @dataclass(frozen=True)

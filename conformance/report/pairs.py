@@ -8,7 +8,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.space import Row, Space
+from mla_conformance.cases.space import Row
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES
@@ -28,14 +28,6 @@ class JudgedPairs:
     def __str__(self) -> str:
         return f"pairs of classes claimed {self.claimed:,}, judged {self.judged:,}"
 
-    @staticmethod
-    def of(space: Space, declared: Sequence[tuple[Row, Status]], fitted: Iterable[Row]) -> "JudgedPairs":
-        """Of the rows of a role's cases that count and are declared, and of the cases that were fitted to it."""
-        without = (Status.UNAVAILABLE, Status.HARNESS_ERROR)
-        judged = Pairs(space, (row for row, status in declared if status not in without))
-        every = Pairs(space, (row for row, _ in declared)) | Pairs(space, fitted)
-        return JudgedPairs(len(every), len(judged), tuple(" · ".join(map("=".join, pair)) for pair in every - judged))
-
 
 def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, JudgedPairs]:
     """By role; nothing of roles whose covering array was not asked, or of which nothing is declared."""
@@ -46,13 +38,15 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
         if record.status is not Status.UNSUPPORTED:  # most are, and to parse a case takes longer than all else here
             role, row = _placed(record.case)
             by_role[role].append((row, record.status))
-    rows = list(map(_placed, fitted))
-    found = {
-        space.role: JudgedPairs.of(space, by_role[space.role], [row for role, row in rows if role is space.role])
-        for name, space in SPACES.items()
-        if name in arrays
-    }
-    return {role: pairs for role, pairs in found.items() if pairs.claimed}
+    rows, found = list(map(_placed, fitted)), {}
+    for space in (space for name, space in SPACES.items() if name in arrays):
+        declared, without = by_role[space.role], (Status.UNAVAILABLE, Status.HARNESS_ERROR)
+        judged = Pairs(space, (row for row, status in declared if status not in without))
+        every = Pairs(space, (row for row, _ in declared)) | Pairs(space, (row for x, row in rows if x is space.role))
+        if every:
+            left = tuple(" · ".join(map("=".join, pair)) for pair in every - judged)
+            found[str(space.role)] = JudgedPairs(len(every), len(judged), left)
+    return found
 
 
 @lru_cache(maxsize=2**14)

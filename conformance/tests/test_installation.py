@@ -15,7 +15,7 @@ from mla_conformance.cli import main
 from mla_conformance.engine import findings
 from mla_conformance.engine.findings import Installation
 from mla_conformance.files.installed import harness_files
-from mla_conformance.files.late_imports import load_all_again, refuse_written_since
+from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.tests.unexplained import unexplained
 
 WRONG = """
@@ -109,7 +109,7 @@ import socket, sys, time, torch
 from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
 from mla_conformance.engine.kernel_process import start_kernel_process
 from mla_conformance.engine.worker import Worker, load_all
-from mla_conformance.files.late_imports import refuse_written_since
+from mla_conformance.files.places import refuse_written_since
 load_all(setup := Setup("cpu", draws=True))
 refuse_written_since(time.time())
 before, (connection, _) = set(sys.modules), socket.socketpair()

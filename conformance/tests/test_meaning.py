@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.files.meaning import meaning, meaning_digest
+from mla_conformance.files.installed import meaning, meaning_digest
 
 CODE = 'def f(x):\n    """It adds."""\n    return x + 1  # one\n'
 
