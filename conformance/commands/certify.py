@@ -11,7 +11,6 @@ from types import MappingProxyType
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
 from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.records import require_records, write_record
@@ -165,8 +164,17 @@ class Issuing:
         if status and not (status == BROKEN and run.backends[0].outcome is BackendOutcome.UNAVAILABLE):
             say(f"mla-conformance: no {self.kind}: the run failed or is incomplete", error=True)
             return status
+        facts, form = run.backends[0].facts, issue if self.kind == "certificate" else record
         try:
-            certificate = self._certificate(run, loaded)
+            if _pins(facts) != self.pins:
+                raise Refused("the backend, one of its packages or the harness changed during the run")
+            try:
+                pins = _pins(facts, loaded)
+                require_committed(pins)
+            except InputError as error:
+                raise Refused(str(error)) from error
+            backend = parse_reference(facts.reference)
+            certificate = form(run, datetime.date.today(), pins, libraries(loaded, backend))
         except Refused as reason:
             say(f"mla-conformance: no {self.kind}: {reason}", error=True)
             return 1
@@ -180,18 +188,6 @@ class Issuing:
                 write_output(signature_of(self.path), sign(text, self.key))
         say(f"wrote {self.path}", error=True)
         return status
-
-    def _certificate(self, run: RunSummary, loaded: Mapping[str, str]) -> Certificate:
-        facts = run.backends[0].facts
-        if _pins(facts) != self.pins:
-            raise Refused("the backend, one of its packages or the harness changed during the run")
-        form = issue if self.kind == "certificate" else record
-        try:
-            pins = _pins(facts, loaded)
-            require_committed(pins)
-        except InputError as error:
-            raise Refused(str(error)) from error
-        return form(run, datetime.date.today(), pins, libraries(loaded, parse_reference(facts.reference)))
 
 
 def _pins(facts: BackendFacts, loaded: Mapping[str, str] | None = None) -> Pins:

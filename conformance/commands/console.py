@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
-from mla_conformance.cases.extent import Extent
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import JournalError, Plan, Reported
 from mla_conformance.engine.request import RequestError
@@ -84,7 +83,9 @@ def _header(run: Run) -> Iterator[str]:
     """Where the run takes place and what is judged; then in what cases that were named are like none of the suite."""
     asked, environment = run.request, run.environment
     fitted = sum(len(facts.fitted) for facts in run.available)
-    cases = [counted(len(asked.judged_ids), "case"), f"{fitted} fitted" if fitted else "", drawn_words(asked.explore)]
+    drawn = "" if not asked.explore else f"{asked.explore} drawn for each role"
+    drawn = f"cases drawn for {asked.explore}" if asked.explore.seconds else drawn
+    cases = [counted(len(asked.judged_ids), "case"), f"{fitted} fitted" if fitted else "", drawn]
     salted = f"salt {environment['salt']}" if "salt" in environment else ""
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
@@ -94,10 +95,6 @@ def _header(run: Run) -> Iterator[str]:
         space = next(space for space in SPACES.values() if space.role is case.role)
         if names := space.outside(case):
             yield f"outside the {space.role} space in {', '.join(names)}, judged as given: {case.id}"
-
-
-def drawn_words(extent: Extent) -> str:
-    return f"cases drawn for {extent}" if extent.seconds else f"{extent} drawn for each role" if extent else ""
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:

@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -22,7 +21,7 @@ from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.export.program import NotWritable, TooLong
-from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, Ran, run_alone, script_of
+from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, script_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.files.places import search_current_folder
@@ -54,10 +53,23 @@ def export(options: argparse.Namespace) -> int:
         found = replace(found, looks_like=_looks_like(found))
         text = call_foreign(lambda: script_of(found, path), passing=(NotWritable,))
         write_output(draft, text)
-        _require_agreement(found, run_alone(draft))
+        ran = run_alone(draft)
+        if ran.verdict != (WRONG if found.record.status is Status.FAIL else RIGHT):
+            printed = " · ".join(ran.printed.splitlines()[-5:])
+            if not ran.verdict:
+                said = f"exit status {ran.status}, printed: {printed}"
+                raise NotWritable(f"the script does not run without mla-conformance: {said}")
+            said = f"the script says {ran.verdict}, the judge: {found.record.message or 'pass'}; it printed: {printed}"
+            raise NotWritable(f"a script of this one call does not give the judge's verdict: {said}")
         write_output(path, text)
     except TooLong as error:
-        raise InputError(f"export: {error}; {_further(options)}") from error
+        place = f"--backend {shlex.quote(options.backend)}" + (f" --device {options.device}" if options.device else "")
+        given, out = shlex.quote(options.case), shlex.quote(str(options.out))
+        raise InputError(
+            f"export: {error}; a smaller case may fit: mla-conformance minimize {given} {place} --out case.json && "
+            f"mla-conformance export case.json {place} --out {out}; or hand over its tensors: "
+            f"mla-conformance replay {given} {place} --dump failure"
+        ) from error
     except (NotWritable, ForeignError, BackendReferenceError, subprocess.TimeoutExpired) as error:
         raise InputError(f"export: {error}") from error
     finally:
@@ -98,49 +110,22 @@ def _looks_like(found: Reproduced) -> str:
     return explained.looks_like if explained.is_explained or explained.finding else ""
 
 
-def _further(options: argparse.Namespace) -> str:
-    place = f"--backend {shlex.quote(options.backend)}" + (f" --device {options.device}" if options.device else "")
-    case, out = shlex.quote(options.case), shlex.quote(str(options.out))
-    return (
-        f"a smaller case may fit: mla-conformance minimize {case} {place} --out case.json && "
-        f"mla-conformance export case.json {place} --out {out}; or hand over its tensors: "
-        f"mla-conformance replay {case} {place} --dump failure"
-    )
-
-
-def _require_agreement(found: Reproduced, ran: Ran) -> None:
-    """Refuse a script that does not find what the judge found."""
-    if ran.verdict == (WRONG if found.record.status is Status.FAIL else RIGHT):
-        return
-    printed = " · ".join(ran.printed.splitlines()[-5:])
-    if not ran.verdict:
-        raise NotWritable(
-            f"the script does not run without mla-conformance: exit status {ran.status}, printed: {printed}"
-        )
-    judge = found.record.message or "pass"
-    said = f"the script says {ran.verdict}, the judge: {judge}; it printed: {printed}"
-    raise NotWritable(f"a script of this one call does not give the judge's verdict: {said}")
-
-
 def _write_issue(options: argparse.Namespace) -> int:
+    """Of a cause in a run's report, in a record, or in all records of a file."""
     if options.case or options.backend:
         raise InputError("export: --issue cannot be combined with a case or --backend; the report names both")
-    issues = _issues(options.issue)
+    if is_report(options.issue):
+        issues = issues_of(load_report(options.issue))
+    else:
+        path = report_file(options.issue)
+        kept = [shown_of(each.certificate) for each in kept_records(path)] if is_records(path) else [read_shown(path)]
+        issues = [_of_failure(failure, shown) for shown in kept for failure in Entry(shown, "").failures]
     text = markdown_of(chosen_failure(options.issue, issues, options.failure, "report or record", lambda x: x.title))
     if options.out:
         write_output(options.out, text)
     else:
         put(text.rstrip("\n"))
     return 0
-
-
-def _issues(path: Path) -> list[Issue]:
-    """Of a run's report, of a record, or of all records of a file."""
-    if is_report(path):
-        return issues_of(load_report(path))
-    path = report_file(path)
-    found = [shown_of(each.certificate) for each in kept_records(path)] if is_records(path) else [read_shown(path)]
-    return [_of_failure(failure, shown) for shown in found for failure in Entry(shown, "").failures]
 
 
 def _of_failure(failure: KnownFailure, shown: Shown) -> Issue:

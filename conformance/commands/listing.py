@@ -63,14 +63,30 @@ def list_capabilities(options: argparse.Namespace) -> int:
 def list_models(options: argparse.Namespace) -> int:
     """Two lines for every model, or all that is known of one."""
     if options.docs:
-        Section.of(options.docs, "models").write("\n".join(_table()))
+        lines = ["| model | figures | read in |", "|---|---|---|"]
+        for name in model_names():
+            readings = stored_model(name).readings
+            for reading in readings:
+                figures = "all" if len(readings) == 1 else ", ".join(f"`{figure}`" for figure in reading.config)
+                unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
+                lines.append(f"| `{name}` | {figures} | {reading.source}{unconfirmed} |")
+        Section.of(options.docs, "models").write("\n".join(lines))
     elif options.name:
         for line in _detail(find_model(options.name), stored_model(options.name)):
             _say_wrapped(line, _VALUES)
     else:
         for name in model_names():
-            stored = stored_model(name)
-            for line in side_by_side(_summary(find_model(name)), " · ", columns(), further=_FACTS):
+            stored, profile = stored_model(name), find_model(name)
+            summary = [
+                f"{profile.name:<18} {profile.heads} heads",
+                f"P-R-V-L {'-'.join(map(str, profile.dims))}",
+                f"scale {profile.scale} %",
+                f"rope {profile.rope}",
+                *(f"{count} × {kind}" for kind, count in profile.layers),
+                *_selection(profile),
+                f"cache {', '.join(profile.cache_layouts)}",
+            ]
+            for line in side_by_side(summary, " · ", columns(), further=_FACTS):
                 say(line)
             _say_wrapped(f"{_FACTS}{stored.published}: {_confirmed(stored)}", 2 * len(_FACTS))
     return 0
@@ -85,30 +101,6 @@ def _say_wrapped(line: str, indent: int) -> None:
 def _confirmed(stored: StoredModel) -> str:
     confirmed = f"{len(stored.config) - 1 - len(stored.unconfirmed)} figures confirmed"
     return confirmed + (f", unconfirmed: {', '.join(stored.unconfirmed)}" if stored.unconfirmed else "")
-
-
-def _table() -> Iterator[str]:
-    yield "| model | figures | read in |"
-    yield "|---|---|---|"
-    for name in model_names():
-        stored = stored_model(name)
-        for reading in stored.readings:
-            whole = len(stored.readings) == 1
-            figures = "all" if whole else ", ".join(f"`{figure}`" for figure in reading.config)
-            unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
-            yield f"| `{name}` | {figures} | {reading.source}{unconfirmed} |"
-
-
-def _summary(profile: ModelProfile) -> list[str]:
-    return [
-        f"{profile.name:<18} {profile.heads} heads",
-        f"P-R-V-L {'-'.join(map(str, profile.dims))}",
-        f"scale {profile.scale} %",
-        f"rope {profile.rope}",
-        *(f"{count} × {kind}" for kind, count in profile.layers),
-        *_selection(profile),
-        f"cache {', '.join(profile.cache_layouts)}",
-    ]
 
 
 def _detail(profile: ModelProfile, stored: StoredModel) -> Iterator[str]:

@@ -71,27 +71,24 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         room, _, word = command.words.rpartition(" ")
         if room not in rooms:
             rooms[room] = rooms[""].add_parser(room, help=GROUPS[room]).add_subparsers(required=True)
-        _fill(rooms[room].add_parser(word, help=command.help), command, parser.prog)
-
-
-def _fill(parser: argparse.ArgumentParser, command: Command, program: str) -> None:
-    for alternatives in command.options:
-        which = parser.add_mutually_exclusive_group() if len(alternatives) > 1 else parser
-        for option in alternatives:
-            which.add_argument(*option.names, **option.settings)
-    required, given = [], []  # a usage line has the options that have to be given, and the arguments
-    for option in chain(*command.options):
-        metavar = option.settings.get("metavar")
-        if not option.names[0].startswith("-"):
-            given.append(_HOW_OFTEN[option.settings.get("nargs", "")].format(metavar))
-        elif option.settings.get("required"):
-            required.append(f"{option.names[-1]} {metavar}")
-    parser.usage = " ".join(["%(prog)s [options]", *required, *given])
-    calls = [line for call in command.examples for line in typed(f"{program} {command.words} {call}", _WIDTH, "  ")]
-    status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
-    parser.epilog = "\n".join(["examples:", *calls, "", status])
-    parser.formatter_class = _Formatter
-    parser.set_defaults(run=partial(_carry_out, command, parser))
+        own = rooms[room].add_parser(word, help=command.help)
+        required, given = [], []  # a usage line has the options that have to be given, and the arguments
+        for alternatives in command.options:
+            which = own.add_mutually_exclusive_group() if len(alternatives) > 1 else own
+            for option in alternatives:
+                which.add_argument(*option.names, **option.settings)
+                metavar = option.settings.get("metavar")
+                if not option.names[0].startswith("-"):
+                    given.append(_HOW_OFTEN[option.settings.get("nargs", "")].format(metavar))
+                elif option.settings.get("required"):
+                    required.append(f"{option.names[-1]} {metavar}")
+        own.usage = " ".join(["%(prog)s [options]", *required, *given])
+        called = f"{parser.prog} {command.words}"
+        calls = [line for call in command.examples for line in typed(f"{called} {call}", _WIDTH, "  ")]
+        status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
+        own.epilog = "\n".join(["examples:", *calls, "", status])
+        own.formatter_class = _Formatter
+        own.set_defaults(run=partial(_carry_out, command, own))
 
 
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

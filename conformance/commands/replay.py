@@ -52,33 +52,26 @@ def replay(options: argparse.Namespace) -> int:
     if options.repeats:
         with _one_case(asked.case, asked.reference, options, asked.salt) as run:
             return _repeat(run, options.repeats)
-    dump = _dumping(asked, options) if options.dump is not None else None
+    if options.dump is not None:
+        # Torch is imported before a backend is.
+        from mla_conformance.engine.describe import find_device
+        from mla_conformance.export.failing import dump, require_empty
+        from mla_conformance.files.places import search_current_folder
+        from mla_conformance.trials.subject import Subject
+
+        require_empty(options.dump)
     if asked.confirmed:
         say(f"the report says of this failure: it {asked.confirmed}")
     with _one_case(asked.case, asked.reference, options, asked.salt) as run:
         run.before = asked.after
         status = run_and_report(run, keep_report=False)
-    if dump:
-        dump()
-    return status
-
-
-def _dumping(asked: _Replayed, options: argparse.Namespace) -> Callable[[], None]:
-    """What writes the tensors of a case that was run; it takes torch, which is imported before a backend is."""
-    from mla_conformance.engine.describe import find_device
-    from mla_conformance.export.failing import dump, require_empty
-    from mla_conformance.files.places import search_current_folder
-    from mla_conformance.trials.subject import Subject
-
-    def write() -> None:
+    if options.dump is not None:
         device = find_device(options.device or "")
         assert device is not None, "the run was on it"
         search_current_folder()  # in this process nothing else ran before it
         dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
         say(f"operands, results, golden results and errors: {options.dump}")
-
-    require_empty(options.dump)
-    return write
+    return status
 
 
 @contextmanager

@@ -45,26 +45,22 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
     except ToolUnavailable as error:
         _say(f"{options.sanitize} unavailable: {error}; nothing was checked")
         return BROKEN
-    statuses = [_sanitized(tool, request, options, backend) for backend in request.backends]
+    check, records, statuses = options.sanitize, options.submission, []
+    for backend in request.backends:
+        chosen = choose(request, bool(options.capability), records, backend.name)
+        if chosen.what:
+            _say(f"{check} {backend.name}: {chosen.what}")
+        watch = Watch(tool, check, backend.reference, "cuda", options.timeout or GPU_TIMEOUT)
+        found = watch.calls([case.id for case in chosen.cases], chosen.most)
+        for text in lines(watch, backend, found):
+            _say(text)
+        watched = [each for each in found.cases if not each.unavailable]
+        if watched and records:
+            write_sanitized(records, _kernel(watch, backend, found))
+            say(f"wrote {records}", error=True)
+        whole = 0 if watched and len(watched) == len(found.cases) else BROKEN
+        statuses.append(1 if any(each.errors for each in watched) else whole)
     return 1 if 1 in statuses else max(statuses)
-
-
-def _sanitized(tool: Tool, request: RunRequest, options: argparse.Namespace, backend: BackendReference) -> int:
-    check, records = options.sanitize, options.submission
-    chosen = choose(request, bool(options.capability), records, backend.name)
-    if chosen.what:
-        _say(f"{check} {backend.name}: {chosen.what}")
-    watch = Watch(tool, check, backend.reference, "cuda", options.timeout or GPU_TIMEOUT)
-    found = watch.calls([case.id for case in chosen.cases], chosen.most)
-    for text in lines(watch, backend, found):
-        _say(text)
-    watched = [each for each in found.cases if not each.unavailable]
-    if watched and records:
-        write_sanitized(records, _kernel(watch, backend, found))
-        say(f"wrote {records}", error=True)
-    if any(each.errors for each in watched):
-        return 1
-    return 0 if watched and len(watched) == len(found.cases) else BROKEN
 
 
 def _say(text: str) -> None:

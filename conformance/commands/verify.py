@@ -120,9 +120,15 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
         say(f"{source}: {sentence}")
     for sentence in against:
         say(f"{source}: {sentence}", error=True)
-    if not against:
-        say(f"{source}: {_closing(certificate, min(options.rerun, len(judged_cases(certificate))), salt)}")
-    return 1 if against else 0
+    if against:
+        return 1
+    counts, judged_again = certificate.counts, min(options.rerun, len(judged_cases(certificate)))
+    waived = f", {counts.waived} known to fail" if counts.waived else ""
+    run = f" · {judged_again} run again" + (f" with salt {salt}" if salt else "") if judged_again > 0 else ""
+    lacking = f" · no certificate: {len(certificate.lacking)} must-pass cases missing" if certificate.lacking else ""
+    subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
+    say(f"{source}: {subject}: {counts.passed} of {counts.listed} passed{waived} · holds{run}{lacking}")
+    return 0
 
 
 def _signature(content: str, signature: str | None, name: str, signers: Path | None) -> Iterator[Remark]:
@@ -149,12 +155,3 @@ def _beside_this_machine(certificate: Certificate, options: argparse.Namespace) 
         yield from compare_machines(certificate.environment, this_machine())
     pins, traced, judged_alike = certificate.pins, certificate.traced, not any(unlike(certificate))
     yield from compare(pins, traced, backend, judged_alike, listed_sources())
-
-
-def _closing(certificate: Certificate, again: int, salt: str) -> str:
-    counts = certificate.counts
-    waived = f", {counts.waived} known to fail" if counts.waived else ""
-    run = f" · {again} run again" + (f" with salt {salt}" if salt else "") if again > 0 else ""
-    lacking = f" · no certificate: {len(certificate.lacking)} must-pass cases missing" if certificate.lacking else ""
-    subject = f"{certificate.backend} on {certificate.device}, suite {certificate.suite}"
-    return f"{subject}: {counts.passed} of {counts.listed} passed{waived} · holds{run}{lacking}"

@@ -100,8 +100,14 @@ class _Watch:
                 records = self._explained(records)
         left = set(self.failed) - {record.case for record in records}
         self.failed = [*(record.case for record in failed), *sorted(left)]
-        if not self._has_changed():  # else it is judged again at once
-            self._tell(records, len(cases), clock(progress.elapsed))
+        if self._has_changed():
+            return  # it is judged again at once
+        counts = Counts.of(records, len(cases))
+        outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
+        told = filter(None, [*of_cases(counts), worst_error(records), clock(progress.elapsed)])
+        self._say(SIGN[BackendOutcome.FAIL if counts.failed else outcome], " · ".join(told))
+        for line in cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records, {})),)), columns()):
+            say(line)
 
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
         """One of each case, but of those that had no verdict when the file changed or the backend was given up."""
@@ -139,14 +145,6 @@ class _Watch:
                 if again.case in found:
                     found[again.case] = compared(found[again.case], again) or found[again.case]
         return list(found.values())
-
-    def _tell(self, records: Sequence[Record], listed: int, took: str) -> None:
-        (facts,), counts = self.run.facts, Counts.of(records, listed)
-        outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
-        sign = SIGN[BackendOutcome.FAIL if counts.failed else outcome]
-        self._say(sign, " · ".join(filter(None, [*of_cases(counts), worst_error(records), took])))
-        for line in cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records, {})),)), columns()):
-            say(line)
 
     def _say(self, sign: str, text: str) -> None:
         say(f"{time.strftime('%H:%M:%S')} {self._backend.name} {sign} {text}")

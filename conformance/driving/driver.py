@@ -82,45 +82,29 @@ OutputAndLse = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Returned:
-    """What one call gave back.
-
-    Attributes:
-        value: the returned object as it was after the call; None if the call raised.
-        error: one line for an exception, and the traceback behind it.
-        out: the output tensor that was handed in.
-        miswritten: what the call should have written otherwise, beside its result.
-        disturbed: settings of the process that the call changed; they are restored.
-        kept: the returned object for :func:`as_it_is_now`.
-    """
+    """What one call gave back."""
 
     call: KernelCall
-    value: Any
-    error: str = ""
+    value: Any  # the returned object as it was after the call; None if the call raised
+    error: str = ""  # one line for an exception, and the traceback behind it
     traceback: str = ""
-    out: Guarded | None = None
+    out: Guarded | None = None  # the output tensor that was handed in
     out_of_memory: bool = False
-    miswritten: str = ""
-    disturbed: tuple[str, ...] = ()
-    kept: Any = None
+    miswritten: str = ""  # what the call should have written otherwise, beside its result
+    disturbed: tuple[str, ...] = ()  # settings of the process that the call changed; they are restored
+    kept: Any = None  # the returned object for :func:`as_it_is_now`
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Everything that running a problem showed.
+    """Everything that running a problem showed."""
 
-    Attributes:
-        returned: one entry per call; the last one may carry an error.
-        merged: (output, lse) of all calls merged in float64, where there are several and all returned two tensors.
-        mutated: caller-owned tensors whose bytes changed.
-        merge_error: what the backend's own merge raised.
-        device_lost: the calls left the GPU's context unusable, so nothing of them can be looked at.
-    """
-
-    returned: tuple[Returned, ...]
+    returned: tuple[Returned, ...]  # one entry per call; the last one may carry an error
+    # (output, lse) of all calls merged in float64, where there are several and all returned two tensors
     merged: OutputAndLse | None
-    mutated: tuple[str, ...]
-    merge_error: str = ""
-    device_lost: bool = False
+    mutated: tuple[str, ...]  # caller-owned tensors whose bytes changed
+    merge_error: str = ""  # what the backend's own merge raised
+    device_lost: bool = False  # the calls left the GPU's context unusable, so nothing of them can be looked at
     disturbed: tuple[str, ...] = ()
 
     @property

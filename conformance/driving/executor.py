@@ -21,22 +21,14 @@ _looks: list[Callable[[], Iterable[str]]] = []
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of a step.
+    """What became of a step."""
 
-    Attributes:
-        value: what it returned; None if it raised.
-        kept: the same where the step was carried out, for later steps.
-        error: one line for an exception, and the traceback behind it.
-        out_of_memory: the exception says that memory ran out.
-        disturbed: settings of the process that it changed; they are restored as far as they can be.
-    """
-
-    value: Any = None
-    error: str = ""
+    value: Any = None  # what it returned; None if it raised
+    error: str = ""  # one line for an exception, and the traceback behind it
     traceback: str = ""
-    out_of_memory: bool = False
-    disturbed: tuple[str, ...] = ()
-    kept: Any = None
+    out_of_memory: bool = False  # the exception says that memory ran out
+    disturbed: tuple[str, ...] = ()  # settings of the process that it changed; they are restored as far as they can be
+    kept: Any = None  # the same where the step was carried out, for later steps
 
 
 def look_afterwards(look: Callable[[], Iterable[str]]) -> None:
@@ -134,15 +126,12 @@ class Handed:
     """The operands of a call at one moment, whose forms and fields must stay, beside their bytes.
 
     A library may hang further attributes on metadata; what stands in it is the caller's.
-
-    Attributes:
-        tensors: each with its name, form and storage.
-        fields: of the metadata, by their names.
     """
 
+    # each with its name, form and storage
     tensors: list[tuple[str, torch.Tensor, dict[str, Any], torch.UntypedStorage]]
     metadata: Any
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # of the metadata, by their names
 
     @staticmethod
     def of(call: Any, out: torch.Tensor | None) -> "Handed":

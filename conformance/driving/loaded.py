@@ -53,15 +53,10 @@ def _is_library(path: str) -> bool:
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Files by their paths, each with the SHA-256 of its bytes.
+    """Files by their paths, each with the SHA-256 of its bytes."""
 
-    Attributes:
-        found: those that were there when the run began.
-        generated: those that came to be, or were written over, since.
-    """
-
-    found: dict[str, str] = {}
-    generated: dict[str, str] = {}
+    found: dict[str, str] = {}  # those that were there when the run began
+    generated: dict[str, str] = {}  # those that came to be, or were written over, since
 
 
 class LoadedFiles:

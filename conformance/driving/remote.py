@@ -34,23 +34,15 @@ class Wanted(Enum):
 
 
 class KernelRequest(msgspec.Struct, frozen=True):
-    """A step to carry out.
+    """A step to carry out."""
 
-    Attributes:
-        number: of the request; what the step makes is kept under it, unless it is a fact.
-        released: numbers of what is kept for no later step.
-        openers: of pieces of the GPU's memory.
-        rooms: what is free for the answer.
-        reached: places of what the step may write.
-    """
-
-    number: int
+    number: int  # of the request; what the step makes is kept under it, unless it is a fact
     step: bytes
     wanted: Wanted
-    released: list[int]
-    openers: list[bytes]
-    rooms: list[SharedRange]
-    reached: list[SharedRange]
+    released: list[int]  # numbers of what is kept for no later step
+    openers: list[bytes]  # of pieces of the GPU's memory
+    rooms: list[SharedRange]  # what is free for the answer
+    reached: list[SharedRange]  # places of what the step may write
 
 
 class RemoteValue:

@@ -32,49 +32,34 @@ class MalformedReply(ValueError):
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One object that a call returned: a tensor, or why it is none that can be looked at.
+    """One object that a call returned: a tensor, or why it is none that can be looked at."""
 
-    Attributes:
-        kind: name of its type.
-        why: what it is instead of a tensor that can be looked at; empty if it is one.
-        is_tensor: whether it is a tensor of any kind.
-        place: where its bytes are, from the first element to the last; None of a tensor without.
-        offset: bytes before its first element.
-        of: number of the caller's storage that it is a view of, whose bytes are in their own place.
-    """
-
-    kind: _Line
-    why: _Line = ""
-    is_tensor: bool = False
+    kind: _Line  # name of its type
+    why: _Line = ""  # what it is instead of a tensor that can be looked at; empty if it is one
+    is_tensor: bool = False  # whether it is a tensor of any kind
     dtype: _Line = ""
     shape: _Counts = ()
     strides: _Counts = ()
+    # where its bytes are, from the first element to the last; None of a tensor without
     place: tuple[_Line, _Count, _Count, _Count] | None = None
-    offset: _Count = 0
-    of: int | None = None
+    offset: _Count = 0  # bytes before its first element
+    of: int | None = None  # number of the caller's storage that it is a view of, whose bytes are in their own place
 
 
 class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What became of a step, beside what a :class:`StepResult` says.
+    """What became of a step, beside what a :class:`StepResult` says."""
 
-    Attributes:
-        number: of the request.
-        parts: what a call returned; several if that was a tuple or a list.
-        needs: bytes that the parts need, by type of device, where there was not so much room.
-        fact: plain data, as JSON.
-        lost: the GPU's context is lost.
-    """
-
-    number: int
+    number: int  # of the request
     error: _Text = ""
     traceback: _Text = ""
     out_of_memory: bool = False
     disturbed: Annotated[tuple[_Text, ...], Meta(max_length=100)] = ()
+    # what a call returned; several if that was a tuple or a list
     parts: Annotated[tuple[Part, ...], Meta(max_length=100)] = ()
     several: bool = False
-    needs: dict[_Line, _Count] = {}
-    fact: msgspec.Raw = msgspec.Raw(b"null")
-    lost: bool = False
+    needs: dict[_Line, _Count] = {}  # bytes that the parts need, by type of device, where there was not so much room
+    fact: msgspec.Raw = msgspec.Raw(b"null")  # plain data, as JSON
+    lost: bool = False  # the GPU's context is lost
 
 
 class Writer:

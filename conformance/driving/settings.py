@@ -50,17 +50,13 @@ _held: list[Any] = []
 
 
 class Setting(NamedTuple):
-    """A setting that a call must leave as it is.
-
-    Attributes:
-        read: its value now.
-        restore: puts back a value that was read; where there is no way a change is told only.
-        tell: of name, old value and new one, what counts as a change, as a text; empty for none.
-    """
+    """A setting that a call must leave as it is."""
 
     name: str
-    read: Callable[[], Any]
+    read: Callable[[], Any]  # its value now
+    # puts back a value that was read; where there is no way a change is told only
     restore: Callable[[Any], object] = lambda old: None
+    # of name, old value and new one, what counts as a change, as a text; empty for none
     tell: Callable[[str, Any, Any], str] = lambda name, old, now: "" if old == now else f"{name} from {old} to {now}"
 
     def value(self) -> Any:

@@ -40,19 +40,14 @@ _PATIENCE = 15.0
 
 @dataclass
 class FailureConfirmation:
-    """One failure on its way to being confirmed.
-
-    Attributes:
-        history: what the same process had done before: (backend reference, case id), without a case an import.
-        explain: whether it is to be explained, too; unhurried if that may take as long as it takes.
-        alone: what the case gave in a process of its own.
-    """
+    """One failure on its way to being confirmed."""
 
     failure: Record
+    # what the same process had done before: (backend reference, case id), without a case an import
     history: Sequence[RecordKey]
-    explain: bool
+    explain: bool  # whether it is to be explained, too; unhurried if that may take as long as it takes
     unhurried: bool = False
-    alone: Record | None = None
+    alone: Record | None = None  # what the case gave in a process of its own
     _repeated: Record | None = field(default=None, init=False)
     _fails: bool = field(default=False, init=False)
 

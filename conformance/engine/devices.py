@@ -24,19 +24,13 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class GpuPart:
-    """What the places of a GPU have of it while tasks are carried out.
+    """What the places of a GPU have of it while tasks are carried out."""
 
-    Attributes:
-        share: bytes that each has for itself; None without a limit.
-        common: bytes beside the shares, for cases that exceed one.
-        is_alone: whether one place has the GPU, while the others have given back what they need not hold of it.
-        is_cleared: whether these have begun anew as well, and hold nothing of it.
-    """
-
-    share: int | None = None
-    common: int = 0
+    share: int | None = None  # bytes that each has for itself; None without a limit
+    common: int = 0  # bytes beside the shares, for cases that exceed one
+    # whether one place has the GPU, while the others have given back what they need not hold of it
     is_alone: bool = False
-    is_cleared: bool = False
+    is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
 
     @property
     def most(self) -> int:

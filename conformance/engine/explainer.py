@@ -114,33 +114,29 @@ class Explainer:
 
     def _explained(self, function: Function, failure: Failure, until: float) -> str:
         if self._owner != os.getpid():  # a test that forked has its own
-            self._start()
+            self._owner = 0
+            self._connection, remote = socket.socketpair()
+            with remote:
+                self._log = TemporaryFile()  # noqa: SIM115 - read when the process has ended
+                self._process = start_module(__name__, remote.fileno(), stdout=subprocess.DEVNULL, stderr=self._log)
+            self._owner = os.getpid()
         with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
             numbers = Path(folder) / "numbers.pt"
             torch.save([(each.got, each.golden, each.allowed) for each in failure.observed.numbers], numbers)
             asked = function, failure.record, str(failure.device), failure.context.salt
             self._send(_Asked(*asked, failure.observed.failure, str(numbers)))
-            while (said := self._read(until)).nearby:
+            while True:
+                if not select.select([self._connection], [], [], max(0.0, until - time.monotonic()))[0]:
+                    raise TimeoutError
+                if not (line := read_line(self._connection)):
+                    raise EOFError
+                said = msgspec.json.decode(line, type=_Said)
+                if not said.nearby:
+                    return said.explanation
                 self._send(failure.nearby(Case.parse(said.nearby)))
-            return said.explanation
-
-    def _start(self) -> None:
-        self._owner = 0
-        self._connection, remote = socket.socketpair()
-        with remote:
-            self._log = TemporaryFile()  # noqa: SIM115 - read when the process has ended
-            self._process = start_module(__name__, remote.fileno(), stdout=subprocess.DEVNULL, stderr=self._log)
-        self._owner = os.getpid()
 
     def _send(self, message: Any) -> None:
         self._connection.sendall(msgspec.json.encode(message) + b"\n")
-
-    def _read(self, until: float) -> _Said:
-        if not select.select([self._connection], [], [], max(0.0, until - time.monotonic()))[0]:
-            raise TimeoutError
-        if not (line := read_line(self._connection)):
-            raise EOFError
-        return msgspec.json.decode(line, type=_Said)
 
     def _end(self) -> str:
         """End the process if there is one and it has not ended, and what it ended by."""

@@ -26,15 +26,11 @@ _RUN = (".pth", ".py", ".so")
 
 @dataclass
 class LoadedCode:
-    """The code that the processes of a run, and of what it goes on with, have loaded, by SHA-256.
-
-    Attributes:
-        conflicts: paths of which processes have loaded different bytes.
-        folders: that modules are looked for in, the deepest first; these are called alike wherever it stands.
-    """
+    """The code that the processes of a run, and of what it goes on with, have loaded, by SHA-256."""
 
     digests: dict[str, str] = field(default_factory=dict)
-    conflicts: set[str] = field(default_factory=set)
+    conflicts: set[str] = field(default_factory=set)  # paths of which processes have loaded different bytes
+    # that modules are looked for in, the deepest first; these are called alike wherever it stands
     folders: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,22 +93,14 @@ def _beside() -> dict[Path, int]:
 
 @dataclass
 class Findings:
-    """What is known of each backend, by its reference, and of each case.
-
-    Attributes:
-        code: what the processes of backends have loaded.
-        traced: what was seen to run.
-        traits: when bits are the same, and how errors are spread.
-        heat: where the errors of failures are.
-        given_up: why the rest of a backend's cases is not run.
-    """
+    """What is known of each backend, by its reference, and of each case."""
 
     verdicts: dict[RecordKey, Record] = field(default_factory=dict)
-    code: LoadedCode = field(default_factory=LoadedCode)
-    traced: dict[str, Traced] = field(default_factory=dict)
-    traits: dict[str, Traits] = field(default_factory=dict)
-    heat: dict[RecordKey, HeatMap] = field(default_factory=dict)
-    given_up: dict[str, str] = field(default_factory=dict)
+    code: LoadedCode = field(default_factory=LoadedCode)  # what the processes of backends have loaded
+    traced: dict[str, Traced] = field(default_factory=dict)  # what was seen to run
+    traits: dict[str, Traits] = field(default_factory=dict)  # when bits are the same, and how errors are spread
+    heat: dict[RecordKey, HeatMap] = field(default_factory=dict)  # where the errors of failures are
+    given_up: dict[str, str] = field(default_factory=dict)  # why the rest of a backend's cases is not run
 
     def keep(self, event: journal.JournalEvent) -> None:
         if isinstance(event, journal.Judgement):

@@ -27,16 +27,11 @@ _TAIL_LINES = 12
 
 @dataclass
 class RunFolder:
-    """A folder that this process alone runs into.
-
-    Attributes:
-        lock: descriptor that holds it; -1 once it is released.
-        fresh: it was made for this run.
-    """
+    """A folder that this process alone runs into."""
 
     path: Path
-    lock: int
-    fresh: bool
+    lock: int  # descriptor that holds it; -1 once it is released
+    fresh: bool  # it was made for this run
 
     def __post_init__(self) -> None:
         self.journal = Journal.inside(self.path)

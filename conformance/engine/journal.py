@@ -241,26 +241,18 @@ def _read(line: bytes) -> JournalEvent:
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is to judge, and with what; see :class:`RunRequest`.
+    """What a run is to judge, and with what; see :class:`RunRequest`."""
 
-    Attributes:
-        format: version of this form.
-        backends: what tells that each backend, by reference, is still the same.
-        capabilities: number and digest of each capability's cases.
-        cases: ids of cases that were asked for one by one.
-        explore: how much is drawn for each backend; 0 for nothing.
-    """
-
-    format: int
+    format: int  # version of this form
     suite: str
     torch: str
     device: str
     device_name: str
     tier: str
-    backends: dict[str, str]
-    capabilities: dict[str, str]
-    cases: tuple[str, ...]
-    explore: str
+    backends: dict[str, str]  # what tells that each backend, by reference, is still the same
+    capabilities: dict[str, str]  # number and digest of each capability's cases
+    cases: tuple[str, ...]  # ids of cases that were asked for one by one
+    explore: str  # how much is drawn for each backend; 0 for nothing
     shard: Shard | None = None
     deployment: Deployment | None = None
     salt: str = ""

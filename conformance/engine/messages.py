@@ -14,57 +14,38 @@ from mla_conformance.judging.traits import Repeated, Traits
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a place is told first.
+    """What a place is told first."""
 
-    Attributes:
-        device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
-        memory: bytes that a worker may allocate; None without a limit.
-        salt: what inputs are drawn with beside their case; empty for none.
-        draws: whether cases are to be drawn.
-        began: when the run began, in seconds of the system's clock.
-        variables: of the environment, for a process that was started before they were known.
-    """
-
-    device: str
-    memory: int | None = None
-    salt: str = ""
-    draws: bool = False
-    began: float = 0.0
-    variables: dict[str, str] = {}
+    device: str  # ``cpu``, ``cuda``, or empty for CUDA where there is one
+    memory: int | None = None  # bytes that a worker may allocate; None without a limit
+    salt: str = ""  # what inputs are drawn with beside their case; empty for none
+    draws: bool = False  # whether cases are to be drawn
+    began: float = 0.0  # when the run began, in seconds of the system's clock
+    variables: dict[str, str] = {}  # of the environment, for a process that was started before they were known
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
-    """Import a backend and tell what it is.
-
-    Attributes:
-        arrays: the capabilities to whose covering arrays further cases are fitted, or for triples as well.
-        cases: the id of a case of each role that is to be judged.
-    """
+    """Import a backend and tell what it is."""
 
     reference: str
+    # the capabilities to whose covering arrays further cases are fitted, or for triples as well
     arrays: tuple[str, ...] = ()
     triples: bool = False
-    cases: tuple[str, ...] = ()
+    cases: tuple[str, ...] = ()  # the id of a case of each role that is to be judged
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
-    """Judge a case on a backend.
-
-    Attributes:
-        before: (backend reference, case id) of what is run before it, in the same process; without a case, a backend is
-            imported only.
-        fresh: in a process that has judged nothing.
-        explain: tell, too, what a failure looks like and where its errors are.
-        unhurried: take the time that comparing with every candidate takes.
-        reported: what other failures of the backend look like; only whether this one does as well is to be told.
-    """
+    """Judge a case on a backend."""
 
     reference: str
     case: str
+    # (backend reference, case id) of what is run before it, in the same process; without a case, a backend is
+    # imported only
     before: tuple[RecordKey, ...] = ()
-    fresh: bool = False
-    explain: bool = False
-    unhurried: bool = False
+    fresh: bool = False  # in a process that has judged nothing
+    explain: bool = False  # tell, too, what a failure looks like and where its errors are
+    unhurried: bool = False  # take the time that comparing with every candidate takes
+    # what other failures of the backend look like; only whether this one does as well is to be told
     reported: tuple[str, ...] = ()
 
     @property
@@ -114,34 +95,23 @@ Unrecorded = Describe | Trace | Examine | Repeat
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A task for one worker; the next one may find what is left of it where that one died without having read it.
+    """A task for one worker; the next one may find what is left of it where that one died without having read it."""
 
-    Attributes:
-        process: of the worker.
-        task: what is to be done; None to give back what the process holds of its GPU for cases to come.
-        share: bytes of a GPU that the worker may take, since others use it as well; None without a limit.
-    """
-
-    process: int
+    process: int  # of the worker
+    # what is to be done; None to give back what the process holds of its GPU for cases to come
     task: Task | None = None
+    # bytes of a GPU that the worker may take, since others use it as well; None without a limit
     share: int | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
-    """A worker is there.
-
-    Attributes:
-        device: where it judges, ``cpu`` or ``cuda``; empty if the one that was asked for is not there.
-        facts: of the device and of what is installed, for the report.
-        gpus: those that it sees.
-        memory: bytes of the one that it judges on.
-    """
+    """A worker is there."""
 
     process: int
-    device: str
-    facts: dict[str, str]
-    gpus: tuple[str, ...] = ()
-    memory: int = 0
+    device: str  # where it judges, ``cpu`` or ``cuda``; empty if the one that was asked for is not there
+    facts: dict[str, str]  # of the device and of what is installed, for the report
+    gpus: tuple[str, ...] = ()  # those that it sees
+    memory: int = 0  # bytes of the one that it judges on
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
@@ -157,28 +127,20 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
 
 
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
-    """A task is done.
-
-    Attributes:
-        missing: why no case of a role can be called on what was described.
-        heat: where the errors of what was judged are.
-        loaded: code that the process of the backends has loaded and that was not told before.
-        declared: what the backend declared of a role, in words, where it was asked for.
-        wants: bytes of a GPU that a case needs and that are not there for it now; nothing was done of it. 0 if it was.
-        leaves: this process ends now; the next task is another's.
-    """
+    """A task is done."""
 
     record: Record | None = None
     facts: BackendFacts | None = None
-    missing: dict[Role, str] = {}
+    missing: dict[Role, str] = {}  # why no case of a role can be called on what was described
     traced: Traced | None = None
     traits: Traits | None = None
     repeated: Repeated | None = None
-    heat: HeatMap | None = None
-    loaded: Loaded = Loaded()
-    declared: dict[str, str] = {}
+    heat: HeatMap | None = None  # where the errors of what was judged are
+    loaded: Loaded = Loaded()  # code that the process of the backends has loaded and that was not told before
+    declared: dict[str, str] = {}  # what the backend declared of a role, in words, where it was asked for
+    # bytes of a GPU that a case needs and that are not there for it now; nothing was done of it. 0 if it was
     wants: int = 0
-    leaves: bool = False
+    leaves: bool = False  # this process ends now; the next task is another's
 
 
 class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):

@@ -53,27 +53,18 @@ class RunError(RuntimeError):
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """A keeper with the worker that it keeps.
-
-    Attributes:
-        environment: variables of its processes beside those of this one.
-        log: descriptor that its processes print to.
-        timeout: seconds that a case may take.
-        early: a keeper that was started before there was a place for it.
-        hello: what the worker of the moment said of itself; None while there is none.
-        task: what it is doing.
-        history: (backend reference, case id) of everything that the worker of the moment was given to judge; without a
-            case where it was asked what the backend is.
-    """
+    """A keeper with the worker that it keeps."""
 
     number: int
     setup: Setup
-    environment: Mapping[str, str]
-    log: int
-    timeout: float
-    early: EarlyKeeper | None = None
-    hello: Hello | None = None
-    task: Task | None = None
+    environment: Mapping[str, str]  # variables of its processes beside those of this one
+    log: int  # descriptor that its processes print to
+    timeout: float  # seconds that a case may take
+    early: EarlyKeeper | None = None  # a keeper that was started before there was a place for it
+    hello: Hello | None = None  # what the worker of the moment said of itself; None while there is none
+    task: Task | None = None  # what it is doing
+    # (backend reference, case id) of everything that the worker of the moment was given to judge; without a case
+    # where it was asked what the backend is
     history: list[tuple[str, str]] = field(default_factory=list)
     _process: int = 0
     _started: Record | None = None

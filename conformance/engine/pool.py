@@ -30,22 +30,18 @@ _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run allows.
+    """What a run allows."""
 
-    Attributes:
-        workers: processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per
-            core and four, and as many on each GPU as its memory is enough for.
-        timeout: seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled.
-        memory: bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU.
-        give_up_after: equal failures of a backend's process after which the rest of its cases is not run.
-        ends_at: when the run is ended, on the monotonic clock.
-    """
-
+    # processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per core
+    # and four, and as many on each GPU as its memory is enough for
     workers: int | None = None
+    # seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled
     timeout: float | None = None
+    # bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU
     memory: int | None = None
+    # equal failures of a backend's process after which the rest of its cases is not run
     give_up_after: int = GIVE_UP_AFTER
-    ends_at: float = float("inf")
+    ends_at: float = float("inf")  # when the run is ended, on the monotonic clock
 
 
 def surely_cpu(request: RunRequest) -> bool:
@@ -104,22 +100,19 @@ class Pool:
             self._add_place(hello.device, places, hello.gpus[number % gpus])
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self._share_memory(workers)
+            self.beside = part_of(hello.memory, -(-workers // gpus))
         return hello
 
     def get_ahead(self) -> int:
         """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
         workers, places = self._workers, len(self.supervisor.places)
-        self._share_memory(places)
+        self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
         return workers if places > workers else workers - workers // 4
 
     def begin_without_ahead(self) -> None:
         """End the places that were to compile."""
         if self.supervisor.gpus:
             self.supervisor.end_places(self._workers)
-
-    def _share_memory(self, places: int) -> None:
-        self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.

@@ -46,31 +46,20 @@ def known_names(references: Sequence[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A checked request.
+    """A checked request."""
 
-    Attributes:
-        backends: every registered one if none was named.
-        device: ``cpu``, ``cuda``, or empty for CUDA where there is one.
-        cases: exactly these, or all of the tier if empty.
-        explore: how much is drawn for each backend beside them.
-        salt: what inputs are drawn with beside their case, so that they are known to nobody before; empty for none.
-        shard: judge only this part of the cases.
-        deployment: the model that the cases are of, if they are.
-        bitwise: whether each backend is asked, too, when its bits are the same.
-        accuracy: whether it is measured how its errors are spread.
-    """
-
-    backends: tuple[BackendReference, ...]
+    backends: tuple[BackendReference, ...]  # every registered one if none was named
     capabilities: tuple[str, ...]
     tier: Tier
-    device: str
-    cases: tuple[Case, ...]
-    explore: Extent = NOTHING_DRAWN
+    device: str  # ``cpu``, ``cuda``, or empty for CUDA where there is one
+    cases: tuple[Case, ...]  # exactly these, or all of the tier if empty
+    explore: Extent = NOTHING_DRAWN  # how much is drawn for each backend beside them
+    # what inputs are drawn with beside their case, so that they are known to nobody before; empty for none
     salt: str = ""
-    shard: Shard | None = None
-    deployment: Deployment | None = None
-    bitwise: bool = False
-    accuracy: bool = False
+    shard: Shard | None = None  # judge only this part of the cases
+    deployment: Deployment | None = None  # the model that the cases are of, if they are
+    bitwise: bool = False  # whether each backend is asked, too, when its bits are the same
+    accuracy: bool = False  # whether it is measured how its errors are spread
 
     @staticmethod
     def of(

@@ -45,23 +45,16 @@ UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.1
 
 @dataclass
 class Run:
-    """One run into a folder, from :meth:`prepare` to :meth:`summary`.
-
-    Attributes:
-        environment: where and with what it takes place, once it is prepared.
-        facts: of its backends, once it is prepared.
-        before: cases that each process runs before each of its own.
-        found: what it found so far.
-    """
+    """One run into a folder, from :meth:`prepare` to :meth:`summary`."""
 
     request: RunRequest
     folder: RunFolder
     limits: Limits = field(default_factory=Limits)
     expectations: Expectations = field(default_factory=Expectations)
-    environment: dict[str, str] = field(default_factory=dict)
-    facts: list[BackendFacts] = field(default_factory=list)
-    before: Sequence[str] = ()
-    found: Findings = field(default_factory=Findings)
+    environment: dict[str, str] = field(default_factory=dict)  # where and with what it takes place, once it is prepared
+    facts: list[BackendFacts] = field(default_factory=list)  # of its backends, once it is prepared
+    before: Sequence[str] = ()  # cases that each process runs before each of its own
+    found: Findings = field(default_factory=Findings)  # what it found so far
     _tried: set[RecordKey] = field(default_factory=set)
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)

@@ -25,18 +25,12 @@ CaseGroup = Sequence[Judge | Explore]
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What came of a task.
-
-    Attributes:
-        answer: to it; if the process ended over it, what that says of the case that was judged.
-        ended: how the process ended, if it did.
-        history: what the same process was given to judge before, the task included.
-    """
+    """What came of a task."""
 
     task: Task
-    answer: TaskReply
-    ended: str = ""
-    history: Sequence[tuple[str, str]] = ()
+    answer: TaskReply  # to it; if the process ended over it, what that says of the case that was judged
+    ended: str = ""  # how the process ended, if it did
+    history: Sequence[tuple[str, str]] = ()  # what the same process was given to judge before, the task included
 
 
 class Tasks:

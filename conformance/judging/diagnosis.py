@@ -15,21 +15,13 @@ from mla_conformance.problems.operands import segments
 
 @dataclass(frozen=True)
 class Position:
-    """A position in an output [T, N, V] or an LSE [N, T].
+    """A position in an output [T, N, V] or an LSE [N, T]."""
 
-    Attributes:
-        row: row of the tensor.
-        head: query head.
-        column: column of the output, or None for a whole row.
-        request: request that the row belongs to.
-        position: the row's position among the request's new tokens.
-    """
-
-    row: int
-    head: int
-    column: int | None
-    request: int
-    position: int
+    row: int  # row of the tensor
+    head: int  # query head
+    column: int | None  # column of the output, or None for a whole row
+    request: int  # request that the row belongs to
+    position: int  # the row's position among the request's new tokens
 
     @staticmethod
     def of(rows: JudgedRows, index: list[int]) -> "Position":

@@ -30,23 +30,14 @@ _MOST_KEPT = 8
 
 @dataclass(frozen=True)
 class Budget:
-    """How far a faithful kernel may be from a golden result.
+    """How far a faithful kernel may be from a golden result."""
 
-    Attributes:
-        visible: [N, T] bool, the rows that see a key.
-        element: [T, N, V] largest error of the output.
-        row_rms: [T, N] expected RMS error of the output over the columns.
-        lse: [N, T] largest error of the LSE.
-        samples: [B] int64, rows of each request.
-        limits: [B] largest plausible RMS of a request's rows over its expectation.
-    """
-
-    visible: torch.Tensor
-    element: torch.Tensor
-    row_rms: torch.Tensor
-    lse: torch.Tensor
-    samples: torch.Tensor
-    limits: torch.Tensor
+    visible: torch.Tensor  # [N, T] bool, the rows that see a key
+    element: torch.Tensor  # [T, N, V] largest error of the output
+    row_rms: torch.Tensor  # [T, N] expected RMS error of the output over the columns
+    lse: torch.Tensor  # [N, T] largest error of the LSE
+    samples: torch.Tensor  # [B] int64, rows of each request
+    limits: torch.Tensor  # [B] largest plausible RMS of a request's rows over its expectation
 
 
 class Budgets:
@@ -82,13 +73,9 @@ class Budgets:
 
 @dataclass(frozen=True)
 class Golden(ABC):
-    """Golden results of the judged rows.
+    """Golden results of the judged rows."""
 
-    Attributes:
-        rows: which rows they are.
-    """
-
-    rows: JudgedRows
+    rows: JudgedRows  # which rows they are
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -107,17 +94,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True)
 class GoldenAttention(Golden):
-    """Golden states of the judged rows.
+    """Golden states of the judged rows."""
 
-    Attributes:
-        calls: one per call of the problem.
-        merged: attention to the keys of all calls at once; None where there is nothing to merge.
-        budgets: how far kernels may be from these states.
-    """
-
-    calls: tuple[AttentionState, ...]
-    merged: AttentionState | None
-    budgets: Budgets = field(default_factory=Budgets)
+    calls: tuple[AttentionState, ...]  # one per call of the problem
+    merged: AttentionState | None  # attention to the keys of all calls at once; None where there is nothing to merge
+    budgets: Budgets = field(default_factory=Budgets)  # how far kernels may be from these states
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:

@@ -36,27 +36,16 @@ from mla_conformance.reference.shared_roundings import most_of_a_sum
 
 @dataclass(frozen=True)
 class _Part:
-    """One result to be judged: of a call, or of all calls merged.
+    """One result to be judged: of a call, or of all calls merged."""
 
-    Attributes:
-        name: how messages call it.
-        keys: keys of the request that has most.
-        golden: the golden state.
-        whole: [T, N, V], the output of all rows; of any float dtype.
-        output: [rows, N, V], of the judged rows.
-        lse: [N, rows], or None if it was not asked for.
-        merged: how it was merged, if it was.
-        call: the number of the call; None for all calls merged.
-    """
-
-    name: str
-    keys: int
-    golden: AttentionState
-    whole: torch.Tensor
-    output: torch.Tensor
-    lse: torch.Tensor | None
-    merged: Merged | None
-    call: int | None
+    name: str  # how messages call it
+    keys: int  # keys of the request that has most
+    golden: AttentionState  # the golden state
+    whole: torch.Tensor  # [T, N, V], the output of all rows; of any float dtype
+    output: torch.Tensor  # [rows, N, V], of the judged rows
+    lse: torch.Tensor | None  # [N, rows], or None if it was not asked for
+    merged: Merged | None  # how it was merged, if it was
+    call: int | None  # the number of the call; None for all calls merged
 
 
 class AttentionJudge(Steps):

@@ -26,17 +26,11 @@ DRAWN_ROWS = 384
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """Rows of a batch.
+    """Rows of a batch."""
 
-    Attributes:
-        query_start_loc: first row of each request of the batch, and the end.
-        numbers: the judged rows, ascending; None for all.
-        drawn: how many of them were drawn at random from those that are not telling.
-    """
-
-    query_start_loc: tuple[int, ...]
-    numbers: tuple[int, ...] | None = None
-    drawn: int = 0
+    query_start_loc: tuple[int, ...]  # first row of each request of the batch, and the end
+    numbers: tuple[int, ...] | None = None  # the judged rows, ascending; None for all
+    drawn: int = 0  # how many of them were drawn at random from those that are not telling
 
     @property
     def total(self) -> int:

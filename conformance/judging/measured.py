@@ -12,17 +12,11 @@ from mla_conformance.reference.quantization import e4m3_ordinal
 
 @dataclass(frozen=True)
 class Measured:
-    """The output or the LSE of one part: of a call, or of all calls merged.
+    """The output or the LSE of one part: of a call, or of all calls merged."""
 
-    Attributes:
-        got: what was returned, float64; e4m3 codes by their place in the order of codes.
-        golden: what is expected, in the same form; -inf where the LSE of a row without keys is.
-        allowed: error that rounding may leave in ``got``, which is as large as it is wrong.
-    """
-
-    got: torch.Tensor
-    golden: torch.Tensor
-    allowed: torch.Tensor
+    got: torch.Tensor  # what was returned, float64; e4m3 codes by their place in the order of codes
+    golden: torch.Tensor  # what is expected, in the same form; -inf where the LSE of a row without keys is
+    allowed: torch.Tensor  # error that rounding may leave in ``got``, which is as large as it is wrong
 
     @staticmethod
     def of_output(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
@@ -62,29 +56,17 @@ class Largest(NamedTuple):
 
 @dataclass(frozen=True)
 class Compared:
-    """A result beside its golden one. What there is nothing to compare of is empty.
+    """A result beside its golden one. What there is nothing to compare of is empty."""
 
-    Attributes:
-        budget: how far it may be away.
-        infinite: [] bool, whether an output is not finite, in rows that are not judged as well.
-        written: [T, N] bool, outputs that are not 0 where no key is visible.
-        unmasked: [N, T] bool, LSEs that are no number, or -inf elsewhere than where no key is visible.
-        beyond: [N, T] bool, LSEs whose error is larger than is allowed.
-        lse: [N, T] errors of the LSE in units of what is allowed.
-        rms: [T, N] RMS errors of rows.
-        element: [T, N, V] errors of the output in units of what is allowed.
-        row: [T, N] RMS errors in units of what is allowed.
-    """
-
-    budget: Budget
-    infinite: torch.Tensor
-    written: torch.Tensor
-    unmasked: torch.Tensor
-    beyond: torch.Tensor
-    lse: torch.Tensor
-    rms: torch.Tensor
-    element: torch.Tensor
-    row: torch.Tensor
+    budget: Budget  # how far it may be away
+    infinite: torch.Tensor  # [] bool, whether an output is not finite, in rows that are not judged as well
+    written: torch.Tensor  # [T, N] bool, outputs that are not 0 where no key is visible
+    unmasked: torch.Tensor  # [N, T] bool, LSEs that are no number, or -inf elsewhere than where no key is visible
+    beyond: torch.Tensor  # [N, T] bool, LSEs whose error is larger than is allowed
+    lse: torch.Tensor  # [N, T] errors of the LSE in units of what is allowed
+    rms: torch.Tensor  # [T, N] RMS errors of rows
+    element: torch.Tensor  # [T, N, V] errors of the output in units of what is allowed
+    row: torch.Tensor  # [T, N] RMS errors in units of what is allowed
 
     @cached_property
     def largest(self) -> Largest:

@@ -15,15 +15,10 @@ _FAR_ITEM_BYTES = 2
 
 @dataclass(frozen=True)
 class Reach:
-    """What is far away, and how far.
+    """What is far away, and how far."""
 
-    Attributes:
-        operand: ``q``, ``k``, ``v``, ``rows`` or ``cache``.
-        elements: that many lie before what is judged.
-    """
-
-    operand: str
-    elements: int
+    operand: str  # ``q``, ``k``, ``v``, ``rows`` or ``cache``
+    elements: int  # that many lie before what is judged
 
     @staticmethod
     def of(case: Case) -> "Reach":

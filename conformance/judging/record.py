@@ -82,31 +82,20 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(Said, frozen=True):
-    """A verdict with what it is about, and what :class:`Said` says of it.
+    """A verdict with what it is about, and what :class:`Said` says of it."""
 
-    Attributes:
-        backend: name in reports.
-        reference: what loads the backend again.
-        capability: capability that the case decides.
-        case: id of the case.
-        status: outcome.
-        seconds: wall time of the trial.
-        evidence: what served the calls, as the backend tells: library, version, variant, plan.
-        cases: how many cases it stands for; more than one for drawn cases of which none fails.
-        sampled: `rows` judged `of` all, of which `drawn` at random; empty where every row was judged.
-        salt: what the inputs were drawn with beside the case; empty for none.
-    """
-
-    backend: str
-    reference: str
-    capability: str
-    case: str
-    status: Status
-    seconds: float = 0.0
+    backend: str  # name in reports
+    reference: str  # what loads the backend again
+    capability: str  # capability that the case decides
+    case: str  # id of the case
+    status: Status  # outcome
+    seconds: float = 0.0  # wall time of the trial
+    # what served the calls, as the backend tells: library, version, variant, plan
     evidence: dict[str, str] = field(default_factory=dict)
-    cases: int = 1
+    cases: int = 1  # how many cases it stands for; more than one for drawn cases of which none fails
+    # `rows` judged `of` all, of which `drawn` at random; empty where every row was judged
     sampled: dict[str, int] = field(default_factory=dict)
-    salt: str = ""
+    salt: str = ""  # what the inputs were drawn with beside the case; empty for none
 
     @property
     def key(self) -> str:
@@ -228,30 +217,18 @@ NOTHING_TRACED = Traced()
 
 @dataclasses.dataclass(frozen=True)
 class BackendFacts:
-    """A backend as it is here.
+    """A backend as it is here."""
 
-    Attributes:
-        name: name in reports.
-        reference: what loads the backend again.
-        reasons: why it is unavailable; empty if it can run.
-        versions: versions of its distributions.
-        emulated: it never counts as certified.
-        deviations: (convention of its library, what the adapter does about it).
-        rounding: the declared rounding classes by name.
-        fingerprint: what tells that it is still the same: the digest of its file, or its versions.
-        fitted: ids of the cases that hold every pair of classes which it declares and no listed case holds.
-        region: digest of the spaces and of these cases.
-        declared: all that it declares of each role, in words; it is the same in every process.
-    """
-
-    name: str
-    reference: str = ""
-    reasons: tuple[str, ...] = ()
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    emulated: bool = False
-    deviations: tuple[tuple[str, str], ...] = ()
-    rounding: dict[str, str] = dataclasses.field(default_factory=dict)
-    fingerprint: str = ""
+    name: str  # name in reports
+    reference: str = ""  # what loads the backend again
+    reasons: tuple[str, ...] = ()  # why it is unavailable; empty if it can run
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # versions of its distributions
+    emulated: bool = False  # it never counts as certified
+    deviations: tuple[tuple[str, str], ...] = ()  # (convention of its library, what the adapter does about it)
+    rounding: dict[str, str] = dataclasses.field(default_factory=dict)  # the declared rounding classes by name
+    fingerprint: str = ""  # what tells that it is still the same: the digest of its file, or its versions
+    # ids of the cases that hold every pair of classes which it declares and no listed case holds
     fitted: tuple[str, ...] = ()
-    region: str = ""
+    region: str = ""  # digest of the spaces and of these cases
+    # all that it declares of each role, in words; it is the same in every process
     declared: dict[str, str] = dataclasses.field(default_factory=dict)

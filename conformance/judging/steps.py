@@ -20,13 +20,9 @@ Form = list[tuple[str, torch.Size, torch.dtype]]
 
 
 class Steps(ABC):
-    """The steps of one verdict; the first that fails decides.
+    """The steps of one verdict; the first that fails decides."""
 
-    Attributes:
-        writes: the check of what a call writes beside its result.
-    """
-
-    writes: ClassVar[Check] = Check.CACHE
+    writes: ClassVar[Check] = Check.CACHE  # the check of what a call writes beside its result
 
     def __init__(self, problem: Problem, expected: Golden) -> None:
         self.problem, self.rows = problem, expected.rows

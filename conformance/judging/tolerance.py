@@ -89,15 +89,10 @@ def _errors(precision: Precision, model: torch.dtype) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Merged:
-    """A result that was merged from the stored outputs of several calls.
+    """A result that was merged from the stored outputs of several calls."""
 
-    Attributes:
-        merges: how many merges it took.
-        stored: every merge stores its output in the model's dtype; otherwise they are exact.
-    """
-
-    merges: int
-    stored: bool
+    merges: int  # how many merges it took
+    stored: bool  # every merge stores its output in the model's dtype; otherwise they are exact
 
     @property
     def roundings(self) -> int:

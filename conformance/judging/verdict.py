@@ -86,29 +86,19 @@ class BudgetUse:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Status, reason and numbers of one case.
+    """Status, reason and numbers of one case."""
 
-    Attributes:
-        status: outcome.
-        message: one sentence for a person; empty for a pass.
-        check: what failed.
-        where: request, token, head and column of the worst element, where there is one.
-        used: share of the error budget.
-        detail: the traceback of a call that raised.
-        sampled: judged rows, rows of the batch, and how many were drawn, where not every row was judged.
-        finding: what the numbers of a failure give away, as a clause for a person; empty if nothing.
-        too_large: it was not judged, and by the suite's own estimate it takes more than this machine has.
-    """
-
-    status: Status
-    message: str = ""
-    check: Check | None = None
+    status: Status  # outcome
+    message: str = ""  # one sentence for a person; empty for a pass
+    check: Check | None = None  # what failed
+    # request, token, head and column of the worst element, where there is one
     where: dict[str, int] = field(default_factory=dict)
-    used: BudgetUse = BudgetUse()
-    detail: str = ""
+    used: BudgetUse = BudgetUse()  # share of the error budget
+    detail: str = ""  # the traceback of a call that raised
+    # judged rows, rows of the batch, and how many were drawn, where not every row was judged
     sampled: dict[str, int] = field(default_factory=dict)
-    finding: str = ""
-    too_large: bool = False
+    finding: str = ""  # what the numbers of a failure give away, as a clause for a person; empty if nothing
+    too_large: bool = False  # it was not judged, and by the suite's own estimate it takes more than this machine has
 
     @property
     def clause(self) -> str:

@@ -23,25 +23,15 @@ Number = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Counts(Struct, frozen=True):
-    """Cases by what became of them; all but ``listed`` exclude each other and add up to it.
+    """Cases by what became of them; all but ``listed`` exclude each other and add up to it."""
 
-    Attributes:
-        listed: cases of the list.
-        passed: judged right.
-        failed: failed, crashed, hung, passed against an expectation, or not judged for a fault of the harness.
-        unsupported: declared unsupported.
-        unavailable: not judged here, for want of memory, or of time to compile.
-        waived: failed as an expectation says.
-        not_run: without a record.
-    """
-
-    listed: Number = 0
-    passed: Number = 0
-    failed: Number = 0
-    unsupported: Number = 0
-    unavailable: Number = 0
-    waived: Number = 0
-    not_run: Number = 0
+    listed: Number = 0  # cases of the list
+    passed: Number = 0  # judged right
+    failed: Number = 0  # failed, crashed, hung, passed against an expectation, or not judged for a fault of the harness
+    unsupported: Number = 0  # declared unsupported
+    unavailable: Number = 0  # not judged here, for want of memory, or of time to compile
+    waived: Number = 0  # failed as an expectation says
+    not_run: Number = 0  # without a record
 
     @staticmethod
     def of(records: Iterable[Record], listed: int = 0) -> "Counts":

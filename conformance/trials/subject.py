@@ -30,17 +30,11 @@ _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend on a device.
+    """A backend on a device."""
 
-    Attributes:
-        backend: names it.
-        device: where it is judged.
-        executor: carries out whatever imports it, asks it or calls it.
-    """
-
-    backend: BackendReference
-    device: torch.device
-    executor: Executor = IN_PROCESS
+    backend: BackendReference  # names it
+    device: torch.device  # where it is judged
+    executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
 
     @staticmethod
     def of(reference: str, device: torch.device, executor: Executor = IN_PROCESS) -> "Subject":

@@ -34,21 +34,15 @@ class Observed:
 
 @dataclass
 class Trial:
-    """Runs a subject and collects the verdict of everything that is judged on the way.
-
-    Attributes:
-        context: what the process has made before.
-        verdict: the verdict so far; a pass carries the budget used by all judged steps.
-        last: what was judged last.
-        disturbed: whether the backend left the process other than it found it.
-    """
+    """Runs a subject and collects the verdict of everything that is judged on the way."""
 
     subject: Subject
     case: Case
-    context: Context
+    context: Context  # what the process has made before
+    # the verdict so far; a pass carries the budget used by all judged steps
     verdict: Verdict = field(default_factory=lambda: Verdict(Status.HARNESS_ERROR, "nothing was judged"))
-    last: Observed | None = None
-    disturbed: bool = False
+    last: Observed | None = None  # what was judged last
+    disturbed: bool = False  # whether the backend left the process other than it found it
 
     @cached_property
     def problem(self) -> Problem:
