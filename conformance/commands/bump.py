@@ -17,8 +17,7 @@ from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import say
 
 _SIDES = "before", "after"
-_JUDGED = (0, 1, 3)
-"""The statuses with which ``certify`` leaves a report."""
+_JUDGED = (0, 1, 3)  # the statuses with which ``certify`` leaves a report
 
 
 def bump(options: argparse.Namespace) -> int:

@@ -106,10 +106,23 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         if reason := check(run) if check else "":
             run.folder.discard()
             return reason, BROKEN
-        if resumed:
-            _go_on(run, resumed)
-        else:
+        if not resumed:
             run.begin()
+            return None
+        # It goes on with a run that judges the same with the same code.
+        if different := resumed.differences(run.plan):
+            raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
+        if changed := run.changed_code():
+            raise InputError(
+                f"--resume {run.folder.path}: code that the run had loaded has changed: "
+                f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, and "
+                "what a kernel compiles differs between machines: start again on one machine, without --resume"
+            )
+        if left_out := run.resume():
+            lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
+            say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
+        if said := run.environment.get("journal"):
+            say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
     except (RequestError, JournalError) as error:
         run.folder.discard()
         raise InputError(str(error)) from error
@@ -120,23 +133,6 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         run.folder.discard()
         return str(error), BROKEN
     return None
-
-
-def _go_on(run: Run, resumed: Plan) -> None:
-    """Go on with a run that judges the same with the same code; say what of its journal is left out or on trust."""
-    if different := resumed.differences(run.plan):
-        raise InputError(f"--resume {run.folder.path}: it holds another run; {'; '.join(different)}")
-    if changed := run.changed_code():
-        raise InputError(
-            f"--resume {run.folder.path}: code that the run had loaded has changed: {counted(len(changed), 'file')}, "
-            f"first {changed[0]}. Verdicts on different code do not add up, and what a kernel compiles differs between "
-            "machines: start again on one machine, without --resume"
-        )
-    if left_out := run.resume():
-        lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
-        say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
-    if said := run.environment.get("journal"):
-        say(f"mla-conformance: its journal is {said}; what was judged before is taken on trust", error=True)
 
 
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:

@@ -36,7 +36,6 @@ from mla_conformance.trials.subject import Subject
 
 
 def export(options: argparse.Namespace) -> int:
-    """Write a script, and run it, or the text of an issue; the exit status."""
     if options.issue:
         return _write_issue(options)
     if not (options.case and options.backend and options.out):

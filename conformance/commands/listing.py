@@ -23,8 +23,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
 _FACTS = "        "
-_VALUES = 19
-"""The column in which facts stand."""
+_VALUES = 19  # the column in which facts stand
 
 
 def list_backends(options: argparse.Namespace) -> int:
@@ -61,7 +60,6 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 
 def list_models(options: argparse.Namespace) -> int:
-    """Two lines for every model, or all that is known of one."""
     if options.docs:
         lines = ["| model | figures | read in |", "|---|---|---|"]
         for name in model_names():

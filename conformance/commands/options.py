@@ -14,8 +14,7 @@ from mla_conformance.files.inputs import InputError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _LONGEST = 366 * 24 * 3600.0
-_WORKERS_PER_CORE = 4
-"""More would only wait for each other, until a machine has no memory left for them."""
+_WORKERS_PER_CORE = 4  # more would only wait for each other, until a machine has no memory left for them
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ from mla_conformance.report.terminal import columns, say, wrapped
 from mla_conformance.vocabulary.case_files import read_case, write_case
 
 _T = TypeVar("_T")
-PROBABILITY = 0.95
-"""With which a race is said to be found."""
-_PATIENCE = 4
-"""How much longer than the case itself simpler ones are repeated."""
+PROBABILITY = 0.95  # with which a race is said to be found
+_PATIENCE = 4  # how much longer than the case itself simpler ones are repeated
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,6 @@ def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, titl
 
 
 def case_id(text: str) -> str:
-    """The id of a case that is given as its id or as a file."""
     try:
         return read_case(Path(text)).id if text.endswith(".json") else Case.parse(text).id
     except CaseError as error:

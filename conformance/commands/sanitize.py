@@ -32,8 +32,7 @@ from mla_conformance.vocabulary.capabilities import find_capability
 MOST = 8
 """Cases of a backend: a tool makes calls some hundred times slower, and a process for it takes seconds to begin."""
 _OF_A_ROLE = 2
-_SMALL = "memory_bounds"
-"""The capability whose cases are taken where nothing else says which."""
+_SMALL = "memory_bounds"  # the capability whose cases are taken where nothing else says which
 
 
 def sanitize(request: RunRequest, options: argparse.Namespace) -> int:

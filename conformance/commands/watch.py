@@ -28,8 +28,7 @@ from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.report.terminal import columns, counted, is_read, say
 
-_POLL_SECONDS = 0.3
-"""Seconds between two looks at the file."""
+_POLL_SECONDS = 0.3  # seconds between two looks at the file
 
 
 def watch(options: argparse.Namespace) -> int:

@@ -76,14 +76,11 @@ def parts_of(value: Any) -> tuple[Any, ...]:
     return tuple(torch.Tensor.detach(part) if type(part) is torch.Tensor else part for part in parts)
 
 
-OutputAndLse = tuple[torch.Tensor, torch.Tensor]
-"""Output [T, N, V] and LSE [N, T]."""
+OutputAndLse = tuple[torch.Tensor, torch.Tensor]  # output [T, N, V] and LSE [N, T]
 
 
 @dataclass(frozen=True)
 class Returned:
-    """What one call gave back."""
-
     call: KernelCall
     value: Any  # the returned object as it was after the call; None if the call raised
     error: str = ""  # one line for an exception, and the traceback behind it
@@ -97,8 +94,6 @@ class Returned:
 
 @dataclass(frozen=True)
 class Observation:
-    """Everything that running a problem showed."""
-
     returned: tuple[Returned, ...]  # one entry per call; the last one may carry an error
     # (output, lse) of all calls merged in float64, where there are several and all returned two tensors
     merged: OutputAndLse | None

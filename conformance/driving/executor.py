@@ -21,8 +21,6 @@ _looks: list[Callable[[], Iterable[str]]] = []
 
 @dataclass(frozen=True)
 class StepResult:
-    """What became of a step."""
-
     value: Any = None  # what it returned; None if it raised
     error: str = ""  # one line for an exception, and the traceback behind it
     traceback: str = ""

@@ -9,6 +9,7 @@ import hashlib
 import sys
 import sysconfig
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from importlib.resources import files
@@ -59,14 +60,12 @@ class Loaded(msgspec.Struct, frozen=True):
     generated: dict[str, str] = {}  # those that came to be, or were written over, since
 
 
+@dataclass
 class LoadedFiles:
-    """What is loaded from :meth:`watch` on."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, str] = {}
-        self._generated: dict[str, str] = {}
-        self._mapped: set[str] = set()
-        self._began: float | None = None
+    _found: dict[str, str] = field(default_factory=dict)
+    _generated: dict[str, str] = field(default_factory=dict)
+    _mapped: set[str] = field(default_factory=set)
+    _began: float | None = None
 
     def watch(self, began: float) -> None:
         """Note every module and every shared library of this process from now on."""
@@ -122,8 +121,7 @@ def _listed(site: Path) -> frozenset[str]:
     return frozenset(line.partition(",")[0] for record in records for line in record.splitlines())
 
 
-LOADED = LoadedFiles()
-"""Of this process."""
+LOADED = LoadedFiles()  # of this process
 
 
 def newly_loaded() -> Loaded:

@@ -34,14 +34,12 @@ class Wanted(Enum):
 
 
 class KernelRequest(msgspec.Struct, frozen=True):
-    """A step to carry out."""
-
     number: int  # of the request; what the step makes is kept under it, unless it is a fact
     step: bytes
     wanted: Wanted
     released: list[int]  # numbers of what is kept for no later step
     openers: list[bytes]  # of pieces of the GPU's memory
-    rooms: list[SharedRange]  # what is free for the answer
+    rooms: dict[str, SharedRange]  # what is free for the answer
     reached: list[SharedRange]  # places of what the step may write
 
 
@@ -95,7 +93,6 @@ class RemoteExecutor(Executor):
         return replace(again, disturbed=done.disturbed)
 
     def make(self, step: Callable[[], Any]) -> StepResult:
-        """A :class:`RemoteValue` for what the step made."""
         done, _ = self._asked(step, Wanted.NOTHING)
         return replace(done, value=done.kept)
 
@@ -167,8 +164,7 @@ class RemoteExecutor(Executor):
         return reply
 
 
-_KEPT: dict[int, Any] = {}
-"""In the kernel's process, what steps made, by the number of their request."""
+_KEPT: dict[int, Any] = {}  # in the kernel's process, what steps made, by the number of their request
 
 
 def kept(number: int) -> Any:

@@ -5,6 +5,7 @@ looks at it.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
@@ -62,24 +63,20 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     lost: bool = False  # the GPU's context is lost
 
 
+@dataclass
 class Writer:
-    """Puts what a call returned into the rooms that are free for it, in the kernel's process.
+    """Puts what a call returned into the rooms that are free for it, in the kernel's process."""
 
-    Args:
-        reached: places of the caller's storages, of which a part may be a view.
-    """
-
-    def __init__(self, shared: Shared, rooms: list[SharedRange], reached: list[SharedRange]) -> None:
-        self._shared, self._reached = shared, reached
-        self._rooms = {room.kind: room for room in rooms}
-        self._needs: dict[str, int] = {}
+    shared: Shared
+    rooms: dict[str, SharedRange]  # by type of device
+    reached: list[SharedRange]  # places of the caller's storages, of which a part may be a view
+    needs: dict[str, int] = field(default_factory=dict)  # bytes, by type of device
 
     def reported(self, number: int, value: Any) -> Reply:
-        """The parts of a value, or how much room they need."""
         several = issubclass(type(value), tuple | list)
         parts = tuple(map(self._part, parts_of(value)))
-        short = {kind: need for kind, need in self._needs.items() if need > self._rooms[kind].size}
-        return Reply(number, needs=self._needs) if short else Reply(number, parts=parts, several=several)
+        short = {kind: need for kind, need in self.needs.items() if need > self.rooms[kind].size}
+        return Reply(number, needs=self.needs) if short else Reply(number, parts=parts, several=several)
 
     def _part(self, value: Any) -> Part:
         kind, is_tensor = type_name(value)[:LONGEST_LINE], issubclass(type(value), torch.Tensor)
@@ -88,35 +85,32 @@ class Writer:
         part = Part(kind, "", True, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.stride())
         if value.is_meta:
             return part
-        if value.device != self._shared.device(value.device.type):
+        if value.device != self.shared.device(value.device.type):
             return Part(kind, f"a tensor on {value.device}", True)
         begin, item = value.untyped_storage().data_ptr(), value.element_size()
-        for index, place in enumerate(self._reached):
-            if place.size and place.kind == value.device.type and begin == self._shared.storage(place).data_ptr():
+        for index, place in enumerate(self.reached):
+            if place.size and place.kind == value.device.type and begin == self.shared.storage(place).data_ptr():
                 return msgspec.structs.replace(part, offset=value.storage_offset() * item, of=index)
         # The bytes from the first element to the last, as far behind an aligned address as they are.
         size = _span(part, item)
         lead = value.data_ptr() % _ALIGNMENT if size else 0
         lead -= lead % item
-        room, taken = self._rooms[value.device.type], self._needs.get(value.device.type, 0)
-        self._needs[value.device.type] = taken + -(-(lead + size) // _ALIGNMENT) * _ALIGNMENT
+        room, taken = self.rooms[value.device.type], self.needs.get(value.device.type, 0)
+        self.needs[value.device.type] = taken + -(-(lead + size) // _ALIGNMENT) * _ALIGNMENT
         place = SharedRange(room.kind, room.piece, room.at + taken, lead + size)
         if taken + lead + size <= room.size and size:
             first = value.storage_offset() * item
-            self._shared.bytes_of(place)[lead:].copy_(storage_bytes(value)[first : first + size])
+            self.shared.bytes_of(place)[lead:].copy_(storage_bytes(value)[first : first + size])
         return msgspec.structs.replace(part, place=tuple(place), offset=lead)
 
 
+@dataclass
 class Reader:
-    """Takes what a call returned out of the rooms, in the judge's process: copies that nothing else can write.
+    """Takes what a call returned out of the rooms, in the judge's process: copies that nothing else can write."""
 
-    Args:
-        reached: the caller's tensors whose storages a part may be a view of.
-    """
-
-    def __init__(self, shared: Shared, rooms: list[SharedRange], reached: Sequence[torch.Tensor]) -> None:
-        self._shared, self._reached = shared, reached
-        self._rooms = {room.kind: room for room in rooms}
+    shared: Shared
+    rooms: dict[str, SharedRange]  # by type of device
+    reached: Sequence[torch.Tensor]  # whose storages a part may be a view of
 
     def value(self, reply: Reply) -> Any:
         """What the call returned.
@@ -145,15 +139,15 @@ class Reader:
             return torch.empty_strided(part.shape, part.strides, dtype=dtype, device="meta")
         if part.of is None:
             place = SharedRange(*part.place or ())
-            room = self._rooms.get(place.kind)
+            room = self.rooms.get(place.kind)
             inside = room and place.piece == room.piece and room.at <= place.at
             if not room or not inside or place.at + place.size > room.at + room.size:
                 raise MalformedReply("expected a tensor in the room for answers, got one elsewhere")
-            storage = self._shared.bytes_of(place).clone().untyped_storage()
-        elif 0 <= part.of < len(self._reached):
-            storage = self._reached[part.of].untyped_storage()
+            storage = self.shared.bytes_of(place).clone().untyped_storage()
+        elif 0 <= part.of < len(self.reached):
+            storage = self.reached[part.of].untyped_storage()
         else:
-            raise MalformedReply(f"expected one of {len(self._reached)} storages, got number {part.of}")
+            raise MalformedReply(f"expected one of {len(self.reached)} storages, got number {part.of}")
         if part.offset % dtype.itemsize or part.offset + _span(part, dtype.itemsize) > storage.nbytes():
             raise MalformedReply(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
         made = torch.empty(0, dtype=dtype, device=storage.device)
@@ -172,7 +166,6 @@ def reply_of(number: int, done: StepResult) -> Reply:
 
 
 def decode(data: bytes, number: int) -> Reply:
-    """The reply to the request of this number."""
     try:
         reply = msgspec.json.decode(data, type=Reply)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

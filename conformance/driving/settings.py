@@ -27,26 +27,20 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-_UNREADABLE = "(unreadable)"
-"""Stands for a value whose reading raised."""
+_UNREADABLE = "(unreadable)"  # stands for a value whose reading raised
 _BUILTINS = vars(builtins)
-_OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)
-"""What functions are looked up in."""
+_OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)  # what functions are looked up in
 _FOLLOWS = torch.Storage  # type: ignore[attr-defined]
 """A class that torch replaces by itself when the default dtype changes."""
-_PATIENCE = 2.0
-"""Seconds for children to end by themselves: a forked one may be on its way."""
+_PATIENCE = 2.0  # seconds for children to end by themselves: a forked one may be on its way
 _OWN_CHILDREN = Path("/proc/thread-self/children")
 _SERVICES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "_inductor/compile_worker")
 """Parts of the command lines of helpers that Python and torch start once and keep for the life of the process."""
 _LIBC: Any = ctypes.CDLL(None) if platform.system() == "Linux" and platform.machine() == "x86_64" else None
-_ENVIRONMENT_BYTES, _CONTROL = 64, 28
-"""The size of C's ``fenv_t`` of x86-64, and where MXCSR stands in it, in 4 bytes."""
-_STICKY = 0x3F
-"""Bits of MXCSR that record what happened, which every inexact result sets."""
+_ENVIRONMENT_BYTES, _CONTROL = 64, 28  # the size of C's ``fenv_t`` of x86-64, and where MXCSR stands in it, in 4 bytes
+_STICKY = 0x3F  # bits of MXCSR that record what happened, which every inexact result sets
 _STANDARD = (1, 2)
-_held: list[Any] = []
-"""Modes that were entered to undo another: a mode ends with its object."""
+_held: list[Any] = []  # modes that were entered to undo another: a mode ends with its object
 
 
 class Setting(NamedTuple):

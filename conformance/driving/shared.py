@@ -29,10 +29,8 @@ _LENGTH = struct.Struct("<Q")
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
-_NO_RESERVE = 0x4000
-"""Linux' MAP_NORESERVE: of a piece as large as the machine's memory, only what is used counts."""
-_KEPT_BYTES = 2**28
-"""Of the host's piece, what need not be given back."""
+_NO_RESERVE = 0x4000  # Linux' MAP_NORESERVE: of a piece as large as the machine's memory, only what is used counts
+_KEPT_BYTES = 2**28  # of the host's piece, what need not be given back
 
 
 class SharedRange(NamedTuple):
@@ -94,7 +92,6 @@ class Shared:
             self._map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)
 
     def storage(self, place: SharedRange) -> torch.UntypedStorage:
-        """The bytes of a place as a storage."""
         device = self.device(place.kind)
         if not place.size:
             return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
@@ -147,10 +144,8 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 _ALIGNMENT = 512
-_LEAST_PIECE = 2**28
-"""Bytes of a GPU's memory that are asked for at once."""
-_MOST_SHARE = 8
-"""A process that holds more than this part of a GPU for what it hands over should be replaced."""
+_LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once
+_MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
 
 
 class Arena:
@@ -167,7 +162,6 @@ class Arena:
         self._ends = {HOST: 0, "cuda": 0}
 
     def place_of(self, tensor: torch.Tensor) -> SharedRange:
-        """The place of a tensor's storage."""
         storage, kind = tensor.untyped_storage(), tensor.device.type
         found = self._places.get(storage._cdata)
         if found is None or found[0].expired():
@@ -179,9 +173,9 @@ class Arena:
             found = self._places[storage._cdata] = (StorageWeakRef(storage), room._replace(size=size))
         return found[1]
 
-    def rooms(self) -> list[SharedRange]:
+    def rooms(self) -> dict[str, SharedRange]:
         """What is free for an answer, by type of device."""
-        return [self._room(kind) for kind, pieces in self.shared.pieces.items() if pieces]
+        return {kind: self._room(kind) for kind, pieces in self.shared.pieces.items() if pieces}
 
     def require(self, kind: str, size: int) -> None:
         if kind == "cuda" and self._room(kind).size < size:

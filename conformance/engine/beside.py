@@ -49,7 +49,6 @@ class Judging:
         self.reasons = self._answer(asked).reasons
 
     def judge(self, reference: str, case: str) -> Record:
-        """The record of a case on a backend."""
         record = self._answer((reference, case)).record
         assert record is not None
         return record
@@ -78,7 +77,6 @@ class Judging:
 
 
 def main(connection: socket.socket) -> None:
-    """Answer until the other end is closed."""
 
     def say(answer: Answer) -> None:
         connection.sendall(msgspec.json.encode(answer) + b"\n")

@@ -25,23 +25,17 @@ from mla_conformance.judging.verdict import COMPARED, Status
 ALONE: Final = "alone"
 AFTER: Final = "after"
 UNREPEATED: Final = "unrepeated"
-MOST_EXPLAINED = 3
-"""Capabilities of a backend whose first failure is explained."""
+MOST_EXPLAINED = 3  # capabilities of a backend whose first failure is explained
 _FEW = 4
 _SHORTER = 12
 """Attempts to find fewer cases after which a failure repeats, each in a process of its own: enough for one of 1000."""
-_SHORTENING = 120.0
-"""Seconds after which no further one begins: each may judge nearly all of a long history once more."""
-_OPEN = ("", UNCOMPARED, INDISTINCT)
-"""The explanations of failures that may still turn out to look like another one."""
-_PATIENCE = 15.0
-"""Seconds that a backend's failures may have taken that are compared with what explains another one."""
+_SHORTENING = 120.0  # seconds after which no further one begins: each may judge nearly all of a long history once more
+_OPEN = ("", UNCOMPARED, INDISTINCT)  # the explanations of failures that may still turn out to look like another one
+_PATIENCE = 15.0  # seconds that a backend's failures may have taken that are compared with what explains another one
 
 
 @dataclass
 class FailureConfirmation:
-    """One failure on its way to being confirmed."""
-
     failure: Record
     # what the same process had done before: (backend reference, case id), without a case an import
     history: Sequence[RecordKey]

@@ -11,12 +11,10 @@ from mla_conformance.engine.limits import machine_cores
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 6
 """Workers of a GPU: more of them are no faster, since contexts take turns, and each has less of its memory."""
-MOST_AHEAD = 8
-"""Workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU."""
+MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
 WORKER_BYTES = 12 * 2**30
 """What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, two contexts, and most cases."""
-AHEAD_BYTES = 8 * 2**30
-"""What it has for each worker where some compile."""
+AHEAD_BYTES = 8 * 2**30  # what it has for each worker where some compile
 CONTEXT_BYTES = 2 * 2**30
 """What a process takes of a GPU beside what torch allocates: its context, code, and local memory of kernels."""
 _DRIVER = Path("/proc/driver/nvidia/version")

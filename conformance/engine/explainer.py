@@ -38,8 +38,7 @@ _PATIENCE = 10.0
 simpler than all before, so that the simplest one, which is shown in the end, always is."""
 _MOST_ENDED = 3
 """Processes that may end over comparing before nothing is compared any more: each takes seconds to start."""
-Function = tuple[str, str]
-"""A test function, and the name of what is judged."""
+Function = tuple[str, str]  # a test function, and the name of what is judged
 
 
 @dataclass
@@ -160,7 +159,6 @@ EXPLAINER = Explainer()
 
 
 def main(connection: socket.socket) -> None:
-    """Explain what is asked until the other end is closed."""
     found: defaultdict[Function, Explained] = defaultdict(Explained)
     contexts: dict[str, Context] = {}
 

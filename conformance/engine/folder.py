@@ -13,13 +13,11 @@ from pathlib import Path
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.files.inputs import InputError
 
-RUNS = Path("build/mla-conformance")
-"""Where runs stand for which no folder was named."""
+RUNS = Path("build/mla-conformance")  # where runs stand for which no folder was named
 LATEST = "latest"
 REPORT_NAME, PAGE_NAME, LOG_NAME = "report.json", "report.html", "run.log"
 _FILES = (JOURNAL_NAME, LOG_NAME, REPORT_NAME, PAGE_NAME)
-KEPT_BYTES = 16 * 2**20
-"""Of what the processes print."""
+KEPT_BYTES = 16 * 2**20  # of what the processes print
 _BLOCK = 2**16
 _JOIN_SECONDS = 5
 _TAIL_LINES = 12

@@ -49,8 +49,6 @@ class Resumed(_Event, frozen=True, tag="resume"):
 
 
 class CaseStarted(_Event, frozen=True, tag="started"):
-    """A backend's time on a case begins."""
-
     case: str
     backend: str
 
@@ -62,22 +60,16 @@ class Judgement(_Event, frozen=True, tag="verdict"):
 
 
 class WasTraced(_Event, frozen=True, tag="traced"):
-    """What a backend, by reference, was seen to run."""
-
     backend: str
     traced: Traced
 
 
 class Examined(_Event, frozen=True, tag="examined"):
-    """What was found of a backend, by reference, beside verdicts."""
-
     backend: str
     traits: Traits
 
 
 class HeatShown(_Event, frozen=True, tag="heat"):
-    """Where the errors of a failure are."""
-
     backend: str
     case: str
     heat: HeatMap
@@ -90,8 +82,6 @@ class CodeLoaded(_Event, frozen=True, tag="loaded"):
 
 
 class GaveUp(_Event, frozen=True, tag="gave_up"):
-    """The rest of a backend's cases is not run."""
-
     backend: str
     reason: str
 
@@ -101,8 +91,6 @@ class Completed(_Event, frozen=True, tag="end"):
 
 
 class Reported(_Event, frozen=True, tag="report"):
-    """The report was written; its SHA-256."""
-
     sha256: str
 
 
@@ -227,7 +215,6 @@ def _digest(line: bytes) -> str:
 
 
 def _read(line: bytes) -> JournalEvent:
-    """The event of a line."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"expected a number, got {constant}")

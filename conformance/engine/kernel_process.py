@@ -34,7 +34,6 @@ _MOST_STACKS = 2**16
 
 
 def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecutor:
-    """Start it; what has steps carried out there."""
     # The memory between two processes must be there before they part.
     shared, (stacks, reported), (mine, theirs) = Shared(machine_memory()), os.pipe(), socket.socketpair()
     judge, kernel = os.getpid(), os.fork()

@@ -23,12 +23,10 @@ _LANDLOCK_ASKS_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
 _LANDLOCK_MAKE_FIFO, _LANDLOCK_REFER, _LANDLOCK_SCOPE_SIGNAL = 1 << 10, 1 << 13, 2
 _VERSION_OF_REFER, _VERSION_OF_SCOPES = 2, 6
 _STANDARD = 2
-THREADS = "OMP_NUM_THREADS"
-"""The variable that says how many threads torch has of its own; MKL heeds it, too."""
+THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads torch has of its own; MKL heeds it, too
 LACKED_MEMORY = 77
 """Exit status of a process of ours for which there was no memory to begin with, or to open what another shares."""
-_PATIENCE = 2.0
-"""Seconds in which a process that closed its connection ends by itself."""
+_PATIENCE = 2.0  # seconds in which a process that closed its connection ends by itself
 _STATM = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")

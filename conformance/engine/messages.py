@@ -14,8 +14,6 @@ from mla_conformance.judging.traits import Repeated, Traits
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a place is told first."""
-
     device: str  # ``cpu``, ``cuda``, or empty for CUDA where there is one
     memory: int | None = None  # bytes that a worker may allocate; None without a limit
     salt: str = ""  # what inputs are drawn with beside their case; empty for none
@@ -25,8 +23,6 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
-    """Import a backend and tell what it is."""
-
     reference: str
     # the capabilities to whose covering arrays further cases are fitted, or for triples as well
     arrays: tuple[str, ...] = ()
@@ -74,24 +70,19 @@ class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
 
 
 class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
-    """Tell when a backend's bits are the same, and how its errors are spread."""
-
     reference: str
     bitwise: bool
     accuracy: bool
 
 
 class Repeat(msgspec.Struct, frozen=True, tag_field="kind", tag="repeat"):
-    """Call a backend on a case so often, and tell which results differ."""
-
     reference: str
     case: str
     calls: int
 
 
 Task = Describe | Judge | Explore | Trace | Examine | Repeat
-Unrecorded = Describe | Trace | Examine | Repeat
-"""Tasks that no record answers."""
+Unrecorded = Describe | Trace | Examine | Repeat  # tasks that no record answers
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -105,8 +96,6 @@ class Given(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
-    """A worker is there."""
-
     process: int
     device: str  # where it judges, ``cpu`` or ``cuda``; empty if the one that was asked for is not there
     facts: dict[str, str]  # of the device and of what is installed, for the report
@@ -115,8 +104,6 @@ class Hello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
 
 
 class WorkerStarted(msgspec.Struct, frozen=True, tag_field="kind", tag="started"):
-    """The backend's time on a case begins."""
-
     record: Record
 
 
@@ -127,8 +114,6 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
 
 
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
-    """A task is done."""
-
     record: Record | None = None
     facts: BackendFacts | None = None
     missing: dict[Role, str] = {}  # why no case of a role can be called on what was described

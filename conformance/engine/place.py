@@ -29,8 +29,7 @@ from mla_conformance.engine.messages import (
 from mla_conformance.judging.record import COMPILING, Record, ended_by
 from mla_conformance.judging.verdict import Status, Verdict
 
-START_SECONDS = 300.0
-"""A process that imports torch for longer than this will not start at all."""
+START_SECONDS = 300.0  # a process that imports torch for longer than this will not start at all
 EXPLAIN_SECONDS = 300.0
 """Seconds of the clock for what has 120 of CPU time, and as many again for cases nearby; few take a tenth of it."""
 _STACK_SECONDS = 1.0

@@ -30,8 +30,6 @@ _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run allows."""
-
     # processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per core
     # and four, and as many on each GPU as its memory is enough for
     workers: int | None = None
@@ -50,9 +48,10 @@ def surely_cpu(request: RunRequest) -> bool:
 
 
 class Pool:
-    """The places of a run, which the supervisor has.
+    """The places of a run, which the supervisor has; those that there are in any case are started at once.
 
     Attributes:
+        workers: how many judge; further places compile ahead.
         beside: what a worker has of its GPU beside the others.
     """
 
@@ -60,19 +59,16 @@ class Pool:
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
         self.beside = WHOLE
         self._on_cpu, self._most_on_cpu = surely_cpu(request), min(_MOST_ON_CPU, machine_cores())
-
-    def start(self) -> None:
-        """Start the places that there are in any case."""
-        workers = self.limits.workers
+        workers = limits.workers
         if not workers and self._on_cpu:
-            worth = len(self.request.judged_ids) * len(self.request.backends) // _WORTH
-            workers = self._most_on_cpu if self.request.explore else max(1, min(self._most_on_cpu, worth))
+            worth = len(request.judged_ids) * len(request.backends) // _WORTH
+            workers = self._most_on_cpu if request.explore else max(1, min(self._most_on_cpu, worth))
         workers = workers or min(MOST_ON_GPU, machine_cores())
-        self._add_place(self.request.device, workers)  # imports torch while the cases are counted
-        self._most = max(1, len(self.request.judged_ids))  # have something to do
-        for _ in range(1, self.limits.workers or min(workers, self._most)):
-            self._add_place(self.request.device, workers)
-        self._workers = len(self.supervisor.places)
+        self._add_place(request.device, workers)  # imports torch while the cases are counted
+        self._most = max(1, len(request.judged_ids))  # have something to do
+        for _ in range(1, limits.workers or min(workers, self._most)):
+            self._add_place(request.device, workers)
+        self.workers = len(supervisor.places)
 
     def settle(self) -> Hello:
         """Have as many places as the device is enough for, or as were asked for; what the first says of it.
@@ -93,7 +89,7 @@ class Pool:
         gpus = len(hello.gpus) or 1
         workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
         self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
-        self._workers = workers
+        self.workers = workers
         may_compile = hello.gpus and not self.limits.workers and self._most > ENOUGH
         places = workers + (ahead_on(gpus, hello.memory, workers) if may_compile else 0)
         for number in range(len(self.supervisor.places), places):
@@ -105,14 +101,9 @@ class Pool:
 
     def get_ahead(self) -> int:
         """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
-        workers, places = self._workers, len(self.supervisor.places)
+        workers, places = self.workers, len(self.supervisor.places)
         self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
         return workers if places > workers else workers - workers // 4
-
-    def begin_without_ahead(self) -> None:
-        """End the places that were to compile."""
-        if self.supervisor.gpus:
-            self.supervisor.end_places(self._workers)
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.

@@ -46,8 +46,6 @@ def known_names(references: Sequence[str] = ()) -> list[str]:
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A checked request."""
-
     backends: tuple[BackendReference, ...]  # every registered one if none was named
     capabilities: tuple[str, ...]
     tier: Tier
@@ -71,7 +69,6 @@ class RunRequest:
         explore: Extent = NOTHING_DRAWN,
         salt: str = "",
     ) -> "RunRequest":
-        """Check a request."""
         try:
             references = [parse_reference(r) for r in backends] or known_backends()
             for reference in backends:
@@ -151,12 +148,10 @@ class RunRequest:
 
     @property
     def triples(self) -> bool:
-        """Whether cases are fitted for triples of classes as well."""
         return self.tier is Tier.NIGHTLY
 
     @property
     def drawn(self) -> tuple[str, ...]:
-        """Capabilities whose spaces are explored."""
         return tuple(name for name in SPACES if name in self.capabilities)
 
     def tasks(self, backends: Sequence[BackendFacts], before: tuple[str, ...] = ()) -> list[list[Judge | Explore]]:

@@ -37,8 +37,7 @@ from mla_conformance.report.summary import BackendSummary, RunSummary, by_backen
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION, __version__
 
-APART = "kernel and judge apart"
-"""What the environment says, since no process of a backend holds a judge."""
+APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
 """What it says of a run whose journal a kernel could have written, seal and all."""
 
@@ -93,7 +92,6 @@ class Run:
         """
         self._installation = Installation.now()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
-        self._pool.start()
         _ = self._examples  # while they import torch
         hello = self._pool.settle()
         self.supervisor.hellos()  # what judges is there before anything of a backend is
@@ -288,7 +286,6 @@ class Run:
         return failures
 
     def _judged(self, tasks: Tasks) -> Iterator[TaskOutcome]:
-        """What comes of cases."""
         if self.device != "cuda":
             return self.outcomes(tasks)
         return judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
@@ -305,8 +302,8 @@ class Run:
             tasks.ahead = self._pool.get_ahead()
             if tasks.groups:
                 self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
-        else:
-            self._pool.begin_without_ahead()
+        elif self.supervisor.gpus:
+            self.supervisor.end_places(self._pool.workers)  # the others were to compile
         return tasks
 
     def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:
@@ -379,7 +376,6 @@ class Run:
 
     @property
     def resume_line(self) -> str:
-        """The command that goes on with this run."""
         return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}"
 
     def summary(self) -> RunSummary:

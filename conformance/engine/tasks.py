@@ -12,8 +12,7 @@ from mla_conformance.engine.devices import ALONE, CLEARED, GpuPart
 from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
 from mla_conformance.report.terminal import counted
 
-_NOBODY = -1
-"""Stands for a place while none has begun with what is to follow."""
+_NOBODY = -1  # stands for a place while none has begun with what is to follow
 ENOUGH = 200
 """Groups that take longer to judge than one kernel to compile: with fewer left nobody compiles ahead, for whom the
 others would wait, and for fewer that compile no worker is started."""
@@ -25,8 +24,6 @@ CaseGroup = Sequence[Judge | Explore]
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What came of a task."""
-
     task: Task
     answer: TaskReply  # to it; if the process ended over it, what that says of the case that was judged
     ended: str = ""  # how the process ended, if it did

@@ -72,13 +72,10 @@ from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
 
 Send = Callable[[WorkerEvent], None]
-_AT_ONCE = 0.05
-"""Seconds within which a process is given something that others wait for."""
-_KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]
-"""Bytes of a GPU that a process has use for beside those of a case."""
+_AT_ONCE = 0.05  # seconds within which a process is given something that others wait for
+_KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]  # bytes of a GPU that a process has use for beside those of a case
 _USUAL = "lse:q=[4]"
-_LARGE = 2**31
-"""Bytes of the largest case of which a worker that shares its GPU goes on to hold what it took."""
+_LARGE = 2**31  # bytes of the largest case of which a worker that shares its GPU goes on to hold what it took
 
 
 def load_all(setup: Setup) -> None:
@@ -137,8 +134,6 @@ def _answer_tasks(connection: socket.socket, setup: Setup) -> None:
 
 
 class Worker:
-    """What one process judges with."""
-
     def __init__(
         self, device: torch.device, memory: int | None, send: Send, executor: Executor, salt: str = ""
     ) -> None:

@@ -99,10 +99,6 @@ class CaseQuery:
         return CaseQuery(text.strip(), capability, tuple(parse_fields(rest).items()))
 
     @cached_property
-    def _names_one(self) -> bool:
-        return self._is_fitted or self.text in _listed(self.capability)
-
-    @cached_property
     def _is_fitted(self) -> bool:
         """Whether this is the whole id of a case of a role's space, which a kernel may have beside the list."""
         try:
@@ -112,7 +108,7 @@ class CaseQuery:
 
     def matches(self, case: Case) -> bool:
         """Whether the query names this case; a field that its role does not have matches no value."""
-        if self._names_one:
+        if self._is_fitted or self.text in _listed(self.capability):
             return case.id == self.text
         return _covers(self.capability, case.capability) and all(
             getattr(case, name, None) == value for name, value in self.fields
@@ -125,7 +121,6 @@ class CaseQuery:
 
 
 def _covers(pattern: str, capability: str) -> bool:
-    """Whether a capability is the one that a query names, or begins as it says."""
     return capability.startswith(pattern[:-1]) if pattern.endswith("*") else capability == pattern
 
 

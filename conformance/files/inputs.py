@@ -12,10 +12,8 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 _T = TypeVar("_T")
-_UNSEEN = "\u115f\u1160\u3164\uffa0"
-"""The letters that are drawn as nothing: fillers of Hangul."""
-MOST_MEBIBYTES = 128
-"""Size of a file that is read; the report of one backend on the full tier has 0.6."""
+_UNSEEN = "\u115f\u1160\u3164\uffa0"  # the letters that are drawn as nothing: fillers of Hangul
+MOST_MEBIBYTES = 128  # size of a file that is read; the report of one backend on the full tier has 0.6
 
 
 class InputError(ValueError):

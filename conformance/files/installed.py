@@ -64,7 +64,6 @@ def file_digest(path: Path) -> str:
 
 
 def _editable(found: Distribution) -> Path | None:
-    """The folder that an editable installation leads to."""
     reported = json.loads(found.read_text("direct_url.json") or "{}")
     if not reported.get("dir_info", {}).get("editable"):
         return None

@@ -85,8 +85,7 @@ def _with_wheels(entries: tuple[str, ...]) -> tuple[Path, ...]:
     return tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None))
 
 
-_ENCODINGS = ("ascii", "latin_1", "unicode_escape")
-"""Beside UTF-8, modules that are loaded when they are used first."""
+_ENCODINGS = ("ascii", "latin_1", "unicode_escape")  # beside UTF-8, modules that are loaded when they are used first
 _LIBRARY = sysconfig.get_path("platstdlib")
 _get_code, _create_module = SourceFileLoader.get_code, ExtensionFileLoader.create_module
 

@@ -87,10 +87,8 @@ _SEVERAL = 2
 _LISTED = 6
 _CLOSE = 1e-3
 _MANY = 8
-_ALIKE = 2**-6
-"""Spread of a common factor: what is rounded to bf16 may be off by 2^-8, either way."""
-_TELLING = 0.05
-"""Least spread of values, by their size, by which a factor is told from an offset."""
+_ALIKE = 2**-6  # spread of a common factor: what is rounded to bf16 may be off by 2^-8, either way
+_TELLING = 0.05  # least spread of values, by their size, by which a factor is told from an offset
 _LSE_FACTORS = {
     1 / math.log(2): "in base 2, expected the natural logarithm",
     math.log(2): "multiplied by ln 2, as if it had been in base 2",

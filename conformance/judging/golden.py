@@ -40,11 +40,9 @@ class Budget:
     limits: torch.Tensor  # [B] largest plausible RMS of a request's rows over its expectation
 
 
+@dataclass(eq=False)
 class Budgets:
-    """The budgets of an expectation's golden results."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[int, Roundoffs, float], Budget] = {}
+    _found: dict[tuple[int, Roundoffs, float], Budget] = field(default_factory=dict)
 
     def of(self, golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:
         """The budget of a golden result for a kernel that rounds as ``allowed`` says.
@@ -175,7 +173,6 @@ def of_running_sums(
 
 
 def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | list[torch.Tensor]:
-    """The keys of each judged row."""
     if operands.selected is not None:
         # On the CPU, since a GPU is waited for in each row.
         return [named[named != NO_KEY] for named in rows.pick(operands.selected).cpu()]

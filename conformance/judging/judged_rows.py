@@ -19,15 +19,12 @@ from mla_conformance.problems.problem import Problem
 
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
 """Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200."""
-TELLING_ROWS = 128
-"""Rows at ends and edges that are judged at most, before others are drawn."""
+TELLING_ROWS = 128  # rows at ends and edges that are judged at most, before others are drawn
 DRAWN_ROWS = 384
 
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """Rows of a batch."""
-
     query_start_loc: tuple[int, ...]  # first row of each request of the batch, and the end
     numbers: tuple[int, ...] | None = None  # the judged rows, ascending; None for all
     drawn: int = 0  # how many of them were drawn at random from those that are not telling
@@ -54,7 +51,6 @@ class JudgedRows:
         return rows.index_select(dim, torch.tensor(self.numbers, dtype=torch.long, device=rows.device))
 
     def to_json(self) -> dict[str, Any]:
-        """What a record says of a choice; nothing where every row is judged."""
         if self.numbers is None:
             return {}
         return {"rows": len(self.numbers), "of": self.total, "drawn": self.drawn}

@@ -36,7 +36,6 @@ class Measured:
 
     @staticmethod
     def of_lse(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
-        """Of an LSE [N, T]."""
         got = got.double()
         growth = got.nan_to_num(0.0, 0.0, 0.0).abs() / golden.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
         return Measured(got, golden, budget.nan_to_num(0.0) * growth.clamp(min=1.0))

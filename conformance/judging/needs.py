@@ -46,8 +46,7 @@ MOST_OPERATIONS = {"cpu": 1e12}
 
 _WORKSPACE = 2**28
 _INPUT_COPIES, _RESULT_COPIES = 6, 16
-_RANK_COPIES = 10
-"""Copies of the results that are kept of each rank, where there are several."""
+_RANK_COPIES = 10  # copies of the results that are kept of each rank, where there are several
 _ITEM_BYTES = {"fp32": 4, "fp64": 8}
 
 
@@ -67,5 +66,4 @@ def memory_need(case: Case, device_type: str) -> int:
 
 
 def is_too_long(case: Case, device_type: str) -> bool:
-    """Whether judging a case takes hours on a type of device."""
     return operations_of(case) > MOST_OPERATIONS.get(device_type, inf)

@@ -26,8 +26,7 @@ Share = Annotated[float, Meta(ge=0)] | Literal["nan", "inf"]
 Used = Annotated[dict[str, Share], Meta(description="Share of the error budget by rule; 1 is the limit.")]
 Confirmed = Literal["", "alone", "after", "unrepeated"]
 
-UNLIKE: Final = "unlike every known defect"
-"""The explanation of a failure that nothing explains."""
+UNLIKE: Final = "unlike every known defect"  # the explanation of a failure that nothing explains
 UNCOMPARED: Final = "not compared with every known defect, which would take too long"
 """The explanation of a failure for which time ran out."""
 INDISTINCT: Final = "compared with every known defect: several fit about as well, so that none is named"
@@ -82,8 +81,6 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(Said, frozen=True):
-    """A verdict with what it is about, and what :class:`Said` says of it."""
-
     backend: str  # name in reports
     reference: str  # what loads the backend again
     capability: str  # capability that the case decides
@@ -211,14 +208,11 @@ class Traced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Traced({**other.kernels, **self.kernels}, {**other.libraries, **self.libraries})
 
 
-NOTHING_TRACED = Traced()
-"""Of a run without a GPU, or of a backend that passed nothing."""
+NOTHING_TRACED = Traced()  # of a run without a GPU, or of a backend that passed nothing
 
 
 @dataclasses.dataclass(frozen=True)
 class BackendFacts:
-    """A backend as it is here."""
-
     name: str  # name in reports
     reference: str = ""  # what loads the backend again
     reasons: tuple[str, ...] = ()  # why it is unavailable; empty if it can run

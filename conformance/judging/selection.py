@@ -15,13 +15,10 @@ from mla_conformance.judging.steps import Steps, share_of, worst_of
 from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
 from mla_conformance.reference.index_scores import IndexScores
 
-NOTHING = -2
-"""The position of what is no token of the row."""
+NOTHING = -2  # the position of what is no token of the row
 
 
 class SelectionSteps(Steps):
-    """The steps of a verdict over selected tokens."""
-
     def _selection(
         self, name: str, numbers: torch.Tensor, positions: torch.Tensor, golden: IndexScores, budget: torch.Tensor
     ) -> Iterator[Verdict | None]:

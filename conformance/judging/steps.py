@@ -15,8 +15,7 @@ from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.problem import Problem
 
-Form = list[tuple[str, torch.Size, torch.dtype]]
-"""What each tensor of a result is called, its shape and its dtype."""
+Form = list[tuple[str, torch.Size, torch.dtype]]  # what each tensor of a result is called, its shape and its dtype
 
 
 class Steps(ABC):
@@ -113,5 +112,4 @@ def share_of(error: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 
 def worst_of(share: torch.Tensor) -> float:
-    """The largest value; 0 of none."""
     return float(share.max()) if share.numel() else 0.0

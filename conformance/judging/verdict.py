@@ -14,10 +14,8 @@ class Status(StrEnum):
     CRASH = "crash"
     TIMEOUT = "timeout"
     HARNESS_ERROR = "harness_error"
-    EXPECTED_FAILURE = "expected_failure"
-    """Failed, as an expectation says with its reason."""
-    UNEXPECTED_PASS = "unexpected_pass"
-    """Passed against an expectation, which is therefore wrong."""
+    EXPECTED_FAILURE = "expected_failure"  # failed, as an expectation says with its reason
+    UNEXPECTED_PASS = "unexpected_pass"  # passed against an expectation, which is therefore wrong
 
 
 FAILED = (Status.FAIL, Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR, Status.UNEXPECTED_PASS)
@@ -60,12 +58,10 @@ class Check(StrEnum):
 
 
 CLAUSES = {check: check.clause for check in Check}
-ARITHMETIC = (Check.MASK, Check.LSE, Check.OUTPUT)
-"""The checks that a wrong number of attention fails."""
+ARITHMETIC = (Check.MASK, Check.LSE, Check.OUTPUT)  # the checks that a wrong number of attention fails
 COMPARED = (*ARITHMETIC, Check.SELECTION, Check.SCORE, Check.PREPARED)
 """The checks whose failures are compared with known defects."""
-ZERO = "the whole output is 0"
-"""What messages say of such an output, which tells no cause."""
+ZERO = "the whole output is 0"  # what messages say of such an output, which tells no cause
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,6 @@ class BudgetUse:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Status, reason and numbers of one case."""
-
     status: Status  # outcome
     message: str = ""  # one sentence for a person; empty for a pass
     check: Check | None = None  # what failed

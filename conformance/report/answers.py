@@ -45,8 +45,6 @@ def _part_of(case: str) -> str:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """What a run over a deployed model's cases says of one backend."""
-
     backend: BackendSummary
 
     @property

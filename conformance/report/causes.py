@@ -41,10 +41,6 @@ class Cause:
         return min(conditional or self.failures, key=simplicity)
 
     @property
-    def is_undeclared(self) -> bool:
-        return all(map(_is_undeclared, self.failures))
-
-    @property
     def capabilities(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(record.capability for record in self.failures))
 
@@ -99,7 +95,8 @@ def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
         apart = not likely or _is_exception(group[0]) or _is_undeclared(group[0])
         kind: CauseKind = "likely" if sentence in likely else "seen" if apart else "further"
         found.append(Cause(sentence + _compared(group), tuple(group), kind, circumstances(group, records)))
-    return tuple(sorted(found, key=lambda cause: (cause.is_undeclared, cause.kind != "likely", -len(cause.failures))))
+    order = {id(each): all(map(_is_undeclared, each.failures)) for each in found}
+    return tuple(sorted(found, key=lambda each: (order[id(each)], each.kind != "likely", -len(each.failures))))
 
 
 def _key(record: Record) -> tuple[str, str]:
@@ -215,12 +212,10 @@ def symptom(record: Record) -> str:
     return WRONG.get(record.check, record.check) if record.check else record.message
 
 
-_FEWEST = 3
-"""Failures that can have something in common which is no accident of a few cases."""
+_FEWEST = 3  # failures that can have something in common which is no accident of a few cases
 _MEASURES = ("capability", "seed", "q", "kv", "kscale", "oscale", "workspace", "spare", "model")
 """Fields whose single values are no kind of case."""
-_MOST_PASSING = 4
-"""One of so many passing cases may have what all failures have, and it is still told."""
+_MOST_PASSING = 4  # one of so many passing cases may have what all failures have, and it is still told
 
 
 def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
@@ -255,7 +250,6 @@ _SIZES = ("keys", "heads")
 
 
 def _sizes(case: Case) -> tuple[int, int]:
-    """The longest request, and the heads."""
     return max(map(sum, zip(case.q, case.kv or (0,) * len(case.q), strict=True))), case.heads
 
 
@@ -277,8 +271,7 @@ def _facts(case: Case, least: Mapping[str, int]) -> frozenset[str]:
 
 
 _ALONE = "run this case alone, by its replay line: there it has the time to be compared with all of them"
-MOST_REQUESTS = 256
-"""Cases of more requests are never compared."""
+MOST_REQUESTS = 256  # cases of more requests are never compared
 _RIGHT_LSE = (
     "the LSE is right, so scores, mask and scale are: look at V, at rescaling of the accumulator, or at the weights "
     "with which splits are merged"

@@ -16,8 +16,7 @@ from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report.summary import BackendSummary, RunSummary
 
 _K = TypeVar("_K")
-DRIFT = 0.1
-"""Share of the error budget by which an error may grow before it counts."""
+DRIFT = 0.1  # share of the error budget by which an error may grow before it counts
 
 
 def differing(before: Mapping[_K, Any], after: Mapping[_K, Any]) -> Iterator[tuple[_K, Any, Any]]:

@@ -18,13 +18,12 @@ from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import CauseKind
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, Number, RunSummary
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, Number, RunSummary, worst
 
 SCHEMA_NAME = "mla-conformance-report"
 SCHEMA_VERSION = 5
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
-ENVIRONMENT = ("tier", "device", "torch")
-"""What of the environment every view shows."""
+ENVIRONMENT = ("tier", "device", "torch")  # what of the environment every view shows
 
 _CaseList = Annotated[tuple[str, ...], Meta(extra_json_schema={"uniqueItems": True})]
 _Texts = dict[str, str]
@@ -178,7 +177,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
     places = {frozenset(each.items()): place for place, each in enumerate(evidence)}
     capabilities = {}
     for capability in backend.capabilities:
-        used = written(capability.error_budget_used)
+        used = written(worst(share for record in capability.records for share in record.shares.values()))
         failures = tuple(_form(FailureForm, record) for record in capability.failures)
         own = {"status": capability.outcome, "error_budget_used": used, "failures": failures}
         capabilities[capability.name] = _form(CapabilityForm, capability.counts, **own)

@@ -31,8 +31,7 @@ from mla_conformance.report.terminal import columns, counted, fitting, near, sid
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7
-_MOST_AFTER = 3
-"""Cases before another one that a line to copy names."""
+_MOST_AFTER = 3  # cases before another one that a line to copy names
 _MOST_REASONS = 5
 _BACKENDS = {
     Group.RIGHT: "right",
@@ -179,7 +178,7 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
         return
     applicable = [each for each in backend.capabilities if each.outcome is not BackendOutcome.UNSUPPORTED]
     yield from wrapped(f"{sign} {_verdict(backend, len(applicable))}", width, further=2 * _DETAIL)
-    begun = [each for each in applicable if each.counts.run]
+    begun = [each for each in applicable if each.counts.not_run < each.counts.listed]
     for sign in _SIGNS:
         texts = []
         for each in (each for each in begun if _sign(each) == sign):

@@ -88,7 +88,6 @@ def traits_lines(traits: Traits) -> Iterator[str]:
 
 
 def in_words(spread: ErrorSpread) -> str:
-    """Median, 99th percentile and worst error, by budget and by the last place."""
     budget, ulp = (" / ".join(f"{number:.2g}" for number in numbers) for numbers in (spread.budget, spread.ulp))
     return f"{budget} · {ulp} ulp"
 
@@ -145,10 +144,8 @@ VIEW = {
 """What the templates show traits with."""
 
 
-_SIDE, _CELL = 256, 12
-"""Pixels: of the longer side, at most, and of a cell."""
-_MARGIN, _LETTER = 24, 6
-"""Pixels of a file: above the picture, and of a letter of its words."""
+_SIDE, _CELL = 256, 12  # pixels: of the longer side, at most, and of a cell
+_MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter of its words
 
 
 def words(heat_map: HeatMap) -> str:

@@ -19,8 +19,6 @@ _SPACE_OF = {space.role: space for space in SPACES.values()}
 
 @dataclass(frozen=True)
 class JudgedPairs:
-    """Pairs of classes of a role's space."""
-
     claimed: int  # of the cases that the backend declares
     judged: int  # of those that have a verdict
     not_judged: tuple[str, ...]  # the others, each as ``dimension=class · dimension=class``
@@ -63,8 +61,7 @@ def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
     return JudgedPairs(claimed, judged, missing)
 
 
-OTHER_ROLE = "other"
-"""Of an id that an older suite wrote in another way, or that names no case, nothing is known."""
+OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, or that names no case, nothing is known
 
 
 def scope_of(cases: Iterable[str]) -> str:

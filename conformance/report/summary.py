@@ -44,10 +44,6 @@ class Counts(Struct, frozen=True):
         return Counts(listed=max(listed, run), not_run=max(listed - run, 0), **found)
 
     @property
-    def run(self) -> int:
-        return self.listed - self.not_run
-
-    @property
     def judged(self) -> int:
         """The denominator: cases that were to be judged, without those that are declared unsupported."""
         return self.listed - self.unsupported
@@ -91,8 +87,7 @@ SIGN = {
     BackendOutcome.NOT_RUN: "?",
     BackendOutcome.UNAVAILABLE: "?",
 }
-FORESEEN = "!"
-"""The sign of what failed as an expectation says."""
+FORESEEN = "!"  # the sign of what failed as an expectation says
 
 
 @dataclass(frozen=True)
@@ -109,11 +104,6 @@ class CapabilitySummary:
     def failures(self) -> tuple[Record, ...]:
         """Cases that failed, crashed, hung, or could not be judged for a fault of the harness."""
         return tuple(record for record in self.records if record.failed)
-
-    @property
-    def error_budget_used(self) -> float:
-        """Worst share of the error budget over all rules; NaN is worse than any number."""
-        return worst(share for record in self.records for share in record.shares.values())
 
     @property
     def outcome(self) -> BackendOutcome:
@@ -170,7 +160,6 @@ class BackendSummary:
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
-        """What is wrong, the cause of most failures first."""
         return causes(self.records)
 
     @property
@@ -209,7 +198,6 @@ class RunSummary:
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
-        """What is wrong, backend by backend; these are counted from 1 where one of them is asked for by number."""
         return tuple(cause for backend in self.backends for cause in backend.causes)
 
     @property

@@ -17,13 +17,11 @@ from typing import TextIO
 
 from mla_conformance.backends.foreign import LINE, MESSAGE, cut
 
-_HALF = 600
-"""Characters at each end of a reason that are always printed."""
+_HALF = 600  # characters at each end of a reason that are always printed
 _lost: list[OSError] = []
 _COMMAND = re.compile(r"#(?=#\w*\[)")
 """What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
-_COMMAND_LINE = re.compile(r"^(\s*):(?=:)")
-"""What GitHub reads as one where a line begins with it: ``::name::``."""
+_COMMAND_LINE = re.compile(r"^(\s*):(?=:)")  # what GitHub reads as one where a line begins with it: ``::name::``
 
 
 def shown(text: str, limit: int = MESSAGE) -> str:
@@ -77,8 +75,7 @@ def is_read() -> bool:
 _LINE_WIDTH = 80
 _UNBROKEN = "\xa0"
 _INSTALL = re.compile(r"\(pip install [^()]*\)")
-_ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")
-"""A word of a command, or an option with its value."""
+_ARGUMENT = re.compile(r"(?:--[\w-]+ (?!-))?(?:'[^']*'|\S)+")  # a word of a command, or an option with its value
 
 
 def near(path: Path) -> Path:

@@ -158,7 +158,7 @@ def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: 
 
     monkeypatch.setattr(Reader, "_part", part)
     with pytest.raises(torch.OutOfMemoryError):
-        Reader(Shared(2**20), [], []).value(Reply(1, parts=(Part("int"),)))
+        Reader(Shared(2**20), {}, []).value(Reply(1, parts=(Part("int"),)))
 
 
 @pytest.mark.parametrize("refused", [False, True])

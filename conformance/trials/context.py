@@ -6,6 +6,7 @@ Nothing that is kept is handed to a backend: each trial gets a copy of the input
 from collections import OrderedDict
 from collections.abc import Iterable
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -23,11 +24,11 @@ GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """Memory that golden results may keep, by type of device; the last one is kept in any case."""
 
 
+@dataclass(eq=False)
 class BoundedCache(Generic[Value]):
     """Values by key, within so many bytes; the one that was used longest ago goes first."""
 
-    def __init__(self) -> None:
-        self._entries: OrderedDict[tuple[str, str], tuple[Value, int]] = OrderedDict()
+    _entries: OrderedDict[tuple[str, str], tuple[Value, int]] = field(default_factory=OrderedDict)
 
     def find(self, key: tuple[str, str]) -> Value | None:
         if key not in self._entries:
@@ -46,15 +47,11 @@ class BoundedCache(Generic[Value]):
         self._entries.clear()
 
 
+@dataclass(eq=False)
 class Context:
-    """What one process has made before.
-
-    Attributes:
-        salt: what inputs are drawn with beside their case; empty for none.
-    """
-
-    def __init__(self, salt: str = "") -> None:
-        self.salt, self._problems, self._golden = salt, BoundedCache[Problem](), BoundedCache[Golden]()
+    salt: str = ""  # what inputs are drawn with beside their case; empty for none
+    _problems: BoundedCache[Problem] = field(default_factory=BoundedCache)
+    _golden: BoundedCache[Golden] = field(default_factory=BoundedCache)
 
     def problem(self, case: Case, device: torch.device) -> Problem:
         """The inputs that a case stands for, in tensors that nothing else refers to.

@@ -14,11 +14,9 @@ from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.arrays import SPACES
 
-_ROUND = 200
-"""Cases that are drawn with one seed."""
+_ROUND = 200  # cases that are drawn with one seed
 _MOST_CAUSES = 8
-_Cause = tuple[str, str]
-"""The call and the check that fails."""
+_Cause = tuple[str, str]  # the call and the check that fails
 
 
 def explore(
@@ -75,8 +73,6 @@ class _CaseFails(Exception):
 
 @dataclass
 class _Exploration:
-    """Of one role."""
-
     subject: Subject
     region: Region
     context: Context

@@ -18,11 +18,9 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 from mla_conformance.vocabulary.capabilities import find_capability
 
-MEMORY_PATIENCE = 120.0
-"""Seconds for which a trial waits for a GPU's memory that others hold."""
+MEMORY_PATIENCE = 120.0  # seconds for which a trial waits for a GPU's memory that others hold
 
-OnStarted = Callable[[Case], None]
-"""Told of a case when its backend's time begins."""
+OnStarted = Callable[[Case], None]  # told of a case when its backend's time begins
 
 
 def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:

@@ -30,8 +30,6 @@ _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend on a device."""
-
     backend: BackendReference  # names it
     device: torch.device  # where it is judged
     executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
@@ -72,7 +70,6 @@ class Subject:
 
     @cached_property
     def declarations(self) -> dict[Role, Declaration]:
-        """Of the roles that can run here."""
         usable = [role for role in self.roles if not self._unavailable[role]]
         return {role: definition_of(role).declared(self.class_of(role)) for role in usable}
 

@@ -18,8 +18,7 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject
 
-_LONGEST = 240
-"""Characters of a kernel's name that are kept: templates of CUTLASS run to thousands."""
+_LONGEST = 240  # characters of a kernel's name that are kept: templates of CUTLASS run to thousands
 _CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
 
 

@@ -184,7 +184,6 @@ class Trial:
         return self.build(self.case.varied())
 
     def redrawn_problem(self) -> Problem:
-        """The same shapes with other values."""
         return self.build(replace(self.case, seed=self.case.seed + 2))
 
     def require(self, holds: bool, check: Check, message: str) -> None:
