@@ -167,6 +167,10 @@ def _tell_modes(name: str, old: list[Any], now: list[Any]) -> str:
     return f"{name} from {[type(mode).__name__ for mode in old]} to {[type(mode).__name__ for mode in now]}"
 
 
+def _autocast(device: str) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
 def _set_autocast(device: str, old: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_enabled(device, old[0])
     torch.set_autocast_dtype(device, old[1])
@@ -177,10 +181,28 @@ def _attribute(name: str, owner: Any, attribute: str) -> Setting:
     return Setting(name, partial(getattr, owner, attribute), partial(setattr, owner, attribute))
 
 
+def _precision(owner: Any) -> str:
+    return str(owner.fp32_precision).replace("none", "ieee")
+
+
 def _set_inference(enabled: bool) -> None:
     mode = torch.inference_mode(enabled)
     mode.__enter__()
     _held.append(mode)
+
+
+def _set_handler(number: int, old: Any) -> None:
+    if old is not None:
+        signal.signal(number, old)
+
+
+def _timer(number: int) -> str:
+    return "running" if signal.getitimer(number)[0] else "off"
+
+
+def _set_timer(number: int, old: str) -> None:
+    if old == "off":
+        signal.setitimer(number, 0)
 
 
 def _set_limit(number: int, limits: tuple[int, int]) -> None:
@@ -199,7 +221,7 @@ def _control(new: str = "") -> str:
     """
     if not hasattr(_LIBC, "fegetenv"):
         return ""
-    environment = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
+    environment: Any = ctypes.create_string_buffer(_ENVIRONMENT_BYTES)
     _LIBC.fegetenv(environment)
     if new:
         environment[_CONTROL : _CONTROL + 4] = int(new, 16).to_bytes(4, "little")
@@ -312,8 +334,8 @@ SETTINGS: tuple[Setting, ...] = (
         lambda old: torch.set_default_device(None if old.type == "cpu" else old),
     ),
     *(
-        Setting(name, modes[0], partial(_set_modes, *modes), _tell_modes)
-        for name, *modes in (
+        Setting(name, read, partial(_set_modes, read, pop, push), _tell_modes)
+        for name, read, pop, push in (
             ("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
             ("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
         )
@@ -327,7 +349,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(
         Setting(
             f"autocast on {device}",
-            lambda device=device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            partial(_autocast, device),
             partial(_set_autocast, device),
         )
         for device in ("cpu", "cuda")
@@ -338,7 +360,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(  # ``none`` chooses nothing, which computes as ``ieee`` does
         Setting(
             f"float32 precision of {name}",
-            lambda owner=owner: str(owner.fp32_precision).replace("none", "ieee"),
+            partial(_precision, owner),
             partial(setattr, owner, "fp32_precision"),
         )
         for name, owner in (
@@ -356,15 +378,15 @@ SETTINGS: tuple[Setting, ...] = (
         Setting(
             f"handler of {getattr(number, 'name', number)}",
             partial(getsignal, int(number)),  # the function of ``signal`` takes twenty times as long
-            lambda old, number=number: old is None or signal.signal(number, old),
+            partial(_set_handler, number),
         )
         for number in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
     ),
     *(
         Setting(  # how long it still runs changes by itself
             f"timer {name}",
-            lambda number=number: "running" if signal.getitimer(number)[0] else "off",
-            lambda old, number=number: old == "off" and signal.setitimer(number, 0),
+            partial(_timer, number),
+            partial(_set_timer, number),
         )
         for name, number in vars(signal).items()
         if name.startswith("ITIMER_")
