@@ -22,6 +22,7 @@ from mla_conformance.driving.reply import LONGEST_REPLY, MalformedReply, Reader,
 from mla_conformance.driving.shared import Arena, FrameError, Shared, SharedRange, Unpacker, pack, receive, send
 from mla_conformance.problems.memory import device_lost, storage_bytes
 
+_MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
 _MALFORMED = "malformed reply from the kernel process"
 
 
@@ -73,8 +74,12 @@ class RemoteExecutor(Executor):
 
     @property
     def spent(self) -> bool:
-        """Its GPU is lost, it answered what cannot be, or it holds much memory."""
-        return self._lost or bool(self._broken) or self._arena.is_large
+        """Its GPU is lost, it answered what cannot be, or it holds much of a GPU for what is handed over."""
+        pieces = self._arena.shared.pieces["cuda"]
+        if self._lost or self._broken or len(pieces) < 2:
+            return self._lost or bool(self._broken)
+        total = torch.cuda.get_device_properties(self._arena.shared.device("cuda")).total_memory
+        return _MOST_SHARE * sum(piece.size for piece in pieces) > total
 
     def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
         """The copies of what came back, in memory of this process; what is reached is as the step left it."""
@@ -177,25 +182,22 @@ def serve(connection: socket.socket, shared: Shared) -> None:
         device = pickle.loads(frame)
         shared.use(device)
         while frame := receive(connection):
-            send(connection, _answer(pickle.loads(frame), shared, device))
-
-
-def _answer(request: KernelRequest, shared: Shared, device: torch.device) -> bytes:
-    for number in request.released:
-        _KEPT.pop(number, None)
-    for opener in request.openers:
-        shared.open_cuda(opener)
-    done = run_step(partial(_told, request, shared))
-    reply = reply_of(request.number, done)
-    if done.error:
-        reply = msgspec.structs.replace(reply, lost=device_lost(device))
-    else:
-        reply = msgspec.structs.replace(done.value, disturbed=reply.disturbed)
-    data = msgspec.json.encode(reply)
-    if len(data) > LONGEST_REPLY:
-        error = f"ValueError: an answer of {len(data)} bytes, at most {LONGEST_REPLY} are taken"
-        data = msgspec.json.encode(reply_of(request.number, StepResult(error=error)))
-    return data
+            request: KernelRequest = pickle.loads(frame)
+            for number in request.released:
+                _KEPT.pop(number, None)
+            for opener in request.openers:
+                shared.open_cuda(opener)
+            done = run_step(partial(_told, request, shared))
+            reply = reply_of(request.number, done)
+            if done.error:
+                reply = msgspec.structs.replace(reply, lost=device_lost(device))
+            else:
+                reply = msgspec.structs.replace(done.value, disturbed=reply.disturbed)
+            data = msgspec.json.encode(reply)
+            if len(data) > LONGEST_REPLY:
+                error = f"ValueError: an answer of {len(data)} bytes, at most {LONGEST_REPLY} are taken"
+                data = msgspec.json.encode(reply_of(request.number, StepResult(error=error)))
+            send(connection, data)
 
 
 def _told(request: KernelRequest, shared: Shared) -> Reply:

@@ -145,7 +145,6 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 _ALIGNMENT = 512
 _LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once
-_MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
 
 
 class Arena:
@@ -193,14 +192,6 @@ class Arena:
             self.shared.give_back()
         self._ends = ends
 
-    @property
-    def is_large(self) -> bool:
-        pieces = self.shared.pieces["cuda"]
-        if len(pieces) < 2:
-            return False
-        total = torch.cuda.get_device_properties(self.shared.device("cuda")).total_memory
-        return _MOST_SHARE * sum(piece.size for piece in pieces) > total
-
     def _room(self, kind: str) -> SharedRange:
         pieces = self.shared.pieces[kind]
         if not pieces:
@@ -210,10 +201,8 @@ class Arena:
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, arena: Arena) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._arena = arena
-        self._written: set[SharedRange] = set()
+    arena: Arena
+    written: set[SharedRange]
 
     def persistent_id(self, tensor: Any) -> Any:
         if type(tensor) is not torch.Tensor:
@@ -221,10 +210,10 @@ class _Packer(pickle.Pickler):
         form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.is_meta:
             return form
-        place = self._arena.place_of(tensor)
-        if place not in self._written:
-            self._written.add(place)
-            self._arena.shared.bytes_of(place).copy_(storage_bytes(tensor))
+        place = self.arena.place_of(tensor)
+        if place not in self.written:
+            self.written.add(place)
+            self.arena.shared.bytes_of(place).copy_(storage_bytes(tensor))
         return (*form, place, tensor.storage_offset())
 
     def reducer_override(self, value: Any) -> Any:
@@ -236,8 +225,9 @@ class _Packer(pickle.Pickler):
 
 def pack(value: Any, arena: Arena) -> bytes:
     """A value as bytes; calls and problems in it as a backend may know them."""
-    file = io.BytesIO()
-    _Packer(file, arena).dump(value)
+    packer = _Packer(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+    packer.arena, packer.written = arena, set()
+    packer.dump(value)
     arena.shared.synchronize()
     return file.getvalue()
 

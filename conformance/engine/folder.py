@@ -30,9 +30,7 @@ class RunFolder:
     path: Path
     lock: int  # descriptor that holds it; -1 once it is released
     fresh: bool  # it was made for this run
-
-    def __post_init__(self) -> None:
-        self.journal = Journal.inside(self.path)
+    journal: Journal
 
     @staticmethod
     def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
@@ -61,7 +59,7 @@ class RunFolder:
         except BlockingIOError:
             os.close(lock)
             raise InputError(f"--out {path}: another run is writing into it; name another folder") from None
-        folder = RunFolder(path, lock, fresh)
+        folder = RunFolder(path, lock, fresh, Journal.inside(path))
         if not (resume or anew) and folder.journal.path.exists() and not folder.journal.is_finished():
             raise InputError(
                 f"--out {path}: it holds an unfinished run; "

@@ -96,14 +96,17 @@ class Pool:
             self._add_place(hello.device, places, hello.gpus[number % gpus])
         if hello.gpus:
             self.supervisor.gpus = gpus
-            self.beside = part_of(hello.memory, -(-workers // gpus))
+            self._share_memory(workers)
         return hello
 
     def get_ahead(self) -> int:
         """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
         workers, places = self.workers, len(self.supervisor.places)
-        self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
+        self._share_memory(places)
         return workers if places > workers else workers - workers // 4
+
+    def _share_memory(self, places: int) -> None:
+        self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.

@@ -198,7 +198,16 @@ class Run:
                 on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
                 for record in self._confirmed(pending):
                     self._write(journal.Judgement(record))
-            self._compare()
+            groups = by_backend(self.found.failures).values()
+            if tasks := [[task] for group in groups for task in comparisons(group)]:
+                on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
+            for outcome in self._judged(Tasks(tasks)):  # do they look like another one of their backend?
+                assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
+                failure = self.found.verdicts[outcome.task.record_key]
+                if outcome.answer.heat and outcome.answer.record.check == failure.check:
+                    self._write(journal.HeatShown(*outcome.task.record_key, outcome.answer.heat))
+                if found := compared(failure, outcome.answer.record):
+                    self._write(journal.Judgement(found))
             without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
             if without and (self.request.bitwise or self.request.accuracy):
                 on_phase("asking when bits are the same, and how errors are spread")
@@ -352,20 +361,6 @@ class Run:
                     yield settled
                 else:
                     pending.append(confirmation)
-
-    def _compare(self) -> None:
-        """Journal of failures that they look like another one of their backend that is explained."""
-        groups = by_backend(self.found.failures).values()
-        tasks = [[task] for group in groups for task in comparisons(group)]
-        if tasks:
-            self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
-        for outcome in self._judged(Tasks(tasks)):
-            assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-            failure = self.found.verdicts[outcome.task.record_key]
-            if outcome.answer.heat and outcome.answer.record.check == failure.check:
-                self._write(journal.HeatShown(*outcome.task.record_key, outcome.answer.heat))
-            if found := compared(failure, outcome.answer.record):
-                self._write(journal.Judgement(found))
 
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""

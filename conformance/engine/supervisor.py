@@ -158,7 +158,14 @@ class Supervisor:
                 self._wait()
         while True:
             for place in self.places[: self.gpus] if part.is_alone else self.places:
-                while place.is_idle and (task := tasks.take(place.number, self._room(place), part.is_alone)):
+                while place.is_idle:
+                    room = inf
+                    if part.share is not None:  # what no other one has taken of the GPU beside its own share
+                        there = self.places[place.number % self.gpus :: self.gpus]
+                        others = [tasks.taken[other.number] - part.share for other in there if other is not place]
+                        room = part.most - sum(max(0, more) for more in others)
+                    if not (task := tasks.take(place.number, room, part.is_alone)):
+                        break
                     if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
                         place.renew()
                         tasks.put_back(place.number, task)
@@ -167,14 +174,6 @@ class Supervisor:
             if not (any(place.task for place in self.places) or tasks.is_left()):
                 return
             yield from self._events()
-
-    def _room(self, place: WorkerSlot) -> float:
-        """Bytes that a place may have of its GPU: its share, and what no other one has taken beside its own."""
-        share = self._part.share
-        if share is None:
-            return inf
-        others = (other.number for other in self.places[place.number % self.gpus :: self.gpus] if other is not place)
-        return self._part.most - sum(max(0, self._tasks.taken[other] - share) for other in others)
 
     def _events(self) -> Iterator[TaskOutcome]:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""
