@@ -243,8 +243,7 @@ def _mask() -> str:
 
 
 def _tell_missing(name: str, old: list[str], now: list[str]) -> str:
-    """A library may add entries."""
-    gone = [path for path in old if path not in now]
+    gone = [path for path in old if path not in now]  # a library may add entries
     return f"{name} without {', '.join(gone)}" if gone else ""
 
 

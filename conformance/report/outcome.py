@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import Role
-from mla_conformance.judging.record import BackendFacts, Record, detection
+from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
 from mla_conformance.report.causes import Cause, advice, raised_at
@@ -209,13 +209,7 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
             f"{counted(len(chosen), 'case')} judged by chosen rows, at least {least['rows']} of {least['of']} with "
             f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
         )
-    ran = list(dict.fromkeys(x[1] if (x := _KERNEL.match(name)) else name for name in backend.traced.distinct))
-    if ran:
-        more = f" and {len(ran) - _SHOWN_KERNELS} more" if len(ran) > _SHOWN_KERNELS else ""
-        remarks.append(f"kernels seen: {', '.join(ran[:_SHOWN_KERNELS])}{more}")
-    elif backend.traced.kernels:
-        remarks.append("only generic kernels of torch were seen to run, none of a library")
-    remarks += traits_lines(backend.traits)
+    remarks += [*ran(backend.traced), *traits_lines(backend.traits)]
     remarks += ["an emulated kernel: judged, never certified"] if backend.facts.emulated else []
     for remark in remarks:
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
@@ -270,6 +264,16 @@ def declared(facts: BackendFacts) -> str:
         said = [value if set(having) == roles else f"{value} ({', '.join(having)})" for value, having in values.items()]
         classes.append(f"{name} {', '.join(said)}")
     return f"declares {', '.join(classes)}; {counted(len(facts.deviations), 'deviation')}, listed in the report"
+
+
+def ran(traced: Traced) -> Iterator[str]:
+    """The kernels that were seen to run, the first few by name; that all of them are torch's, if so."""
+    names = list(dict.fromkeys(found[1] if (found := _KERNEL.match(name)) else name for name in traced.distinct))
+    if names:
+        more = f" and {len(names) - _SHOWN_KERNELS} more" if len(names) > _SHOWN_KERNELS else ""
+        yield f"kernels seen: {', '.join(names[:_SHOWN_KERNELS])}{more}"
+    elif traced.kernels:
+        yield "only generic kernels of torch were seen to run, none of a library"
 
 
 def capability_lines(records: Sequence[Record]) -> Iterator[str]:
