@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -46,9 +45,9 @@ class GoldenPrepared(Golden):
 def golden_prepared(problem: Problem) -> GoldenPrepared:
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, PrepareCall)
-    case, (q, k, weights) = call.case, map(rows.pick, (call.q, call.k, call.weights))
+    case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
-    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.norm_weight, call.norm_bias, case.norm_eps)
+    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.k_norm_weight, call.k_norm_bias, case.norm_eps)
     factors = weights.double() * (case.softmax_scale * case.heads**-0.5) if case.fold else weights.double() ** 0
     return GoldenPrepared(rows, _turned(Prepared.of(q), turns, case), _turned(key, turns, case), factors)
 
@@ -188,26 +187,23 @@ class PrepareJudge(Steps):
         return failed(Check.PREPARED, text, place.to_json())
 
 
-def _facts(case: PrepareCase, dtype: torch.dtype) -> dict[str, Any]:
-    preparation = IndexPreparation(
-        head_dim=case.head_dim,
-        rope_dim=case.rope_dim,
-        rope_first=not case.rope_last,
-        is_neox_style=case.pairs == "halves",
-        hadamard=case.hadamard,
-        scale_format=case.scales,
-        fold_scales=case.fold,
-        eps=case.norm_eps,
-    )
-    return {"preparation": preparation}
-
-
 PREPARE = RoleDefinition(
     role=Role.PREPARE,
     batch=PrepareBatch,
     config=MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),
-    facts=_facts,
+    facts=lambda case, dtype: {
+        "preparation": IndexPreparation(
+            head_dim=case.head_dim,
+            rope_dim=case.rope_dim,
+            rope_first=not case.rope_last,
+            is_neox_style=case.pairs == "halves",
+            hadamard=case.hadamard,
+            scale_format=case.scales,
+            fold_scales=case.fold,
+            eps=case.norm_eps,
+        )
+    },
     golden=golden_prepared,
     judge=PrepareJudge,
 )
