@@ -104,8 +104,8 @@ def check_mapping(
         block_table: of its requests.
         tokens_of_a_page: on all ranks, with what is compressed.
     """
-    given = {"query_start_loc": query_start_loc, "positions": positions, "block_table": block_table}
-    require_forms(MLACacheBackend.run_slot_mapping, given, {"B + 1": len(block_table) + 1})
+    named = {"query_start_loc": query_start_loc, "positions": positions, "block_table": block_table}
+    require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(block_table) + 1})
     counted = int(query_start_loc[-1])
     for name, x in (("slot_mapping", slot_mapping), ("positions", positions)):
         if len(x) < counted:

@@ -103,7 +103,7 @@ class Kind(StrEnum):
     FLAG = "flag"
 
 
-_KINDS_OF_TYPES = {int: Kind.COUNT, tuple[int, ...]: Kind.LENGTH, str: Kind.CHOICE, bool: Kind.FLAG}
+_KINDS_OF_TYPES: dict[Any, Kind] = {int: Kind.COUNT, tuple[int, ...]: Kind.LENGTH, str: Kind.CHOICE, bool: Kind.FLAG}
 """Of fields that do not say their own."""
 
 

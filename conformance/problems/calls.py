@@ -227,7 +227,8 @@ class KernelCall(ABC):
 def regrouped_metadata(metadata: AnyMetadata, requests: Sequence[int], rows: torch.Tensor) -> AnyMetadata:
     """Metadata of some of a batch's requests, in the given order, whose rows these are; the maxima stay as they are."""
     held = {name: x for name, x in vars(metadata).items() if isinstance(x, torch.Tensor)}
-    forms = {name: form for name, form in forms_of(type(metadata)).items() if name in held}
+    kind: Any = type(metadata)
+    forms = {name: form for name, form in forms_of(kind).items() if name in held}
     found = {name: held[name][list(requests)] for name, form in forms.items() if form.has("B")}
     found |= {name: held[name][rows.to(held[name].device)] for name, form in forms.items() if form.has("T")}
     if "query_start_loc" in held:

@@ -124,18 +124,15 @@ class PrepareJudge(Steps):
             yield self._codes(part)
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
-        golden = self.expectation
+        golden, case = self.expectation, self.problem.case
+        assert isinstance(case, PrepareCase)
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
             yield self._part("keys", k.unsqueeze(1), k_scale.double().unsqueeze(1), golden.k)
             factors = golden.factors.unsqueeze(-1)
             scales = last.double().reshape(*q.shape[:2], -1) / factors
-            yield self._part("queries", q, nearest_power(scales) if self._folds_powers else scales, golden.q)
-
-    @property
-    def _folds_powers(self) -> bool:
-        case = self.problem.case
-        return isinstance(case, PrepareCase) and case.fold and case.scales == "pow2"
+            powers = case.fold and case.scales == "pow2"
+            yield self._part("queries", q, nearest_power(scales) if powers else scales, golden.q)
 
     def _part(self, name: str, codes: torch.Tensor, scales: torch.Tensor, golden: Prepared) -> _Part:
         error = golden.error(self.accumulation, self.intermediates)

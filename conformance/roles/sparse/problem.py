@@ -156,7 +156,11 @@ class SparseBatch(CachedBatch[SparseCase]):
         numbers = torch.full((len(self.entries),), NO_KEY)
         numbers[every] = torch.arange(len(every))
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
-        pages = self._stored(self.main.entries[every], lengths)
+        entries = self.main.entries[every]
+        if self.case.is_paged:
+            pages = write_pages(self, PageForm(self.case.cache, self.case.page, _GUARDS), entries, lengths)
+        else:
+            pages = gather_entries(self.case, entries, lengths, self.device, _GUARDS)
         if self.extra is not None:
             keys = torch.cat((keys, self.extra.keys))
         return SparseCall(
@@ -203,13 +207,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         pages = write_pages(self, form, self.extra.entries, self.extra.lengths)
         lists = self.extra.lists
         return {"extra_kv_cache": pages.cache, **self._lists(lists, lists.renumbered(pages.slots).keys, "extra_")}
-
-    def _stored(self, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
-        """The entries in pages, or gathered."""
-        if self.case.is_paged:
-            form = PageForm(self.case.cache, self.case.page, _GUARDS)
-            return write_pages(self, form, entries, lengths)
-        return gather_entries(self.case, entries, lengths, self.device, _GUARDS)
 
 
 SPARSE = RoleDefinition(
