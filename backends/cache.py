@@ -7,18 +7,37 @@ others raise. A cache is as in ``sparse`` and ``indexer``, its layouts are those
 """
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import PagedKernel
-from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.kernel import UnsupportedConfiguration, unless
+from mla_conformance.backends.operands import Form, table
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 CACHE_CALLS = ("write_latent", "write_index", "gather_latent", "gather_index", "slot_mapping", "global_slots")
 NO_SLOT = -1
+Scalar = Annotated[Tensor, Form("", torch.float32)]
+Latents = Annotated[Tensor, Form("T or more, L", "model")]
+Rotated = Annotated[Tensor, Form("T or more, R", "model")]
+Keys = Annotated[Tensor, Form("T or more, D", "model")]
+Cache = Annotated[Tensor, Form("blocks, page, width", "entries")]
+WrittenCache = Annotated[Tensor, Form("blocks, page, width", "entries", written=True)]
+Slots = Annotated[Tensor, Form("T", (torch.int64, torch.int32))]
+SlotsToFill = Annotated[Tensor, Form("T or more", (torch.int64, torch.int32), written=True)]
+Rows = Annotated[Tensor, Form("S or more, columns", written=True)]
+Codes = Annotated[Tensor, Form("S or more, D", torch.float8_e4m3fn, written=True)]
+Scales = Annotated[Tensor, Form("S or more", torch.float32, written=True)]
+Table = Annotated[Tensor, Form("B, columns", torch.int32)]
+Starts = Annotated[Tensor, Form("B + 1", torch.int32)]
+PerRequest = Annotated[Tensor, Form("B", torch.int32)]
+Positions = Annotated[Tensor, Form("T or more", torch.int64)]
+Requests = Annotated[Tensor, Form("T", torch.int32)]
+Lists = Annotated[Tensor, Form("T, K", torch.int32)]
+FilledLists = Annotated[Tensor, Form("T, K", torch.int32, written=True)]
 
 
 class MLACacheSelectorConfig(NamedTuple):
@@ -56,22 +75,22 @@ class MLACacheBackend(PagedKernel):
 
     @classmethod
     def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
-        if config.call not in cls.supported_calls:
-            yield f"{config.call} not supported"
-        yield from cls._page_reasons(config.block_size)
-        if config.call in CACHE_CALLS[:4] and config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
-            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        if has_tile_scales(config.kv_cache_dtype) and config.tile_scales not in cls.supported_tile_scales:
-            yield f"{config.tile_scales} scales not supported (writes {', '.join(cls.supported_tile_scales)})"
-        if config.slot_dtype not in cls.supported_slot_dtypes:
-            yield f"slots of {config.slot_dtype} not supported"
-        asked = (
-            (config.dequantise, cls.supports_dequantise, "gathering into the model's dtype"),
-            (config.compress_ratio > 1, cls.supports_compression, "entries of several tokens"),
-            (config.dcp_world_size > 1, cls.supports_dcp, "ranks that share the tokens"),
-            (config.outside, cls.supports_outside, "positions beyond the block table"),
+        layout, scales, writes = config.kv_cache_dtype, config.tile_scales, cls.supported_tile_scales
+        reads = config.call not in CACHE_CALLS[:4] or layout in cls.supported_kv_cache_dtypes
+        return unless(
+            (config.call in cls.supported_calls, f"{config.call} not supported"),
+            *((False, reason) for reason in cls._page_reasons(config.block_size)),
+            (reads, f"kv_cache_dtype {layout} not supported"),
+            (
+                not has_tile_scales(layout) or scales in writes,
+                f"{scales} scales not supported (writes {', '.join(writes)})",
+            ),
+            (config.slot_dtype in cls.supported_slot_dtypes, f"slots of {config.slot_dtype} not supported"),
+            (cls.supports_dequantise or not config.dequantise, "gathering into the model's dtype not supported"),
+            (cls.supports_compression or config.compress_ratio == 1, "entries of several tokens not supported"),
+            (cls.supports_dcp or config.dcp_world_size == 1, "ranks that share the tokens not supported"),
+            (cls.supports_outside or not config.outside, "positions beyond the block table not supported"),
         )
-        yield from (f"{what} not supported" for asks, declared, what in asked if asks and not declared)
 
     def __init__(
         self, kv_lora_rank: int, qk_rope_head_dim: int, kv_cache_dtype: str, tile_scales: str, vllm_config: Any
@@ -83,99 +102,88 @@ class MLACacheBackend(PagedKernel):
         self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
         self.kv_cache_dtype, self.tile_scales, self.vllm_config = kv_cache_dtype, tile_scales, vllm_config
 
+    @table
     def run_write_latent(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
+        self, kv_c: Latents, k_pe: Rotated, kv_cache: WrittenCache, slot_mapping: Slots, k_scale: Scalar
     ) -> None:
         """Write the entries of T tokens to their slots; -1 writes nothing, and so do rows from T on.
 
-        Args:
-            kv_c: [T or more, L] of the model's dtype; rows may have any stride.
-            k_pe: [T or more, R], the same.
-            kv_cache: [blocks, page, width]; the stride between blocks may exceed a packed block.
-            slot_mapping: [T] int64 or int32, block · page + offset, none twice.
-            k_scale: float32 scalar, what a code of 1.0 in an ``fp8`` cache stands for.
+        Rows of ``kv_c`` and ``k_pe`` may have any stride, and that between blocks may exceed a packed block. Slots are
+        block · page + offset, none twice; ``k_scale`` is what a code of 1.0 in an ``fp8`` cache stands for.
         """
         self._lacks("write_latent")
 
-    def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write the codes of index keys k [T or more, D] and their scales; otherwise as :meth:`run_write_latent`."""
+    @table
+    def run_write_index(self, k: Keys, kv_cache: WrittenCache, slot_mapping: Slots) -> None:
+        """Write the codes of index keys and their scales; otherwise as :meth:`run_write_latent`."""
         self._lacks("write_index")
 
+    @table
     def run_gather_latent(
         self,
-        kv_cache: Tensor,
-        workspace: Tensor,
-        block_table: Tensor,
-        cu_seq_lens: Tensor,
-        seq_starts: Tensor,
-        k_scale: Tensor,
+        kv_cache: Cache,
+        workspace: Rows,
+        block_table: Table,
+        cu_seq_lens: Starts,
+        seq_starts: PerRequest,
+        k_scale: Scalar,
         compress_ratio: int = 1,
     ) -> None:
         """Gather entries of each request into rows of a workspace, one request after the other.
 
         Args:
-            kv_cache: as of :meth:`run_write_latent`.
+            kv_cache: as of :meth:`run_write_latent`, and so ``k_scale``.
             workspace: [S or more, width] of the cache's dtype, for entries as they are, or [S or more, L + R] of the
                 model's, for what they mean; rows from S on are not written.
-            block_table: [B, columns] int32, blocks of each request; columns past its last entry may hold anything.
-            cu_seq_lens: [B + 1] int32, the first row of each request, and S.
-            seq_starts: [B] int32, the first token of each request that is gathered; any, not only that of a page.
-            k_scale: as of :meth:`run_write_latent`.
+            block_table: blocks of each request; columns past its last entry may hold anything.
+            cu_seq_lens: the first row of each request, and S.
+            seq_starts: the first token of each request that is gathered; any, not only that of a page.
             compress_ratio: tokens that an entry stands for; token t is in entry t // compress_ratio.
         """
         self._lacks("gather_latent")
 
+    @table
     def run_gather_index(
         self,
-        kv_cache: Tensor,
-        k: Tensor,
-        k_scale: Tensor,
-        block_table: Tensor,
-        cu_seq_lens: Tensor,
-        seq_starts: Tensor,
+        kv_cache: Cache,
+        k: Codes,
+        k_scale: Scales,
+        block_table: Table,
+        cu_seq_lens: Starts,
+        seq_starts: PerRequest,
         compress_ratio: int = 1,
     ) -> None:
-        """Gather codes into k [S or more, D] e4m3 and scales into k_scale [S or more] float32; otherwise as above."""
+        """Gather codes into ``k`` and scales into ``k_scale``; otherwise as above."""
         self._lacks("gather_index")
 
+    @table
     def run_slot_mapping(
         self,
-        slot_mapping: Tensor,
-        query_start_loc: Tensor,
-        positions: Tensor,
-        block_table: Tensor,
+        slot_mapping: SlotsToFill,
+        query_start_loc: Starts,
+        positions: Positions,
+        block_table: Table,
         block_size: int,
         compress_ratio: int = 1,
         dcp_world_size: int = 1,
         dcp_rank: int = 0,
         cp_kv_cache_interleave_size: int = 1,
     ) -> None:
-        """Fill slot_mapping [T or more] with the slot of each token; -1 where this rank writes no entry for it.
+        """Fill slot_mapping with the slot of each token by its position in its request.
 
-        Args:
-            slot_mapping: int64 or int32; behind the last counted token it is filled with -1.
-            query_start_loc: [B + 1] int32, the first token of each request, and T.
-            positions: [T or more] int64, of the tokens in their requests.
-            block_table: [B, columns] int32.
-            block_size: entries of a page.
-            compress_ratio: tokens of an entry, which the last of them writes.
-            dcp_world_size: ranks, to which entry e of a request is dealt by (e // interleave) % ranks.
-            dcp_rank: this one.
-            cp_kv_cache_interleave_size: entries in a row that a rank gets; a divisor of ``block_size``.
+        It is -1 where this rank writes no entry for it, and behind the last counted token. The last token of an entry
+        writes it. Entry e of a request is dealt to rank (e // interleave) % ranks; entries in a row that a rank gets
+        are a divisor of ``block_size``, the entries of a page.
         """
         self._lacks("slot_mapping")
 
+    @table
     def run_global_slots(
-        self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int
+        self, out: FilledLists, req_id_per_token: Requests, block_table: Table, token_indices: Lists, block_size: int
     ) -> None:
-        """Fill out [T, K] int32 with the slots of the positions token_indices [T, K] int32 of each row's request.
+        """Fill ``out`` with the slots of the positions, in any order, that each row names of its request.
 
-        Args:
-            out: what is filled; -1 where the list holds -1, or a position that the block table has no column for.
-            req_id_per_token: [T] int32.
-            block_table: [B, columns] int32.
-            token_indices: positions, in any order.
-            block_size: entries of a page.
+        It is -1 where the list holds -1, or a position that the block table has no column for.
         """
         self._lacks("global_slots")
 

@@ -6,61 +6,41 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend, MLACacheSelectorConfig
-from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.operands import require_asked, require_forms
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 _SLOTS = (torch.int64, torch.int32)
 
 
 def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dtype: torch.dtype, **asked: Any) -> None:
-    """Refuse a call that is not declared.
-
-    Args:
-        backend: which is called.
-        call: its name.
-        kv_cache: what it is called with.
-        model_dtype: of the model.
-        asked: further fields of :class:`MLACacheSelectorConfig`.
-    """
-    config = MLACacheSelectorConfig(
-        call=call,
-        dtype=model_dtype,
-        kv_cache_dtype=backend.kv_cache_dtype,
-        block_size=kv_cache.shape[1],
-        kv_lora_rank=backend.kv_lora_rank,
-        qk_rope_head_dim=backend.qk_rope_head_dim,
-        tile_scales=backend.tile_scales,
-        **asked,
-    )
-    require_declared(backend, kv_cache.device, config)
+    """Refuse a call of this name that is not declared, with further fields of :class:`MLACacheSelectorConfig`."""
+    own = {"call": call, "dtype": model_dtype, "block_size": kv_cache.shape[1]}
+    require_asked(backend, kv_cache.device, MLACacheSelectorConfig, **own, **asked)
 
 
 def check_latents(backend: MLACacheBackend, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Refuse what latents cannot be written with; reads the slots."""
-    _check_cache(backend, kv_cache, kv_c.dtype)
-    expect("kv_c", kv_c, (len(kv_c), backend.kv_lora_rank), kv_c.dtype)
-    expect("k_pe", k_pe, (len(k_pe), backend.qk_rope_head_dim), kv_c.dtype)
+    _check(backend, "write_latent", kv_c.dtype, kv_cache=kv_cache, kv_c=kv_c, k_pe=k_pe)
     _check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
 
 
 def check_index_keys(backend: MLACacheBackend, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """The same for index keys."""
-    _check_cache(backend, kv_cache, k.dtype)
-    expect("k", k, (len(k), backend.kv_lora_rank), k.dtype)
+    _check(backend, "write_index", k.dtype, kv_cache=kv_cache, k=k)
     _check_slots(slot_mapping, kv_cache, k=k)
 
 
 def check_index_room(backend: MLACacheBackend, kv_cache: Tensor, k: Tensor, k_scale: Tensor) -> None:
     """Refuse a cache of another layout, and what codes or scales of index keys cannot be gathered into."""
-    _check_cache(backend, kv_cache, torch.bfloat16)
-    expect("k", k, (len(k), backend.kv_lora_rank), torch.float8_e4m3fn)
-    expect("k_scale", k_scale, (len(k_scale),), torch.float32)
+    _check(backend, "gather_index", torch.bfloat16, kv_cache=kv_cache, k=k, k_scale=k_scale)
 
 
-def _check_cache(backend: MLACacheBackend, kv_cache: Tensor, model_dtype: torch.dtype) -> None:
-    """Refuse a cache of another width or dtype than its layout's, or a layout that has no room for such a model."""
-    width = entry_width(backend.kv_cache_dtype, backend.kv_lora_rank, backend.qk_rope_head_dim)
-    expect("kv_cache", kv_cache, (*kv_cache.shape[:2], width), cache_dtype(backend.kv_cache_dtype, model_dtype))
+def _check(backend: MLACacheBackend, call: str, model: torch.dtype, **given: Tensor) -> None:
+    """Refuse operands of other forms, a cache of another layout or without room for such a model among them."""
+    layout, sizes = backend.kv_cache_dtype, (backend.kv_lora_rank, backend.qk_rope_head_dim)
+    known = {"model": model, "width": entry_width(layout, *sizes), "entries": cache_dtype(layout, model)}
+    known |= {"L": sizes[0], "D": sizes[0], "R": sizes[1]}
+    require_forms(getattr(MLACacheBackend, f"run_{call}"), given, known)
 
 
 def _check_slots(slots: Tensor, kv_cache: Tensor, **rows: Tensor) -> None:
@@ -83,10 +63,8 @@ def check_gather(
     **workspaces: Tensor,
 ) -> None:
     """Refuse tables and lengths that do not fit together, or reach beyond the table, cache or workspace; reads them."""
-    requests, page = len(block_table), kv_cache.shape[1]
-    expect("block_table", block_table, (requests, *block_table.shape[1:2]), torch.int32)
-    expect("cu_seq_lens", cu_seq_lens, (requests + 1,), torch.int32)
-    expect("seq_starts", seq_starts, (requests,), torch.int32)
+    page, given = kv_cache.shape[1], {"block_table": block_table, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts}
+    require_forms(MLACacheBackend.run_gather_latent, given, {"B": len(block_table), "B + 1": len(block_table) + 1})
     lengths = cu_seq_lens.diff()
     _refuse("cu_seq_lens: length", lengths, lengths < 0, "no less than 0")
     for name, workspace in workspaces.items():
@@ -104,7 +82,8 @@ def check_gather(
 def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tensor) -> None:
     """Refuse a workspace that holds neither entries nor what they mean, and a cache of another layout."""
     as_stored = workspace.dtype == kv_cache.dtype
-    _check_cache(backend, kv_cache, kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16)
+    model = kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16
+    _check(backend, "gather_latent", model, kv_cache=kv_cache)
     width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
     if workspace.dim() != 2 or workspace.shape[1] != width or not (as_stored or workspace.is_floating_point()):
         raise ValueError(
@@ -125,9 +104,8 @@ def check_mapping(
         block_table: of its requests.
         tokens_of_a_page: on all ranks, with what is compressed.
     """
-    expect("query_start_loc", query_start_loc, (len(block_table) + 1,), torch.int32)
-    expect("block_table", block_table, (*block_table.shape[:2],), torch.int32)
-    expect("positions", positions, (*positions.shape[:1],), torch.int64)
+    named = {"query_start_loc": query_start_loc, "positions": positions, "block_table": block_table}
+    require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(block_table) + 1})
     counted = int(query_start_loc[-1])
     for name, x in (("slot_mapping", slot_mapping), ("positions", positions)):
         if len(x) < counted:
@@ -142,8 +120,8 @@ def check_mapping(
 
 def check_lists(out: Tensor, req_id_per_token: Tensor, token_indices: Tensor, requests: int) -> None:
     """Refuse lists of another dtype than int32, results of another shape, and requests without a row in the table."""
-    expect("token_indices", token_indices, (len(req_id_per_token), *token_indices.shape[1:2]), torch.int32)
-    expect("out", out, tuple(token_indices.shape), torch.int32)
+    known = dict(zip(("T", "K"), (len(req_id_per_token), *token_indices.shape[1:2]), strict=False))
+    require_forms(MLACacheBackend.run_global_slots, {"token_indices": token_indices, "out": out}, known)
     wrong = (req_id_per_token < 0) | (req_id_per_token >= requests)
     _refuse("req_id_per_token: request", req_id_per_token, wrong, f"0..{requests - 1}")
 

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
-from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.operands import require_asked, require_forms
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.sparse_checks import check_cache
 
@@ -12,38 +12,13 @@ from mla_conformance.backends.sparse_checks import check_cache
 def check_operands(
     backend: PrefillKernelBackend, q: Tensor, k: Tensor, v: Tensor, query_tokens: int, key_tokens: int
 ) -> None:
-    """Refuse operands that the backend does not declare or that contradict the metadata.
-
-    Args:
-        backend: the instance that is called.
-        q: [T, N, P + R].
-        k: [S, N, P + R].
-        v: [S, N, V].
-        query_tokens: rows of q that the metadata counts.
-        key_tokens: rows of k and v that the metadata counts.
+    """Refuse operands that the backend does not declare, or with fewer rows than the metadata counts.
 
     Raises:
         UnsupportedConfiguration: a dtype or head dims outside the declaration.
         ValueError: shapes or lengths that do not fit the metadata.
     """
-    _check_declared(backend, q, k, v)
-    head_dim = backend.qk_nope_head_dim + backend.qk_rope_head_dim
-    for name, tensor, tokens, width in (
-        ("q", q, query_tokens, head_dim),
-        ("k", k, key_tokens, head_dim),
-        ("v", v, key_tokens, backend.v_head_dim),
-    ):
-        _check_rows(name, tensor, tokens, backend.num_heads, width)
-
-
-def _check_rows(name: str, x: Tensor, tokens: int, *shape: int) -> None:
-    if x.shape[1:] != shape or x.shape[0] < tokens:
-        expected = f"at least {tokens} tokens of {list(shape)} by the metadata"
-        raise ValueError(f"{name}: expected {expected}, got shape {list(x.shape)}")
-
-
-def _check_declared(backend: PrefillKernelBackend, *operands: Tensor) -> None:
-    for dtype in {operand.dtype for operand in operands}:
+    for dtype in {operand.dtype for operand in (q, k, v)}:
         if not backend.supports_dtype(dtype):
             supported = ", ".join(map(str, backend.supported_dtypes))
             raise UnsupportedConfiguration(
@@ -51,6 +26,9 @@ def _check_declared(backend: PrefillKernelBackend, *operands: Tensor) -> None:
             )
     if not backend.supports_mla_dimensions(backend.dimensions):
         raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {backend.dimensions} not supported")
+    widths = {"P + R": backend.dimensions.qk_head_dim, "V": backend.v_head_dim}
+    known = {"T": query_tokens, "S": key_tokens, "N": backend.num_heads, **widths}
+    require_forms(PrefillKernelBackend.run_prefill_new_tokens, (q, k, v), known)
 
 
 def check_unquantised(backend: PrefillKernelBackend, output_scale: Tensor | None) -> None:
@@ -70,36 +48,28 @@ def check_decode_operands(
 ) -> None:
     """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
 
-    Args:
-        backend: the instance that is called.
-        metadata: of the batch.
-        ql_nope: [T, N, L].
-        q_pe: [T, N, R].
-        kv_cache: [blocks, page, entry width].
-
     Raises:
         UnsupportedConfiguration: something outside of the declaration.
         ValueError: shapes or lengths that do not fit the metadata.
     """
-    query_lens = metadata.query_lens_cpu.tolist()
-    config = MLADecodeSelectorConfig(
+    query_lens, page = metadata.query_lens_cpu.tolist(), kv_cache.shape[1]
+    require_asked(
+        backend,
+        ql_nope.device,
+        MLADecodeSelectorConfig,
         dtype=ql_nope.dtype,
-        kv_cache_dtype=backend.kv_cache_dtype,
-        block_size=kv_cache.shape[1],
-        kv_lora_rank=backend.kv_lora_rank,
-        qk_rope_head_dim=backend.qk_rope_head_dim,
+        block_size=page,
         max_query_len=max(query_lens),
         uniform=len(set(query_lens) - {0}) <= 1,  # requests without a query pad a graph's batch
         dcp_world_size=metadata.dcp_world_size,
         lse=metadata.dcp_world_size > 1,
     )
-    require_declared(backend, ql_nope.device, config)
-    for name, tensor, width in (("ql_nope", ql_nope, backend.kv_lora_rank), ("q_pe", q_pe, backend.qk_rope_head_dim)):
-        _check_rows(name, tensor, sum(query_lens), backend.num_heads, width)
+    known = {"T": sum(query_lens), "N": backend.num_heads, "L": backend.kv_lora_rank, "R": backend.qk_rope_head_dim}
+    require_forms(MLADecodeBackend.run_decode, (ql_nope, q_pe), known)
     check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
-    longest, page = max(metadata.seq_lens_cpu.tolist()), kv_cache.shape[1]
-    if metadata.block_table.shape[1] * page < longest:
+    longest, pages = max(metadata.seq_lens_cpu.tolist()), metadata.block_table.shape[1]
+    if pages * page < longest:
         raise ValueError(
             f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
-            f"{metadata.block_table.shape[1]}"
+            f"{pages}"
         )

@@ -8,13 +8,14 @@ and 11.5, with expected and got.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
-from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.kernel import unless
+from mla_conformance.backends.operands import Form, require_asked, require_forms, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +35,23 @@ class Compression:
         return self.head_dim * (2 if self.overlap else 1)
 
 
+@table
 @dataclass
 class CompressMetadata:
     """A batch of T rows, of which the last may pad it, over B requests."""
 
-    req_id_per_token: Tensor  # [T] int32, 0 of rows of padding
-    positions: Tensor  # [T] int64 in the request's tokens
-    query_start_loc: Tensor  # [B + 1] int32, without the rows of padding
-    seq_lens: Tensor  # [B] int32, tokens of each request with those of this batch
-    slot_mapping: Tensor  # [T] int64, of a group's last token the slot of its entry, block · page + offset; else -1
-    block_table: Tensor  # [B, pages] int32, of the cache of entries; column c has the entries from c · page on
-    state_slot_mapping: Tensor  # [T] int64, where a token's state may stand; -1 of rows of padding
-    # [B, state pages] int32; column c has the tokens from c · state page on, if it has some of a group that is not
-    # complete before this batch, or with overlap of the one before that; else anything
-    state_block_table: Tensor
+    req_id_per_token: Annotated[Tensor, Form("T", torch.int32)]  # 0 of rows of padding
+    positions: Annotated[Tensor, Form("T", torch.int64)]  # in the request's tokens
+    query_start_loc: Annotated[Tensor, Form("B + 1")]  # int32, without the rows of padding
+    seq_lens: Annotated[Tensor, Form("B")]  # int32, tokens of each request with those of this batch
+    # of a group's last token the slot of its entry, block · page + offset; else -1
+    slot_mapping: Annotated[Tensor, Form("T", torch.int64)]
+    # int32, of the cache of entries; column c has the entries from c · page on
+    block_table: Annotated[Tensor, Form("B, pages")]
+    state_slot_mapping: Annotated[Tensor, Form("T", torch.int64)]  # where a token's state may stand; -1 of padding
+    # int32; column c has the tokens from c · state page on, if it has some of a group that is not complete before this
+    # batch, or with overlap of the one before that; else anything
+    state_block_table: Annotated[Tensor, Form("B, state pages")]
 
 
 class MLACompressSelectorConfig(NamedTuple):
@@ -73,13 +77,13 @@ class MLACompressBackend(PagedKernel):
 
     @classmethod
     def _reasons(cls, config: MLACompressSelectorConfig) -> Iterator[str]:
-        held = (
-            (config.input_dtype in cls.supported_input_dtypes, f"states of {config.input_dtype}"),
-            (cls.supports_compression(config.compression), f"{config.compression}"),
-            (accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size), "such pages of entries"),
-            (accepts_block_size(cls.supported_state_block_sizes, config.state_block_size), "such pages of states"),
+        pages, states = cls.get_supported_kernel_block_sizes(), cls.supported_state_block_sizes
+        return unless(
+            (config.input_dtype in cls.supported_input_dtypes, f"states of {config.input_dtype} not supported"),
+            (cls.supports_compression(config.compression), f"{config.compression} not supported"),
+            (accepts_block_size(pages, config.block_size), "such pages of entries not supported"),
+            (accepts_block_size(states, config.state_block_size), "such pages of states not supported"),
         )
-        return (f"{what} not supported" for holds, what in held if not holds)
 
     def __init__(self, compression: Compression, vllm_config: Any) -> None:
         self.compression, self.vllm_config = compression, vllm_config
@@ -89,28 +93,19 @@ class MLACompressBackend(PagedKernel):
         self._compress_metadata = compress_metadata
 
     @abstractmethod
+    @table
     def run_compress(
         self,
-        kv: Tensor,
-        score: Tensor,
-        ape: Tensor,
-        norm_weight: Tensor,
-        cos_sin_cache: Tensor,
-        state_cache: Tensor,
-        kv_cache: Tensor,
+        kv: Annotated[Tensor, Form("T, C · D", "input")],  # key states; rows may have any stride
+        score: Annotated[Tensor, Form("T, C · D", "input")],  # gate scores, the same
+        ape: Annotated[Tensor, Form("m, C · D", torch.float32)],  # what is added to the scores of each place in a group
+        norm_weight: Annotated[Tensor, Form("D", torch.float32)],
+        cos_sin_cache: Annotated[Tensor, Form("P, R")],  # float32, of each position cosines of R/2 pairs, then sines
+        # what the backend left there and anything; the stride between blocks may exceed a packed block
+        state_cache: Annotated[Tensor, Form("blocks, state page, 2 · C · D", torch.float32, written=True)],
+        kv_cache: Annotated[Tensor, Form("blocks, page, D", written=True)],  # of the model's dtype, the same
     ) -> None:
-        """Write the entry of every group that a token of the batch completes, and keep the states of the others.
-
-        Args:
-            kv: [T, C · D] key states; rows may have any stride.
-            score: [T, C · D] gate scores, the same.
-            ape: [m, C · D] float32, what is added to the scores of each place in a group.
-            norm_weight: [D] float32.
-            cos_sin_cache: [P, R] float32, of each position the cosines of R/2 pairs, then their sines.
-            state_cache: [blocks, state page, 2 · C · D] float32, what the backend left there and anything; the stride
-                between blocks may exceed a packed block.
-            kv_cache: [blocks, page, D] of the model's dtype, the same.
-        """
+        """Write the entry of every group that a token of the batch completes, and keep the states of the others."""
 
 
 def check_compress_call(
@@ -124,16 +119,10 @@ def check_compress_call(
 
     ``states`` are kv, score and ape, ``caches`` those of states and of entries.
     """
-    how, (kv, score, ape), (state_cache, kv_cache) = backend.compression, states, caches
-    rows = len(kv)
-    expect("kv", kv, (rows, how.columns), kv.dtype)
-    expect("score", score, (rows, how.columns), kv.dtype)
-    expect("ape", ape, (how.ratio, how.columns), torch.float32)
-    expect("norm_weight", norm_weight, (how.head_dim,), torch.float32)
-    expect("req_id_per_token", metadata.req_id_per_token, (rows,), torch.int32)
-    for name in ("positions", "slot_mapping", "state_slot_mapping"):
-        expect(name, getattr(metadata, name), (rows,), torch.int64)
-    expect("state_cache", state_cache, (*state_cache.shape[:2], 2 * how.columns), torch.float32)
-    expect("kv_cache", kv_cache, (*kv_cache.shape[:2], how.head_dim), kv_cache.dtype)
-    config = MLACompressSelectorConfig(kv_cache.dtype, kv.dtype, how, kv_cache.shape[1], state_cache.shape[1])
-    require_declared(backend, kv.device, config)
+    how, kv, (state_cache, kv_cache) = backend.compression, states[0], caches
+    known = {"T": len(kv), "m": how.ratio, "D": how.head_dim, "C · D": how.columns, "2 · C · D": 2 * how.columns}
+    given = (*states, norm_weight, None, *caches)
+    require_forms(MLACompressBackend.run_compress, given, {**known, "input": kv.dtype})
+    require_forms(CompressMetadata, vars(metadata), known)
+    pages = {"block_size": kv_cache.shape[1], "state_block_size": state_cache.shape[1]}
+    require_asked(backend, kv.device, MLACompressSelectorConfig, dtype=kv_cache.dtype, input_dtype=kv.dtype, **pages)

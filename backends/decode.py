@@ -6,15 +6,17 @@ One latent row of L + R elements a token serves all heads: its first L elements 
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import LatentKernel
 from mla_conformance.backends.declaration import NO_LSE
+from mla_conformance.backends.operands import Form, table
 
 
+@table
 @dataclass
 class MLACommonDecodeMetadata:
     """What a decode backend may know of the batch; B requests, T query tokens, requests end to end.
@@ -22,18 +24,20 @@ class MLACommonDecodeMetadata:
     A row of padding is a request of one query token, ``seq_lens`` 0 and blocks -1: it sees no key.
     """
 
-    block_table: Tensor  # [B, max blocks] int32, on the device; entries past a request's last page may hold anything
-    seq_lens: Tensor  # [B] int32, on the device; cached tokens of each request on this rank, its new tokens included
-    query_start_loc: Tensor  # [B + 1] int32, on the device
+    # on the device; entries past a request's last page may hold anything
+    block_table: Annotated[Tensor, Form("B, max blocks", torch.int32)]
+    # on the device; cached tokens of each request on this rank, its new tokens included
+    seq_lens: Annotated[Tensor, Form("B", torch.int32)]
+    query_start_loc: Annotated[Tensor, Form("B + 1", torch.int32)]  # on the device
     max_query_len: int  # longest query in tokens; may exceed the true one
     max_seq_len: int  # longest sequence in tokens; may exceed the true one
-    query_lens_cpu: Tensor  # [B] int32, on the CPU
-    seq_lens_cpu: Tensor  # [B] int32, on the CPU
+    query_lens_cpu: Annotated[Tensor, Form("B", torch.int32)]  # on the CPU
+    seq_lens_cpu: Annotated[Tensor, Form("B", torch.int32)]  # on the CPU
     dcp_world_size: int = 1  # ranks that share the sequences' tokens
     dcp_rank: int = 0  # this rank
     cp_kv_cache_interleave_size: int = 1  # token t belongs to rank (t // this) % dcp_world_size
-    # [B] int32, on the device; tokens on all ranks, which the causal bound refers to. None on one rank
-    dcp_tot_seq_lens: Tensor | None = None
+    # on the device; tokens on all ranks, which the causal bound refers to. None on one rank
+    dcp_tot_seq_lens: Annotated[Tensor | None, Form("B", torch.int32)] = None
 
 
 class MLADecodeSelectorConfig(NamedTuple):
@@ -81,18 +85,22 @@ class MLADecodeBackend(LatentKernel):
         self._decode_metadata = decode_metadata
 
     @abstractmethod
+    @table
     def run_decode(
-        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor
+        self,
+        ql_nope: Annotated[Tensor, Form("T or more, N, L")],
+        q_pe: Annotated[Tensor, Form("T or more, N, R")],
+        kv_cache: Annotated[Tensor, Form("blocks, page, width")],
+        k_scale: Annotated[Tensor, Form("", torch.float32)],
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention of each request's query tokens to its cached tokens, aligned bottom-right.
 
         Args:
-            ql_nope: [T, N, L], the query after absorption of W_UK; any strides.
-            q_pe: [T, N, R], rope applied; any strides.
+            ql_nope: the query after absorption of W_UK; any strides.
+            q_pe: rope applied; any strides.
             kv_cache: [blocks, page, L + R] of the model's dtype (``auto``) or of e4m3 (``fp8``), or
                 [blocks, page, 656] uint8 (``fp8_ds_mla``); the stride between blocks may exceed a packed block.
-            k_scale: float32 scalar tensor, the value that code 1.0 of an ``fp8`` cache stands for; without influence
-                on the other layouts.
+            k_scale: the value that code 1.0 of an ``fp8`` cache stands for; without influence on the other layouts.
 
         Returns:
             (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm); a row without keys is 0

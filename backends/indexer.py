@@ -9,19 +9,24 @@ refusals of SPEC 3.8 and 8.6, with expected and got. Sources: vLLM's ``sparse_at
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.kernel import unless
+from mla_conformance.backends.operands import Form, require_asked, require_form, require_forms, table
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 
 INDEX_LAYOUTS = ("auto", "fp8_index")
 """Keys and queries of the model's dtype, or both in e4m3."""
+Queries = Annotated[Tensor, Form("T, H, D", "codes")]
+Weights = Annotated[Tensor, Form("T, H", torch.float32)]
+Keys = Annotated[Tensor, Form("blocks, page, width", "entries")]
+KeyScales = Annotated[Tensor | None, Form("S", torch.float32)]
 
 
 class MLAIndexerSelectorConfig(NamedTuple):
@@ -54,21 +59,19 @@ class MLAIndexerBackend(PagedKernel):
 
     @classmethod
     def _reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
-        if config.kv_cache_dtype not in cls.supported_kv_cache_dtypes:
-            yield f"kv_cache_dtype {config.kv_cache_dtype} not supported"
-        if cls.supported_heads and config.num_heads not in cls.supported_heads:
-            yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
-        if cls.supported_head_dims and config.head_dim not in cls.supported_head_dims:
-            yield f"head dim {config.head_dim} not supported (supported: {cls.supported_head_dims})"
-        if config.paged:
-            yield from cls._page_reasons(config.block_size)
-        if config.call not in cls.supported_calls:
-            yield f"{config.call} not supported"
-        if config.call == "topk" and not accepts_block_size(cls.supported_topk, config.topk_tokens):
-            yield f"topk {config.topk_tokens} not supported"
-        if config.call == "topk" and config.index_space not in cls.supported_index_spaces:
-            reported = ", ".join(cls.supported_index_spaces)
-            yield f"selected tokens that count by {config.index_space} not supported (supported: {reported})"
+        heads, dims, spaces = cls.supported_heads, cls.supported_head_dims, cls.supported_index_spaces
+        head_dim, layout, selects = config.head_dim, config.kv_cache_dtype, config.call == "topk"
+        topk = accepts_block_size(cls.supported_topk, config.topk_tokens)
+        counted = f"that count by {config.index_space} not supported (supported: {', '.join(spaces)})"
+        return unless(
+            (layout in cls.supported_kv_cache_dtypes, f"kv_cache_dtype {layout} not supported"),
+            (not heads or config.num_heads in heads, f"{config.num_heads} heads not supported (supported: {heads})"),
+            (not dims or head_dim in dims, f"head dim {head_dim} not supported (supported: {dims})"),
+            *((not config.paged, reason) for reason in cls._page_reasons(config.block_size)),
+            (config.call in cls.supported_calls, f"{config.call} not supported"),
+            (not selects or topk, f"topk {config.topk_tokens} not supported"),
+            (not selects or config.index_space in spaces, f"selected tokens {counted}"),
+        )
 
     def __init__(self, num_heads: int, head_dim: int, kv_cache_dtype: str, vllm_config: Any) -> None:
         if kv_cache_dtype not in INDEX_LAYOUTS:
@@ -83,17 +86,18 @@ class MLAIndexerBackend(PagedKernel):
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod
-    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
+    @table
+    def run_index_logits(self, q: Queries, weights: Weights, k: Keys, k_scale: KeyScales = None) -> Tensor:
         """Σ_h weights[t, h] · relu(q[t, h] · k[s]) for the tokens s of each query token's request up to its own.
 
         Args:
-            q: [T, H, D] of the model's dtype (``auto``) or e4m3 (``fp8_index``); any strides.
-            weights: [T, H] float32; the softmax scale and of queries in codes their scales are in them.
+            q: of the model's dtype (``auto``) or e4m3; any strides.
+            weights: the softmax scale and of queries in codes their scales are in them.
             k: a paged cache, which the metadata has a block table for: [blocks, page, D] of the model's dtype, or
                 [blocks, page, D + 4] uint8, whose pages hold the codes of all their tokens and behind them a float32
                 scale for each; the stride between blocks may exceed a packed block. Or gathered keys [S, D] of the
                 query's dtype.
-            k_scale: [S] float32, of gathered keys in codes.
+            k_scale: of gathered keys in codes.
 
         Returns:
             [T, the metadata's max_seq_len] float32; row t holds at column s the score of token s of its request, and
@@ -101,8 +105,9 @@ class MLAIndexerBackend(PagedKernel):
         """
 
     @abstractmethod
+    @table
     def run_index_topk(
-        self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
+        self, q: Queries, weights: Weights, k: Keys, topk_tokens: int, k_scale: KeyScales = None
     ) -> Tensor:
         """The tokens with the largest scores, in any order; operands as of :meth:`run_index_logits`.
 
@@ -125,51 +130,27 @@ def check_index_call(
     call: str,
     topk_tokens: int = 1,
 ) -> None:
-    """Refuse operands that do not fit, and what is not declared; reads no device memory.
-
-    Args:
-        backend: which is called.
-        metadata: of the batch.
-        operands: q, weights, k and k_scale.
-        call: ``logits`` or ``topk``.
-        topk_tokens: tokens that are selected for a query token.
+    """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared.
 
     Raises:
         ValueError: another shape or dtype than expected.
         UnsupportedConfiguration: the backend does not declare it.
     """
-    q, _, k, _ = operands
-    paged = metadata.block_table is not None
-    _check_operands(backend, int(metadata.query_lens_cpu.sum()), paged, *operands)
-    if topk_tokens < 1:
-        raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
-    config = MLAIndexerSelectorConfig(
-        call=call,
-        paged=paged,
-        dtype=q.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16,
-        kv_cache_dtype=backend.kv_cache_dtype,
-        block_size=k.shape[1] if paged else 1,
-        num_heads=backend.num_heads,
-        head_dim=backend.head_dim,
-        topk_tokens=topk_tokens,
-        index_space=metadata.index_space,
-    )
-    require_declared(backend, q.device, config)
-
-
-def _check_operands(
-    backend: MLAIndexerBackend, tokens: int, paged: bool, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None
-) -> None:
-    heads, width, codes = backend.num_heads, backend.head_dim, backend.kv_cache_dtype != "auto"
-    expect("q", q, (tokens, heads, width), torch.float8_e4m3fn if codes else q.dtype)
-    expect("weights", weights, (tokens, heads), torch.float32)
-    if paged:
-        entry = entry_width(backend.kv_cache_dtype, width, 0)
-        expect("k", k, (*k.shape[:2], entry), torch.uint8 if codes else q.dtype)
-    else:
-        expect("k", k, (*k.shape[:1], width), q.dtype)
+    q, weights, k, k_scale = operands
+    paged, codes, entry = metadata.block_table is not None, backend.kv_cache_dtype != "auto", MLAIndexerBackend
+    known: dict[str, Any] = {"T": int(metadata.query_lens_cpu.sum()), "H": backend.num_heads, "D": backend.head_dim}
+    known |= {"S": len(k), "width": entry_width(backend.kv_cache_dtype, backend.head_dim, 0)}
+    known |= {"codes": torch.float8_e4m3fn} if codes else {}
+    known["entries"] = torch.uint8 if codes else q.dtype
+    require_forms(entry.run_index_logits, (q, weights, k if paged else None), known)
+    if not paged:
+        require_form("k", k, Form("S, D", q.dtype), known)
     if (k_scale is not None) != (codes and not paged):
         want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
         raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")
-    if k_scale is not None:
-        expect("k_scale", k_scale, tuple(k.shape[:1]), torch.float32)
+    require_forms(entry.run_index_logits, (None, None, None, k_scale), known)
+    if topk_tokens < 1:
+        raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
+    asked = {"call": call, "paged": paged, "topk_tokens": topk_tokens, "index_space": metadata.index_space}
+    asked |= {"dtype": torch.bfloat16 if codes else q.dtype, "block_size": k.shape[1] if paged else 1}
+    require_asked(backend, q.device, MLAIndexerSelectorConfig, **asked)

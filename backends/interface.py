@@ -2,13 +2,14 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.operands import Form, table
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -57,24 +58,25 @@ class PrefillKernelBackend(AttentionKernel):
         self._prefill_metadata = prefill_metadata
 
     @abstractmethod
+    @table
     def run_prefill_new_tokens(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q: Annotated[Tensor, Form("T or more, N, P + R")],  # rope applied
+        k: Annotated[Tensor, Form("S or more, N, P + R")],
+        v: Annotated[Tensor, Form("S or more, N, V")],  # any strides
         return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
+        out: Annotated[Tensor | None, Form("T, N, V", written=True)] = None,
+        output_scale: Annotated[Tensor | None, Form("", torch.float32)] = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention among each request's new tokens.
 
         Args:
-            q: [T, N, P + R], rope applied.
-            k: [T, N, P + R].
-            v: [T, N, V]; any strides.
+            q: queries.
+            k: keys, of as many tokens.
+            v: values.
             return_softmax_lse: whether to return the LSE as well.
-            out: [T, N, V] to be written; the returned tensor then shares its storage.
-            output_scale: float32 scalar tensor; ``out`` is e4m3 and receives the codes of value / output_scale.
+            out: to be written; the returned tensor then shares its storage.
+            output_scale: ``out`` is e4m3 and receives the codes of value / output_scale.
 
         Returns:
             The output [T, N, V], or (output, lse) with lse [N, T] float32, natural logarithm.
@@ -92,9 +94,9 @@ class MLAPrefillBackend(PrefillKernelBackend):
 
         Args:
             chunk_idx: index into ``chunked_context``.
-            q: [T, N, P + R].
-            k: [S, N, P + R], the chunk's keys of all requests one after the other.
-            v: [S, N, V]; any strides.
+            q: as of :meth:`run_prefill_new_tokens`.
+            k: the chunk's keys of all requests one after the other.
+            v: their values.
 
         Returns:
             (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.

@@ -152,6 +152,11 @@ class NamedKernel(KernelBackend):
         return cls.name
 
 
+def unless(*asked: tuple[object, str]) -> Iterator[str]:
+    """The reasons beside which what is asked for does not hold."""
+    return (reason for holds, reason in asked if not holds)
+
+
 def require_declared(backend: Any, device: torch.device, selector_config: Any) -> None:
     """Refuse what a backend does not declare.
 
@@ -168,11 +173,12 @@ def require_declared(backend: Any, device: torch.device, selector_config: Any) -
         raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")
 
 
-def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuse a tensor of another shape or dtype.
+def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, says: str = "") -> None:
+    """Refuse a tensor of another shape or dtype; ``says`` is what else is expected of it.
 
     Raises:
         ValueError: with expected and got.
     """
     if x.shape != shape or x.dtype != dtype:
-        raise ValueError(f"{name}: expected {list(shape)} of {dtype}, got {list(x.shape)} of {x.dtype}")
+        expected = f"{list(shape)} of {dtype}{says and ', '}{says}"
+        raise ValueError(f"{name}: expected {expected}, got {list(x.shape)} of {x.dtype}")

@@ -8,12 +8,13 @@ launches: the refusals of SPEC 3.8 and 8.10, with expected and got.
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import KernelBackend, expect, require_declared
+from mla_conformance.backends.kernel import KernelBackend, unless
+from mla_conformance.backends.operands import Form, require_asked, require_forms, table
 
 SCALE_FORMATS = ("float32", "pow2")
 """Any float32 numbers, or powers of two (UE8M0)."""
@@ -42,12 +43,14 @@ class MLAPrepareSelectorConfig(NamedTuple):
     preparation: IndexPreparation  # the model's conventions
 
 
+@table
 @dataclass
 class PrepareMetadata:
     """The positions of a batch's tokens, which all layers of a step share."""
 
-    positions: Tensor  # [T] int64
-    cos_sin_cache: Tensor  # [P, R] float32, for each position the cosines of the R/2 pairs, then the sines
+    positions: Annotated[Tensor, Form("T", torch.int64)]
+    # for each position the cosines of the R/2 pairs, then the sines
+    cos_sin_cache: Annotated[Tensor, Form("P, R", torch.float32)]
 
 
 class MLAPrepareBackend(KernelBackend):
@@ -63,19 +66,16 @@ class MLAPrepareBackend(KernelBackend):
 
     @classmethod
     def _reasons(cls, config: MLAPrepareSelectorConfig) -> Iterator[str]:
-        asked = config.preparation
-        if cls.supported_head_dims and asked.head_dim not in cls.supported_head_dims:
-            yield f"head dim {asked.head_dim} not supported (supported: {cls.supported_head_dims})"
-        if asked.scale_format not in cls.supported_scale_formats:
-            yield f"scales {asked.scale_format} not supported"
-        for name, given, served in (
-            ("is_neox_style", asked.is_neox_style, cls.supports_neox_style),
-            ("rope_first", asked.rope_first, cls.supports_rope_first),
-            ("hadamard", asked.hadamard, cls.supports_hadamard),
-            ("fold_scales", asked.fold_scales, cls.supports_fold_scales),
-        ):
-            if given not in served:
-                yield f"{name}={given} not supported"
+        asked, dims, scales = config.preparation, cls.supported_head_dims, config.preparation.scale_format
+        served = {name: getattr(cls, f"supports_{name}") for name in ("rope_first", "hadamard", "fold_scales")}
+        return unless(
+            (not dims or asked.head_dim in dims, f"head dim {asked.head_dim} not supported (supported: {dims})"),
+            (scales in cls.supported_scale_formats, f"scales {scales} not supported"),
+            *(
+                (getattr(asked, name) in values, f"{name}={getattr(asked, name)} not supported")
+                for name, values in {"is_neox_style": cls.supports_neox_style, **served}.items()
+            ),
+        )
 
     def __init__(self, num_heads: int, scale: float, preparation: IndexPreparation, vllm_config: Any) -> None:
         if preparation.scale_format not in SCALE_FORMATS:
@@ -92,17 +92,17 @@ class MLAPrepareBackend(KernelBackend):
         self._prepare_metadata = prepare_metadata
 
     @abstractmethod
+    @table
     def run_prepare_index(
-        self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor
+        self,
+        q: Annotated[Tensor, Form("T, H, D", "model")],  # any strides
+        # any row stride, since a projection may hold the weights beside it
+        k: Annotated[Tensor, Form("T, D", "model")],
+        weights: Annotated[Tensor, Form("T, H", (torch.float32, "model"))],  # any row stride
+        k_norm_weight: Annotated[Tensor, Form("D", torch.float32)],
+        k_norm_bias: Annotated[Tensor, Form("D", torch.float32)],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries rotated and transformed, keys normalised before that, both in e4m3 with a scale for each block.
-
-        Args:
-            q: [T, H, D] of the model's dtype; any strides.
-            k: [T, D] of the model's dtype; any row stride, since a projection may hold the weights beside it.
-            weights: [T, H] float32 or of the model's dtype; any row stride.
-            k_norm_weight: [D] float32.
-            k_norm_bias: [D] float32.
 
         Returns:
             The codes of q [T, H, D] and of k [T, D] in float8_e4m3fn, the scales of k [T, C] float32, and last, in
@@ -112,21 +112,9 @@ class MLAPrepareBackend(KernelBackend):
 
 
 def check_prepare_call(backend: MLAPrepareBackend, metadata: PrepareMetadata, operands: tuple[Tensor, ...]) -> None:
-    """Refuse operands that do not fit, and what is not declared; reads no device memory.
-
-    Args:
-        backend: which is called.
-        metadata: of the batch.
-        operands: q, k, weights, and weight and bias of the keys' norm.
-    """
-    q, k, weights, *norm = operands
-    asked, tokens, float32 = backend.preparation, len(metadata.positions), torch.float32
-    expect("q", q, (tokens, backend.num_heads, asked.head_dim), q.dtype)
-    expect("k", k, (tokens, asked.head_dim), q.dtype)
-    expect("weights", weights, (tokens, backend.num_heads), q.dtype if weights.dtype == q.dtype else float32)
-    for name, x in zip(("k_norm_weight", "k_norm_bias"), norm, strict=True):
-        expect(name, x, (asked.head_dim,), float32)
-    expect("positions", metadata.positions, (tokens,), torch.int64)
-    table = metadata.cos_sin_cache
-    expect("cos_sin_cache", table, (*table.shape[:1], asked.rope_dim), float32)
-    require_declared(backend, q.device, MLAPrepareSelectorConfig(q.dtype, backend.num_heads, asked))
+    """Refuse operands of ``run_prepare_index``, in its order, that do not fit, and what is not declared."""
+    asked, q = backend.preparation, operands[0]
+    known = {"T": len(metadata.positions), "H": backend.num_heads, "D": asked.head_dim, "R": asked.rope_dim}
+    require_forms(MLAPrepareBackend.run_prepare_index, operands, {**known, "model": q.dtype})
+    require_forms(PrepareMetadata, vars(metadata), known)
+    require_asked(backend, q.device, MLAPrepareSelectorConfig, dtype=q.dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.operands import require_asked
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.backends.sparse_checks import (
     check_cache,
@@ -115,36 +115,34 @@ class SelectedKeysBackend(MLASparseBackend):
             check_lists(lists, source.indices, source.length, q.shape[0])
         reads = _may_wait(q.device)
         twice = reads and not self.supports_duplicates and any(names_twice(x.indices, x.length) for x in sources)
-        config = self._config(q, sources, sink, lse)._replace(duplicates=twice)
-        require_declared(self, q.device, config)
+        self._require_declared(q, sources, sink, lse=lse, duplicates=twice)
         check_operands(self, self._sparse_metadata, q, sink)
         for source, (cache, lists) in named:
             check_cache(cache, source.cache, source.layout, self, q.dtype)
             if reads:
                 check_selection(lists, source.indices, source.length, self._limit(source))
 
-    def _config(self, q: Tensor, sources: list[Selected], sink: Tensor | None, lse: bool) -> MLASparseSelectorConfig:
-        """What a call asks for, as far as it shows without its lists being read."""
+    def _require_declared(self, q: Tensor, sources: list[Selected], sink: Tensor | None, **asked: bool) -> None:
         main, extra = sources[0], sources[1] if len(sources) > 1 else None
-        return MLASparseSelectorConfig(
+        require_asked(
+            self,
+            q.device,
+            MLASparseSelectorConfig,
             call="decode" if main.paged else "prefill",
             dtype=q.dtype,
             kv_cache_dtype=main.layout,
             block_size=main.cache.shape[1],
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            num_heads=self.num_heads,
             topk=main.indices.shape[1],
             index_space=main.space,
             topk_length=main.length is not None,
             sink=sink is not None,
-            lse=lse,
             dcp_world_size=self._sparse_metadata.dcp_world_size,
             # An instance cannot see what they are; its caller asked what the class reads.
             tile_scales=self.supported_tile_scales[0],
             extra_kv_cache_dtype=extra.layout if extra else None,
             extra_block_size=extra.cache.shape[1] if extra else 0,
             extra_topk=extra.indices.shape[1] if extra else 0,
+            **asked,
         )
 
     def _limit(self, source: Selected) -> Tensor:

@@ -10,7 +10,7 @@ value holds the rotated part too, such as DeepSeek V4, has R = 0. Sources: Flash
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,18 @@ from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import LatentKernel, layout_of
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.kernel import unless
+from mla_conformance.backends.operands import Form, table
 from mla_conformance.reference.cache_layout import require_layout
 
+Queries = Annotated[Tensor, Form("T, N, D")]
+Cache = Annotated[Tensor, Form("blocks, page, width")]
+Lists = Annotated[Tensor, Form("T, K", torch.int32)]
+Lengths = Annotated[Tensor | None, Form("T", torch.int32)]
+Sink = Annotated[Tensor | None, Form("N", torch.float32, "a logit for each head")]
 
+
+@table
 @dataclass
 class MLASparseMetadata:
     """What a sparse backend may know of the batch; B requests, T query tokens, requests end to end.
@@ -29,21 +38,19 @@ class MLASparseMetadata:
     A row of padding is a request of one query token without keys: its list names none.
     """
 
-    query_start_loc: Tensor  # [B + 1] int32, on the device
-    req_id_per_token: Tensor  # [T] int32, on the device; the request of each query token
-    # [B] int32, on the device; tokens of each request in the cache of this rank, or among the gathered keys, its new
-    # ones included
-    seq_lens: Tensor
-    # [B, max blocks] int32, on the device, of a cache; None with gathered keys. Entries past a request's last page may
-    # hold anything
-    block_table: Tensor | None
-    # [B] int32, on the device; row of the gathered keys at which each request begins. None with a cache
-    workspace_starts: Tensor | None
+    query_start_loc: Annotated[Tensor, Form("B + 1", torch.int32)]  # on the device
+    req_id_per_token: Annotated[Tensor, Form("T", torch.int32)]  # on the device; the request of each query token
+    # on the device; tokens of each request in the cache of this rank, or among the gathered keys, its new ones included
+    seq_lens: Annotated[Tensor, Form("B", torch.int32)]
+    # on the device, of a cache; None with gathered keys. Entries past a request's last page may hold anything
+    block_table: Annotated[Tensor | None, Form("B, max blocks", torch.int32)]
+    # on the device; row of the gathered keys at which each request begins. None with a cache
+    workspace_starts: Annotated[Tensor | None, Form("B", torch.int32)]
     index_space: IndexSpace  # what the lists count; lists of a second cache always count its slots
     max_query_len: int  # longest query in tokens; may exceed the true one
     max_seq_len: int  # longest sequence in tokens; may exceed the true one
-    query_lens_cpu: Tensor  # [B] int32, on the CPU
-    seq_lens_cpu: Tensor  # [B] int32, on the CPU
+    query_lens_cpu: Annotated[Tensor, Form("B", torch.int32)]  # on the CPU
+    seq_lens_cpu: Annotated[Tensor, Form("B", torch.int32)]  # on the CPU
     dcp_world_size: int = 1  # ranks that share the sequences' tokens
     dcp_rank: int = 0  # this rank
     cp_kv_cache_interleave_size: int = 1  # token t belongs to rank (t // this) % dcp_world_size
@@ -92,44 +99,28 @@ class MLASparseBackend(LatentKernel):
 
     @classmethod
     def _reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        yield from cls._shape_reasons(config)
-        yield from cls._list_reasons(config)
+        heads, spaces = cls.supported_heads, cls.supported_index_spaces
+        counted = f"lists that count by {config.index_space} not supported (supported: {', '.join(spaces)})"
+        yield from unless(
+            (config.call in cls.supported_calls, f"sparse {config.call} not supported"),
+            *((False, reason) for reason in cls._latent_reasons(config)),
+            (not heads or config.num_heads in heads, f"{config.num_heads} heads not supported (supported: {heads})"),
+            (cls.supports_sink or not config.sink, "sinks not supported"),
+            (cls.returns_lse or not config.lse, NO_LSE),
+            (accepts_block_size(cls.supported_topk, config.topk), f"topk {config.topk} not supported"),
+            (config.index_space in spaces, counted),
+            (cls.supports_topk_length or not config.topk_length, "topk_length not supported"),
+            (cls.supports_duplicates or not config.duplicates, "lists that name a key twice not supported"),
+        )
+        second, columns = config.extra_kv_cache_dtype, config.extra_topk
         if config.call == "decode":
-            yield from cls._cache_reasons(config, config.extra_kv_cache_dtype)
-            if config.extra_kv_cache_dtype is not None:
-                yield from cls._extra_reasons(config)
-
-    @classmethod
-    def _shape_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        if config.call not in cls.supported_calls:
-            yield f"sparse {config.call} not supported"
-        yield from cls._latent_reasons(config)
-        if cls.supported_heads and config.num_heads not in cls.supported_heads:
-            yield f"{config.num_heads} heads not supported (supported: {cls.supported_heads})"
-        if config.sink and not cls.supports_sink:
-            yield "sinks not supported"
-        if config.lse and not cls.returns_lse:
-            yield NO_LSE
-
-    @classmethod
-    def _list_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        if not accepts_block_size(cls.supported_topk, config.topk):
-            yield f"topk {config.topk} not supported"
-        if config.index_space not in cls.supported_index_spaces:
-            read = ", ".join(cls.supported_index_spaces)
-            yield f"lists that count by {config.index_space} not supported (supported: {read})"
-        if config.topk_length and not cls.supports_topk_length:
-            yield "topk_length not supported"
-        if config.duplicates and not cls.supports_duplicates:
-            yield "lists that name a key twice not supported"
-
-    @classmethod
-    def _extra_reasons(cls, config: MLASparseSelectorConfig) -> Iterator[str]:
-        if layout_of(config.extra_kv_cache_dtype or "") not in cls.supported_extra_kv_cache_dtypes:
-            yield f"a second cache of {config.extra_kv_cache_dtype} not supported"
-        yield from cls._page_reasons(config.extra_block_size, " of a second cache")
-        if not accepts_block_size(cls.supported_topk, config.extra_topk):
-            yield f"topk {config.extra_topk} of a second cache not supported"
+            yield from cls._cache_reasons(config, second)
+        if config.call == "decode" and second is not None:
+            layouts = cls.supported_extra_kv_cache_dtypes
+            yield from unless((layout_of(second) in layouts, f"a second cache of {second} not supported"))
+            yield from cls._page_reasons(config.extra_block_size, " of a second cache")
+            accepted = accepts_block_size(cls.supported_topk, columns)
+            yield from unless((accepted, f"topk {columns} of a second cache not supported"))
 
     def __init__(
         self,
@@ -152,35 +143,34 @@ class MLASparseBackend(LatentKernel):
         self._sparse_metadata = sparse_metadata
 
     @abstractmethod
+    @table
     def run_sparse_decode(
         self,
-        q: Tensor,
-        kv_cache: Tensor,
-        k_scale: Tensor,
-        topk_indices: Tensor,
+        q: Queries,
+        kv_cache: Cache,
+        k_scale: Annotated[Tensor, Form("", torch.float32)],
+        topk_indices: Lists,
         return_softmax_lse: bool,
-        topk_length: Tensor | None = None,
-        attn_sink: Tensor | None = None,
-        extra_kv_cache: Tensor | None = None,
-        extra_topk_indices: Tensor | None = None,
-        extra_topk_length: Tensor | None = None,
+        topk_length: Lengths = None,
+        attn_sink: Sink = None,
+        extra_kv_cache: Annotated[Tensor | None, Form("blocks, page, width")] = None,
+        extra_topk_indices: Annotated[Tensor | None, Form("T, K'", torch.int32)] = None,
+        extra_topk_length: Lengths = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the entries of a paged cache that its list names; no other mask.
 
         Args:
-            q: [T, N, D], absorbed and rotated; any strides.
+            q: absorbed and rotated; any strides.
             kv_cache: [blocks, page, D] of the model's dtype (``auto``) or of e4m3 (``fp8``), or [blocks, page, bytes of
                 an entry] uint8; the stride between blocks may exceed a packed block.
-            k_scale: float32 scalar tensor, the value that code 1.0 of an ``fp8`` cache stands for; without influence
-                on the other layouts.
-            topk_indices: [T, K] int32, in the metadata's index space; -1 names no key, wherever it stands.
+            k_scale: the value that code 1.0 of an ``fp8`` cache stands for; without influence on the other layouts.
+            topk_indices: in the metadata's index space; -1 names no key, wherever it stands.
             return_softmax_lse: whether to return the LSE as well.
-            topk_length: [T] int32; entries of a list from there on are no part of it, whatever they hold.
-            attn_sink: [N] float32, the logit of each head's sink, natural: it takes its share of the weights, so the
-                output becomes output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
+            topk_length: entries of a list from there on are no part of it, whatever they hold.
+            attn_sink: the logit of each head's sink, natural: it takes its share of the weights, so the output becomes
+                output · e^lse / (e^lse + e^sink), and the LSE stays that of the keys.
             extra_kv_cache: a second cache of ``extra_kv_cache_dtype``, attended to together with the first.
-            extra_topk_indices: [T, K'] int32 slots of it, or -1.
-            extra_topk_length: [T] int32, likewise.
+            extra_topk_indices: slots of it, or -1; their lengths likewise.
 
         Returns:
             The output [T, N, L] of the query's dtype, or (output, lse) with lse [N, T] float32, natural logarithm; a
@@ -188,25 +178,17 @@ class MLASparseBackend(LatentKernel):
         """
 
     @abstractmethod
+    @table
     def run_sparse_prefill(
         self,
-        q: Tensor,
-        kv: Tensor,
-        topk_indices: Tensor,
+        q: Queries,
+        kv: Annotated[Tensor, Form("S, 1, D", "model")],
+        topk_indices: Lists,
         return_softmax_lse: bool,
-        topk_length: Tensor | None = None,
-        attn_sink: Tensor | None = None,
+        topk_length: Lengths = None,
+        attn_sink: Sink = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of each query token to the gathered rows that its list names; no other mask.
 
-        Args:
-            q: [T, N, D].
-            kv: [S, 1, D] of the query's dtype.
-            topk_indices: [T, K] int32 rows of ``kv``, or in the metadata's index space; -1 names none.
-            return_softmax_lse: whether to return the LSE as well.
-            topk_length: [T] int32.
-            attn_sink: [N] float32.
-
-        Returns:
-            As of :meth:`run_sparse_decode`.
+        As :meth:`run_sparse_decode`, but the lists name rows of ``kv``, or count in the metadata's index space.
         """

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import AttentionKernel
+from mla_conformance.backends.kernel import AttentionKernel, expect
+from mla_conformance.backends.operands import require_forms
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -16,43 +17,36 @@ def check_operands(backend: MLASparseBackend, metadata: MLASparseMetadata, q: Te
     tokens = int(metadata.query_lens_cpu.sum())
     if q.shape != (tokens, heads, width):
         raise ValueError(f"q: expected {tokens} tokens of [{heads}, {width}] by the metadata, got {list(q.shape)}")
-    if attn_sink is not None and (attn_sink.shape != (heads,) or attn_sink.dtype != torch.float32):
-        raise ValueError(
-            f"attn_sink: expected [{heads}] of torch.float32, a logit for each head, got {list(attn_sink.shape)} of "
-            f"{attn_sink.dtype}"
-        )
+    require_forms(MLASparseBackend.run_sparse_decode, {"attn_sink": attn_sink}, {"N": heads})
 
 
-def check_lists(name: str, indices: Tensor, topk_length: Tensor | None, tokens: int) -> None:
+def check_lists(name: str, indices: Tensor, length: Tensor | None, tokens: int) -> None:
     """Refuse lists and lengths that are not int32, or not one for each query token; reads no device memory."""
     if indices.dtype != torch.int32:
         raise ValueError(f"{name}: expected lists of torch.int32, got {indices.dtype}; convert them")
     if indices.dim() != 2 or indices.shape[0] != tokens:
         raise ValueError(f"{name}: expected a list for each of {tokens} query tokens, got shape {list(indices.shape)}")
-    if topk_length is not None and (topk_length.shape != (tokens,) or topk_length.dtype != torch.int32):
-        raise ValueError(
-            f"topk_length: expected [{tokens}] of torch.int32, the length of each list of {name}, got "
-            f"{list(topk_length.shape)} of {topk_length.dtype}"
-        )
+    if length is not None:
+        expect("topk_length", length, (tokens,), torch.int32, f"the length of each list of {name}")
 
 
-def check_selection(name: str, indices: Tensor, topk_length: Tensor | None, limit: Tensor) -> None:
+def check_selection(name: str, indices: Tensor, length: Tensor | None, limit: Tensor) -> None:
     """Refuse lengths beyond the list and numbers that name nothing; reads the lists.
 
     Args:
         name: how messages call the lists.
         indices: [T, K] int32.
-        topk_length: [T] int32, or None.
+        length: [T] int32, or None.
         limit: [1, 1] or [T, 1], on the device; numbers from 0 to below it name a key.
     """
     columns = indices.shape[1]
-    if topk_length is not None:
-        off = (topk_length < 0) | (topk_length > columns)
+    if length is not None:
+        off = (length < 0) | (length > columns)
         if bool(off.any()):
             row = int(off.nonzero()[0])
-            got = int(topk_length[row])
+            got = int(length[row])
             raise ValueError(f"topk_length: expected 0 to {columns}, the columns of {name}, got {got} in row {row}")
-    outside = listed(indices, topk_length) & ((indices < NO_KEY) | (indices >= limit))
+    outside = listed(indices, length) & ((indices < NO_KEY) | (indices >= limit))
     if bool(outside.any()):
         row, column = outside.nonzero()[0].tolist()
         most = int(limit.expand(len(indices), 1)[row]) - 1
@@ -60,12 +54,12 @@ def check_selection(name: str, indices: Tensor, topk_length: Tensor | None, limi
         raise ValueError(f"{name}: expected 0 to {most}, or -1, got {got} in row {row}, column {column}")
 
 
-def listed(indices: Tensor, topk_length: Tensor | None) -> Tensor:
+def listed(indices: Tensor, length: Tensor | None) -> Tensor:
     """[T, K] bool: what of the lists counts and names a key."""
     named = indices != NO_KEY
-    if topk_length is None:
+    if length is None:
         return named
-    return named & (torch.arange(indices.shape[1], device=indices.device) < topk_length.unsqueeze(1))
+    return named & (torch.arange(indices.shape[1], device=indices.device) < length.unsqueeze(1))
 
 
 def packed(numbers: Tensor, named: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,9 +68,9 @@ def packed(numbers: Tensor, named: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.masked_fill(~named, NO_KEY).gather(1, order), named.sum(dim=1, dtype=torch.int32)
 
 
-def names_twice(indices: Tensor, topk_length: Tensor | None) -> bool:
+def names_twice(indices: Tensor, length: Tensor | None) -> bool:
     """Whether a list names a key more than once; reads the lists."""
-    ordered = indices.masked_fill(~listed(indices, topk_length), NO_KEY).sort(dim=1).values
+    ordered = indices.masked_fill(~listed(indices, length), NO_KEY).sort(dim=1).values
     return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)).any())
 
 

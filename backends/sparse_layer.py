@@ -8,7 +8,7 @@ that buffer. A layer with ``skip_topk`` has no indexer and reuses what an earlie
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts
 from mla_conformance.backends.cache_dtypes import contradiction
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
-from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
@@ -48,14 +49,16 @@ class SparseLayerWeights:
     indexer: SparseIndexerWeights | None  # None with ``skip_topk``
 
 
+@table
 @dataclass
 class MLASparseLayerMetadata:
     """What a layer may know of the batch: requests that decode stand before those that prefill, padding behind both."""
 
     attention: MLASparseMetadata  # of the latent cache; lists count positions
     index: MLASparseMetadata  # of the index cache, which has blocks and a block table of its own
-    slot_mapping: Tensor  # [T] int64, the slot of each token in the latent cache; -1 writes nothing
-    index_slot_mapping: Tensor  # [T] int64, that in the index cache
+    # the slot of each token in the latent cache; -1 writes nothing
+    slot_mapping: Annotated[Tensor, Form("T", torch.int64)]
+    index_slot_mapping: Annotated[Tensor, Form("T", torch.int64)]  # that in the index cache
     num_decodes: int  # requests that decode
 
 
@@ -126,26 +129,22 @@ class MLASparseLayerBackend(PagedKernel):
         self._metadata = sparse_layer_metadata
 
     @abstractmethod
+    @table
     def run_sparse_layer(
         self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        cos_sin_cache: Tensor,
-        kv_cache: Tensor,
-        index_kv_cache: Tensor | None,
-        topk_indices_buffer: Tensor,
+        hidden_states: Annotated[Tensor, Form("T, hidden", "model")],  # rows of padding may hold anything
+        positions: Annotated[Tensor, Form("T", torch.int64)],
+        # of the layer and of its indexer: for each position the cosines of the R/2 pairs, then the sines
+        cos_sin_cache: Annotated[Tensor, Form("P, R", torch.float32)],
+        # of latents, as of ``MLASparseBackend``
+        kv_cache: Annotated[Tensor, Form("blocks, page, width", "entries", written=True)],
+        # of index keys, as of ``MLAIndexerBackend``; None with ``skip_topk``
+        index_kv_cache: Annotated[Tensor | None, Form("blocks, page, index width", "index entries", written=True)],
+        # positions in the row's request; the selection is left there for later layers, or with ``skip_topk`` stands
+        # there and stays
+        topk_indices_buffer: Annotated[Tensor, Form("rows, K", torch.int32, written=True)],
     ) -> Tensor:
-        """One layer over a batch, whose new entries it writes to both caches first.
-
-        Args:
-            hidden_states: [T, hidden] of the model's dtype; rows of padding may hold anything.
-            positions: [T] int64.
-            cos_sin_cache: [P, R] float32, of the layer and of its indexer: for each position the cosines of the R/2
-                pairs, then the sines.
-            kv_cache: [blocks, page, width] of latents, as of ``MLASparseBackend``.
-            index_kv_cache: [blocks, page, width] of index keys, as of ``MLAIndexerBackend``; None with ``skip_topk``.
-            topk_indices_buffer: [T or more, K] int32 positions in the row's request; the selection is left there for
-                later layers, or with ``skip_topk`` stands there and stays.
+        """One layer over a batch, whose new entries it writes to both caches first; the buffer has T rows or more.
 
         Returns:
             [T, hidden] of the model's dtype; on several ranks the part of its heads, which its caller adds to the
@@ -156,30 +155,24 @@ class MLASparseLayerBackend(PagedKernel):
 def check_sparse_layer_call(
     backend: MLASparseLayerBackend, metadata: MLASparseLayerMetadata, operands: tuple[Tensor | None, ...]
 ) -> None:
-    """Refuse operands that do not fit, and what is not declared; reads no device memory.
-
-    Args:
-        backend: which is called.
-        metadata: of the batch.
-        operands: those of ``run_sparse_layer``, in its order.
-    """
-    hidden, positions, table, kv_cache, index_cache, buffer = operands
+    """Refuse operands of ``run_sparse_layer``, in its order, that do not fit, and what is not declared."""
+    hidden, *_, index_cache, buffer = operands
     config = backend.config
-    assert hidden is not None and positions is not None and table is not None
-    assert kv_cache is not None and buffer is not None
-    tokens, layout = int(metadata.attention.query_lens_cpu.sum()), config.kv_cache_dtype
-    expect("hidden_states", hidden, (tokens, *hidden.shape[1:2]), config.dtype)
-    expect("positions", positions, (tokens,), torch.int64)
-    expect("cos_sin_cache", table, (*table.shape[:1], config.qk_rope_head_dim), torch.float32)
-    for name, slots in (("slot_mapping", metadata.slot_mapping), ("index_slot_mapping", metadata.index_slot_mapping)):
-        expect(name, slots, (tokens,), torch.int64)
-    width = entry_width(layout, config.kv_lora_rank, config.qk_rope_head_dim)
-    expect("kv_cache", kv_cache, (*kv_cache.shape[:2], width), cache_dtype(layout, config.dtype))
-    expect("topk_indices_buffer", buffer, (max(tokens, len(buffer)), config.topk_tokens), torch.int32)
+    assert hidden is not None and buffer is not None
+    tokens = int(metadata.attention.query_lens_cpu.sum())
     if (index_cache is None) != config.skip_topk:
         raise ValueError(f"index_kv_cache: expected {'none' if config.skip_topk else 'one'} with {config.skip_topk=}")
-    if index_cache is not None:
-        layout = config.index_kv_cache_dtype
-        shape = (*index_cache.shape[:2], entry_width(layout, config.preparation.head_dim, 0))
-        expect("index_kv_cache", index_cache, shape, cache_dtype(layout, config.dtype))
+    known = {
+        "T": tokens,
+        "R": config.qk_rope_head_dim,
+        "model": config.dtype,
+        "width": entry_width(config.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim),
+        "entries": cache_dtype(config.kv_cache_dtype, config.dtype),
+        "index width": entry_width(config.index_kv_cache_dtype, config.preparation.head_dim, 0),
+        "index entries": cache_dtype(config.index_kv_cache_dtype, config.dtype),
+        "rows": max(tokens, len(buffer)),
+        "K": config.topk_tokens,
+    }
+    require_forms(MLASparseLayerBackend.run_sparse_layer, operands, known)
+    require_forms(MLASparseLayerMetadata, vars(metadata), known)
     require_declared(backend, hidden.device, config)

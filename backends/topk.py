@@ -8,24 +8,28 @@ checks each call before it launches: the refusals of SPEC 3.8, 8.10 and 11.5, wi
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, require_declared
+from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, unless
+from mla_conformance.backends.operands import Form, require_asked, require_forms, table
+
+_PER_ROW = Form("T", torch.int32, "one for each row")
 
 
+@table
 @dataclass
 class TopKMetadata:
     """The windows of a batch's rows, which all layers of a step share."""
 
-    lengths: Tensor  # [T] int32, columns that each row sees; 0 of rows of padding
-    row_starts: Tensor | None  # [T] int32, the first of them; None where every row begins at column 0
+    lengths: Annotated[Tensor, _PER_ROW]  # columns that each row sees; 0 of rows of padding
+    row_starts: Annotated[Tensor | None, _PER_ROW]  # the first of them; None where every row begins at column 0
     max_seq_len: int  # no length is larger
-    # [T] int32, tokens that each row sees, where columns are pools; None where they are not
-    token_lengths: Tensor | None = None
+    # tokens that each row sees, where columns are pools; None where they are not
+    token_lengths: Annotated[Tensor | None, _PER_ROW] = None
 
 
 class MLATopKSelectorConfig(NamedTuple):
@@ -47,13 +51,12 @@ class MLATopKBackend(KernelBackend):
 
     @classmethod
     def _reasons(cls, config: MLATopKSelectorConfig) -> Iterator[str]:
-        columns = config.topk_tokens // config.pool
-        if not accepts_block_size(cls.supported_topk, columns):
-            yield f"topk {columns} not supported"
-        if config.row_starts and not cls.supports_row_starts:
-            yield "rows that start elsewhere than at column 0 not supported"
-        if config.pool > 1 and not cls.supports_pools:
-            yield "columns of several tokens not supported"
+        columns, starts = config.topk_tokens // config.pool, "rows that start elsewhere than at column 0"
+        return unless(
+            (accepts_block_size(cls.supported_topk, columns), f"topk {columns} not supported"),
+            (cls.supports_row_starts or not config.row_starts, f"{starts} not supported"),
+            (cls.supports_pools or config.pool == 1, "columns of several tokens not supported"),
+        )
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -63,11 +66,12 @@ class MLATopKBackend(KernelBackend):
         self._topk_metadata = topk_metadata
 
     @abstractmethod
-    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
+    @table
+    def run_top_k_per_row(self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int) -> Tensor:
         """The columns with the largest logits.
 
         Args:
-            logits: [T, C] float32, of rows whose stride may exceed C; anything outside of a row's window.
+            logits: float32, of rows whose stride may exceed C; anything outside of a row's window.
             topk_tokens: K, which may exceed a row's length.
 
         Returns:
@@ -75,11 +79,14 @@ class MLATopKBackend(KernelBackend):
             count from the row's start. What is declared of them otherwise is data: ``Declaration.selection``.
         """
 
-    def run_pool_top_k_per_row(self, logits: Tensor, topk_tokens: int, pool: int, tail: bool) -> Tensor:
+    @table
+    def run_pool_top_k_per_row(
+        self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int, pool: int, tail: bool
+    ) -> Tensor:
         """The tokens of the pools with the largest logits, as many pools as ``topk_tokens`` has room for.
 
         Args:
-            logits: [T, C] as above, a column for each whole pool; pool p has the tokens from p · pool on.
+            logits: as above, a column for each whole pool; pool p has the tokens from p · pool on.
             topk_tokens: K, a multiple of ``pool``.
             pool: tokens of a pool.
             tail: whether the tokens of the last, incomplete pool of each row are named besides.
@@ -98,11 +105,7 @@ def check_topk_call(
     if logits.dim() != 2 or logits.stride(1) != 1:
         got = f"{list(logits.shape)} of strides {list(logits.stride())}"
         raise ValueError(f"logits: expected [T, C] with neighbouring columns, got {got}")
-    for name in ("lengths", "row_starts", "token_lengths"):
-        x = getattr(metadata, name)
-        if x is not None and (x.shape != logits.shape[:1] or x.dtype != torch.int32):
-            got = f"{list(x.shape)} of {x.dtype}"
-            raise ValueError(f"{name}: expected [{logits.shape[0]}] of torch.int32, one for each row, got {got}")
+    require_forms(TopKMetadata, vars(metadata), {"T": len(logits)})
     if metadata.max_seq_len > logits.shape[1]:
         raise ValueError(f"max_seq_len: expected at most the {logits.shape[1]} columns, got {metadata.max_seq_len}")
     if topk_tokens < 1 or topk_tokens % pool:
@@ -110,5 +113,5 @@ def check_topk_call(
         raise ValueError(f"topk_tokens: expected a positive number{of_pools}, got {topk_tokens}")
     if (pool > 1) != (metadata.token_lengths is not None):
         raise ValueError(f"token_lengths: expected them where columns are pools of several tokens, got pool {pool}")
-    config = MLATopKSelectorConfig(logits.dtype, topk_tokens, metadata.row_starts is not None, pool)
-    require_declared(backend, logits.device, config)
+    asked = {"topk_tokens": topk_tokens, "row_starts": metadata.row_starts is not None, "pool": pool}
+    require_asked(backend, logits.device, MLATopKSelectorConfig, dtype=logits.dtype, **asked)

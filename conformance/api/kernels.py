@@ -4,6 +4,7 @@ What a function is called with stands here and nowhere else: cases hand out the 
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,9 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse import MLASparseBackend
 
 Function = Callable[..., Any]
+_QUERIES = {"cu_seqlens_q": "query_start_loc", "max_seqlen_q": "max_query_len"}
+_KEYS = {"max_seqlen_k": "max_seq_len", **{name: name for name in ("seq_lens", "block_table", "workspace_starts")}}
+_RANKS = ("dcp_world_size", "dcp_rank", "cp_kv_cache_interleave_size", "dcp_tot_seq_lens")
 
 
 class _AsksAnything:
@@ -25,9 +29,13 @@ class _AsksAnything:
 
     Attributes:
         function: takes the named inputs, gives the results.
+        told: inputs that are fields of the metadata, with the names of these.
+        own: inputs that an instance is constructed with.
     """
 
     function: ClassVar[Function]
+    told: ClassVar[dict[str, str]] = {**_QUERIES, **_KEYS}
+    own: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
     def get_name() -> str:
@@ -39,21 +47,21 @@ class _AsksAnything:
         """No reason against anything."""
         return []
 
-
-def _given(**optional: Any) -> dict[str, Any]:
-    """Those inputs that a case has."""
-    return {name: value for name, value in optional.items() if value is not None}
-
-
-def _ranks(metadata: Any) -> dict[str, Any]:
-    """What is known of ranks that share the tokens; nothing on one rank."""
-    names = ("dcp_world_size", "dcp_rank", "cp_kv_cache_interleave_size", "dcp_tot_seq_lens")
-    shared = metadata.dcp_world_size > 1
-    return _given(**{name: getattr(metadata, name, None) for name in names}) if shared else {}
+    def ask(self, metadata: Any, lse: bool = True, **inputs: Any) -> Any:
+        """What the function returns, without the LSE if nobody asked for it; it is given the inputs that there are."""
+        inputs |= {name: getattr(metadata, field, None) for name, field in self.told.items()}
+        inputs |= {name: getattr(self, name) for name in self.own}
+        if getattr(metadata, "dcp_world_size", 1) > 1:
+            inputs |= {name: getattr(metadata, name, None) for name in _RANKS}
+        result = self.function(**{name: value for name, value in inputs.items() if value is not None})
+        return result if lse else output_of(result)
 
 
 class FunctionPrefill(_AsksAnything, MLAPrefillBackend):
     """A function of q, k and v."""
+
+    told = _QUERIES
+    own = ("scale",)
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """Whatever a case asks."""
@@ -66,46 +74,27 @@ class FunctionPrefill(_AsksAnything, MLAPrefillBackend):
         """Causal attention among new tokens."""
         metadata = self._prefill_metadata
         keys = {"cu_seqlens_k": metadata.query_start_loc, "max_seqlen_k": metadata.max_query_len, "causal": True}
-        result = self._attend(q, k, v, **keys, **_given(**further))
-        return result if return_softmax_lse else output_of(result)
+        return self.ask(metadata, return_softmax_lse, q=q, k=k, v=v, **keys, **further)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         """Attention to a chunk of context, without a mask."""
         context = self._prefill_metadata.chunked_context
         assert context is not None, "a chunk is of a context"
         starts, longest = context.cu_seq_lens[chunk_idx], context.max_seq_lens[chunk_idx]
-        return self._attend(q, k, v, cu_seqlens_k=starts, max_seqlen_k=longest, causal=False)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **keys: Any) -> Any:
-        metadata = self._prefill_metadata
-        queries = {"cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len}
-        return self.function(q=q, k=k, v=v, scale=self.scale, **queries, **keys)
+        return self.ask(self._prefill_metadata, q=q, k=k, v=v, cu_seqlens_k=starts, max_seqlen_k=longest, causal=False)
 
 
 class FunctionDecode(_AsksAnything, MLADecodeBackend):
     """A function of absorbed queries and a paged cache."""
 
+    own = ("scale", "kv_lora_rank", "kv_cache_dtype")
+
     def run_decode(
         self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
     ) -> Any:
         """Attention of the queries, joined, to the cache."""
-        metadata = self._decode_metadata
         q = torch.cat((ql_nope, q_pe), dim=-1)
-        result = self.function(
-            q=q,
-            kv_cache=kv_cache,
-            block_table=metadata.block_table,
-            seq_lens=metadata.seq_lens,
-            cu_seqlens_q=metadata.query_start_loc,
-            max_seqlen_q=metadata.max_query_len,
-            max_seqlen_k=metadata.max_seq_len,
-            scale=self.scale,
-            kv_lora_rank=self.kv_lora_rank,
-            kv_cache_dtype=self.kv_cache_dtype,
-            k_scale=k_scale,
-            causal=True,
-            **_ranks(metadata),
-        )
+        result = self.ask(self._decode_metadata, q=q, kv_cache=kv_cache, k_scale=k_scale, causal=True)
         # What was written into q was written into an input, which the caller watches in its two parts.
         ql_nope.copy_(q[..., : self.kv_lora_rank])
         q_pe.copy_(q[..., self.kv_lora_rank :])
@@ -115,79 +104,40 @@ class FunctionDecode(_AsksAnything, MLADecodeBackend):
 class FunctionSparse(_AsksAnything, MLASparseBackend):
     """A function of absorbed queries, keys and lists of them."""
 
-    def run_sparse_decode(  # type: ignore[override]
-        self, q: Any, kv_cache: Any, k_scale: Any, topk_indices: Any, return_softmax_lse: bool, **lists: Any
-    ) -> Any:
+    own = ("scale", "kv_lora_rank")
+
+    def run_sparse_decode(self, *operands: Any, **lists: Any) -> Any:
         """Attention to entries of a paged cache."""
-        cache = {"kv_cache": kv_cache, "kv_cache_dtype": self.kv_cache_dtype, "k_scale": k_scale}
-        second = {"extra_kv_cache_dtype": self.extra_kv_cache_dtype}
-        return self._attend(q, topk_indices, return_softmax_lse, **cache, **_given(**lists, **second))
+        layouts = {name: getattr(self, name) for name in ("kv_cache_dtype", "extra_kv_cache_dtype")}
+        return self._attend(**layouts, **_named(MLASparseBackend.run_sparse_decode, *operands, **lists))
 
-    def run_sparse_prefill(  # type: ignore[override]
-        self, q: Any, kv: Any, topk_indices: Any, return_softmax_lse: bool, **lists: Any
-    ) -> Any:
+    def run_sparse_prefill(self, *operands: Any, **lists: Any) -> Any:
         """Attention to gathered keys."""
-        return self._attend(q, topk_indices, return_softmax_lse, kv=kv, **_given(**lists))
+        return self._attend(**_named(MLASparseBackend.run_sparse_prefill, *operands, **lists))
 
-    def _attend(self, q: torch.Tensor, topk_indices: torch.Tensor, return_softmax_lse: bool, **further: Any) -> Any:
-        metadata = self._sparse_metadata
-        result = self.function(
-            q=q,
-            topk_indices=topk_indices,
-            index_space=metadata.index_space.value,
-            scale=self.scale,
-            kv_lora_rank=self.kv_lora_rank,
-            **_rows(metadata),
-            **further,
-            **_ranks(metadata),
-        )
-        return result if return_softmax_lse else output_of(result)
+    def _attend(self, return_softmax_lse: bool, **inputs: Any) -> Any:
+        space = self._sparse_metadata.index_space.value
+        return self.ask(self._sparse_metadata, return_softmax_lse, index_space=space, **inputs)
 
 
 class FunctionIndexer(_AsksAnything, MLAIndexerBackend):
     """A function of an indexer's queries, weights and keys."""
 
-    def run_index_logits(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None = None
-    ) -> Any:
+    own = ("kv_cache_dtype",)
+
+    def run_index_logits(self, *operands: Any, **scales: Any) -> Any:
         """Scores."""
-        return self._score(q, weights, k, k_scale)
+        return self.ask(self._sparse_metadata, **_named(MLAIndexerBackend.run_index_logits, *operands, **scales))
 
-    def run_index_topk(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        k: torch.Tensor,
-        topk_tokens: int,
-        k_scale: torch.Tensor | None = None,
-    ) -> Any:
+    def run_index_topk(self, *operands: Any, **scales: Any) -> Any:
         """The tokens with the best scores."""
-        space = self._sparse_metadata.index_space.value
-        return self._score(q, weights, k, k_scale, topk_tokens=topk_tokens, index_space=space)
-
-    def _score(
-        self, q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, **further: Any
-    ) -> Any:
-        return self.function(
-            q=q,
-            weights=weights,
-            k=k,
-            kv_cache_dtype=self.kv_cache_dtype,
-            **_given(k_scale=k_scale),
-            **_rows(self._sparse_metadata),
-            **further,
-        )
+        named = _named(MLAIndexerBackend.run_index_topk, *operands, **scales)
+        return self.ask(self._sparse_metadata, index_space=self._sparse_metadata.index_space.value, **named)
 
 
-def _rows(metadata: Any) -> dict[str, Any]:
-    """Which request a query token is of, and where the tokens of a request are."""
-    return {
-        "seq_lens": metadata.seq_lens,
-        "cu_seqlens_q": metadata.query_start_loc,
-        "max_seqlen_q": metadata.max_query_len,
-        "max_seqlen_k": metadata.max_seq_len,
-        **_given(block_table=metadata.block_table, workspace_starts=metadata.workspace_starts),
-    }
+def _named(entry: Callable[..., Any], *operands: Any, **further: Any) -> dict[str, Any]:
+    """The arguments of a call by the names that the interface has for them."""
+    return dict(list(signature(entry).bind(None, *operands, **further).arguments.items())[1:])
 
 
 _KERNELS: dict[Role, type] = {

@@ -15,13 +15,7 @@ _DEFAULT_PRESET = "r1"
 
 
 def case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
-    """The case of one prefill call.
-
-    Args:
-        backend: the instance; its head dims, heads and scale are read.
-        metadata: what was prepared for the call.
-        arguments: the call's arguments by name; ``chunk_idx`` is there for a context chunk only.
-        values: whether to read the output scale.
+    """The case of one prefill call, of a context chunk if it has a ``chunk_idx``; ``values``: whether scales are read.
 
     Raises:
         CaseError: no case describes the call.
@@ -70,12 +64,6 @@ def case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
 
 def case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
     """The case of one decode call; on several ranks that of all of them, which share it.
-
-    Args:
-        backend: the instance; its head dims, scale and layout of the cache are read.
-        metadata: what was prepared for the call.
-        arguments: the call's arguments by name.
-        values: whether to read the scale of the cache.
 
     Raises:
         CaseError: no case describes the call.

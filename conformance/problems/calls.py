@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
+from mla_conformance.backends.operands import Form, forms_of
 from mla_conformance.problems.memory import Guarded, Written
 from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.reference.terms import Projection
@@ -44,14 +45,14 @@ class AttentionOperands:
     sink: torch.Tensor | None = None
 
 
-_PER_REQUEST = ("block_table", "workspace_starts", "seq_lens", "seq_lens_cpu", "query_lens_cpu")
-_PER_ROW = ("lengths", "row_starts", "token_lengths", "positions")
 AnyMetadata = TypeVar("AnyMetadata")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCall(ABC):
-    """One call: what it is about, and how a backend is asked. A role's call names its tensors; the rest follows.
+    """One call: what it is about, and how a backend is asked. The table of its entry says what its arguments are.
+
+    Arguments are attributes as well, unless a field has their name.
 
     Attributes:
         q: [T, N, D].
@@ -59,14 +60,14 @@ class KernelCall(ABC):
         query_start_loc: first query of each request, and the end.
         key_start_loc: first key of each request, and the end.
         metadata: of the batch, handed over before every call; None where every argument is in the call.
+        given: arguments that stand in the order of the entry, by name.
+        named: those that are handed over by name; None where there is none. A backend must not write either.
         written: the memory that the call writes, by the names of its arguments, with what must stand in it afterwards.
         token_dims: the dimension in which each part of a result counts tokens, as an output and an LSE do.
-        means: names of the tensors that say what the operands stand for, and are handed to no backend.
-        reads: names of those that a backend may read and must not write.
-        queries: names of the queries as they are handed over, tokens first.
-        per_row: names of the tensors with a row for each query token.
-        per_key: names of those with a row for each key.
-        called: what messages call some of them otherwise.
+        interface: the class that has the entry.
+        means: names of the tensors that say what the operands stand for, and are handed to no backend; of each T or S
+            if it has a row for each query token or key.
+        called: what messages call some arguments otherwise.
     """
 
     q: torch.Tensor
@@ -74,28 +75,36 @@ class KernelCall(ABC):
     query_start_loc: tuple[int, ...]
     key_start_loc: tuple[int, ...]
     metadata: Any = None
+    given: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Written] = field(default_factory=dict)
 
     token_dims: ClassVar[tuple[int, ...]] = (0, 1)
-    means: ClassVar[tuple[str, ...]] = ()
-    reads: ClassVar[tuple[str, ...]] = ()
-    queries: ClassVar[tuple[str, ...]] = ("q",)
-    per_row: ClassVar[tuple[str, ...]] = ("q",)
-    per_key: ClassVar[tuple[str, ...]] = ()
+    interface: ClassVar[Any] = None
+    means: ClassVar[Mapping[str, str]] = {}
     called: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         known = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
-        for table in ("means", "reads", "queries", "per_row", "per_key"):
-            unknown = [name for name in getattr(cls, table) if name not in known]
-            if unknown:
-                raise TypeError(f"{cls.__name__}.{table}: expected names of its fields, got {unknown[0]!r}")
+        if unknown := [name for name in cls.means if name not in known]:
+            raise TypeError(f"{cls.__name__}.means: expected names of its fields, got {unknown[0]!r}")
+
+    def __getattr__(self, name: str) -> Any:
+        arguments = {} if name.startswith("__") else {**vars(self).get("given", {}), **vars(self).get("named", {})}
+        if name in arguments:
+            return arguments[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     @abstractmethod
     def name(self) -> str:
         """How messages call it."""
+
+    @property
+    def entry(self) -> str:
+        """The method that is called."""
+        return ""
 
     @property
     @abstractmethod
@@ -113,8 +122,7 @@ class KernelCall(ABC):
 
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors that a backend may read and must not write, those of the metadata among them, by name."""
-        named = {name: getattr(self, name) for name in self.reads}
-        named |= vars(self.metadata) if self.metadata is not None else {}
+        named = {**self.given, **self.named, **(vars(self.metadata) if self.metadata is not None else {})}
         return {
             f"{self.called.get(name, name)} of {self.name}": x
             for name, x in named.items()
@@ -132,9 +140,17 @@ class KernelCall(ABC):
         meta = {name: x.to("meta") for name, x in known.items() if x is not None}
         return replace(self, **meta, written={name: image.handed() for name, image in self.written.items()})
 
+    @property
+    def forms(self) -> Mapping[str, Form]:
+        return forms_of(getattr(self.interface, self.entry)) if self.interface else {}
+
     def query_operands(self) -> tuple[torch.Tensor, ...]:
-        """The queries as they are handed over, tokens first."""
-        return tuple(getattr(self, name) for name in self.queries)
+        """The queries as they are handed over, tokens first: of what has a row for each of them, all that is values."""
+        rows = (
+            name for name, form in self.forms.items() if form.has("T") and form.dtype not in (torch.int32, torch.int64)
+        )
+        arguments = {**self.given, **self.named}
+        return tuple(arguments[name] for name in rows) or (self.q,)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """The given requests in the given order; of new tokens the first ``queries`` of each, where that is not None.
@@ -147,19 +163,33 @@ class KernelCall(ABC):
             queries: new tokens of each that are kept, with their keys; only a prefill is cut.
         """
         rows, keys = (rows_of(starts, requests) for starts in (self.query_start_loc, self.key_start_loc))
-        each = [(name, rows) for name in self.per_row] + [(name, keys) for name in self.per_key]
-        there = [(name, at, x) for name, at in each if (x := getattr(self, name)) is not None]
+        means = {"q": "T", **self.means}
+        each = [(name, rows if of == "T" else keys, getattr(self, name)) for name, of in means.items() if of]
+        per_row = {name for name, form in self.forms.items() if form.has("T")}
+        given, named = (
+            {name: x[rows.to(x.device)] if name in per_row and x is not None else x for name, x in arguments.items()}
+            for arguments in (self.given, self.named)
+        )
         new, seen = (
             start_loc([starts[request + 1] - starts[request] for request in requests])
             for starts in (self.query_start_loc, self.key_start_loc)
         )
         return replace(
             self,
-            **{name: x[at.to(x.device)] for name, at, x in there},
+            **{name: x[at.to(x.device)] for name, at, x in each},
+            given=given,
+            named=named,
             query_start_loc=new,
             key_start_loc=seen,
             metadata=regrouped_metadata(self.metadata, requests, rows),
         )
+
+    def given_otherwise(self, **arguments: Any) -> Self:
+        """With other arguments of these names."""
+        given, named = (
+            {**held, **{n: x for n, x in arguments.items() if n in held}} for held in (self.given, self.named)
+        )
+        return replace(self, given=given, named=named)
 
     def overwritten(self, other: Self) -> Self:
         """This call with the contents of another one of the same shapes, at its own addresses, and what they mean."""
@@ -177,9 +207,12 @@ class KernelCall(ABC):
         if self.metadata is not None:
             backend.prepare_metadata(self.metadata)
 
-    @abstractmethod
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
-        """Make the call; what the backend returns."""
+        """Make the call, on memory as it was before; what the backend returns."""
+        self.reset()
+        written = {name: image.cache for name, image in self.written.items()}
+        named = {name: x for name, x in self.named.items() if x is not None}
+        return getattr(backend, self.entry)(*self.given.values(), **written, **named)
 
     def reset(self) -> None:
         """What is written, as it was before."""
@@ -194,8 +227,10 @@ class KernelCall(ABC):
 def regrouped_metadata(metadata: AnyMetadata, requests: Sequence[int], rows: torch.Tensor) -> AnyMetadata:
     """Metadata of some of a batch's requests, in the given order, whose rows these are; the maxima stay as they are."""
     held = {name: x for name, x in vars(metadata).items() if isinstance(x, torch.Tensor)}
-    found = {name: held[name][list(requests)] for name in _PER_REQUEST if name in held}
-    found |= {name: held[name][rows.to(held[name].device)] for name in _PER_ROW if name in held}
+    kind: Any = type(metadata)
+    forms = {name: form for name, form in forms_of(kind).items() if name in held}
+    found = {name: held[name][list(requests)] for name, form in forms.items() if form.has("B")}
+    found |= {name: held[name][rows.to(held[name].device)] for name, form in forms.items() if form.has("T")}
     if "query_start_loc" in held:
         starts = start_loc(found["query_lens_cpu"].tolist())
         found["query_start_loc"] = torch.tensor(starts).to(held["query_start_loc"])

@@ -53,7 +53,7 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         one = parts[0]
         return cls(parts=parts, **operands, query_start_loc=one.query_start_loc, key_start_loc=one.key_start_loc)
 
-    means: ClassVar = ("q", "k", "v")
+    means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @property
     def name(self) -> str:

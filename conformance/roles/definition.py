@@ -46,10 +46,6 @@ def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-def _nothing(case: Any, dtype: torch.dtype) -> dict[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RoleDefinition:
     """A role; by default one that asks for attention."""
@@ -61,7 +57,7 @@ class RoleDefinition:
     # the arguments that its classes are constructed with, beside ``vllm_config``
     constructed: tuple[str, ...] = KERNEL_SIZES
     # what configurations and constructors are told beside :func:`facts_of`, or otherwise
-    facts: Callable[[Any, torch.dtype], dict[str, Any]] = _nothing
+    facts: Callable[[Any, torch.dtype], dict[str, Any]] = lambda case, dtype: {}
     golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
     judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
 

@@ -134,9 +134,9 @@ def test_dequantised_values_are_right_within_the_rounding_of_what_they_mean() ->
 
 def test_tokens_without_a_slot_stand_behind_and_between_and_hold_other_poison() -> None:
     (call,) = calls(f"{WRITE};pad=3")
-    assert call.operands["slot_mapping"][-3:].tolist() == [-1] * 3 and len(call.operands["slot_mapping"]) == 9
-    assert len(call.operands["kv_c"]) == 12 and bool(call.operands["kv_c"][-6:].isnan().all())
-    mapped = [call.operands["slot_mapping"] >= 0 for call in calls(f"{WRITE};ranks=2;page=16")]
+    assert call.named["slot_mapping"][-3:].tolist() == [-1] * 3 and len(call.named["slot_mapping"]) == 9
+    assert len(call.named["kv_c"]) == 12 and bool(call.named["kv_c"][-6:].isnan().all())
+    mapped = [call.named["slot_mapping"] >= 0 for call in calls(f"{WRITE};ranks=2;page=16")]
     # Tokens 60 to 64 of the first request and token 0 of the second: even ones are the first rank's.
     assert mapped[0].tolist() == [True, False, True, False, True, True]
     assert torch.equal(mapped[1], ~mapped[0])
@@ -147,11 +147,11 @@ def test_ranks_write_each_entry_once_and_map_it_to_the_slot_that_they_write() ->
     written = calls(f"latent_write:call=write_latent;dims=16-8-16-32;{fields}")
     mapped = calls(f"slot_mapping:{fields}")
     for one, other in zip(written, mapped, strict=True):
-        slots, rows = one.operands["slot_mapping"], other.written["slot_mapping"]
+        slots, rows = one.named["slot_mapping"], other.written["slot_mapping"]
         assert isinstance(rows, WrittenRows)
         assert torch.equal(slots >= 0, rows.low[: len(slots)] >= 0)
         assert torch.equal(slots % 16, rows.low[: len(slots)] % 16)
-    owners = torch.stack([call.operands["slot_mapping"] >= 0 for call in written]).sum(dim=0)
+    owners = torch.stack([call.named["slot_mapping"] >= 0 for call in written]).sum(dim=0)
     assert owners.tolist() == [1] * 45
 
 
@@ -159,7 +159,7 @@ def test_an_entry_of_several_tokens_is_written_by_the_last_of_them() -> None:
     (call,) = calls("slot_mapping:q=[9];kv=[2];page=2;ratio=4")
     rows = call.written["slot_mapping"]
     assert isinstance(rows, WrittenRows)
-    first = int(call.operands["block_table"][0, 0]) * 2
+    first = int(call.named["block_table"][0, 0]) * 2
     assert rows.low[:9].tolist() == [-1, first, -1, -1, -1, first + 1, -1, -1, -1]
 
 
@@ -171,9 +171,9 @@ def test_slots_reach_beyond_int32() -> None:
 
 def test_lists_hold_ends_of_pages_and_what_has_no_slot() -> None:
     (call,) = calls(f"{LISTS};topk=64;page=16;outside=1")
-    listed, right = call.operands["token_indices"], call.written["out"]
+    listed, right = call.named["token_indices"], call.written["out"]
     assert isinstance(right, WrittenRows)
-    room = call.operands["block_table"].shape[1] * 16
+    room = call.named["block_table"].shape[1] * 16
     assert bool((listed == -1).any()) and bool((listed >= room).any()) and bool((listed == 61).any())
     assert torch.equal(right.low == -1, (listed < 0) | (listed >= room))
 
@@ -192,10 +192,10 @@ def test_no_scale_is_on_an_edge_and_values_are_those_of_the_model(text: str) -> 
 def test_a_gather_reads_entries_from_its_start_on() -> None:
     text = "latent_gather:call=gather_latent;dims=16-8-16-32;q=[3];kv=[9];page=4;ratio=2"
     (call,) = calls(text)
-    table, right = call.operands["block_table"][0], call.written["workspace"]
+    table, right = call.named["block_table"][0], call.written["workspace"]
     assert isinstance(right, WrittenRows)
     slots = torch.tensor([int(table[at // 4]) * 4 + at % 4 for at in (4, 5, 6)])
-    assert torch.equal(read_entries(call.operands["kv_cache"], slots, "auto"), right.low)
+    assert torch.equal(read_entries(call.named["kv_cache"], slots, "auto"), right.low)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mla_conformance.backends.operands import table
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, CaseError, at_least
 from mla_conformance.roles.decode.case import DecodeCase
@@ -177,10 +178,18 @@ def test_a_role_s_table_that_contradicts_itself_says_where() -> None:
         class Wrong(TopKCase):
             topk: int = at_least(1, 0)
 
-    with pytest.raises(TypeError, match=r"Wrongly\.per_row: expected names of its fields, got 'logits'"):
+    with pytest.raises(TypeError, match=r"Wrongly\.means: expected names of its fields, got 'logits'"):
 
         class Wrongly(TopKCall):
-            per_row = ("q", "logits")
+            means: ClassVar = {"q": "T", "logits": "T"}
+
+    with pytest.raises(
+        TypeError, match=r"Formless\.lengths: expected a form of it, Annotated\[Tensor, Form\(\.\.\.\)\]"
+    ):
+
+        @table
+        class Formless:
+            lengths: torch.Tensor | None
 
     wrong, case = replace(TOPK, config=NamedTuple("Config", [("columns", int)])), Case.parse("select:q=[1];kv=[9]")
     with pytest.raises(TypeError, match=r"role topk: expected a fact for Config\.columns, got none"):

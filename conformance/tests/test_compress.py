@@ -76,7 +76,9 @@ def by_hand(batch: CompressBatch, request: int, group: int) -> torch.Tensor:
 )
 def test_golden_entries_are_those_of_the_definition(text: str) -> None:
     batch = CompressBatch(parsed(text), CPU)
-    low, high = batch._bounds()
+    image = batch.calls()[0].written["kv_cache"]
+    assert isinstance(image, WrittenEntries) and image.bounds is not None
+    low, high = image.bounds
     number = 0
     for request, total in enumerate(batch.case.totals):
         for group in range(total // batch.case.ratio):
@@ -222,10 +224,10 @@ def test_a_compressor_refuses_what_does_not_fit() -> None:
     step = call.steps[0]
     kernel.prepare_metadata(replace(step.metadata, positions=step.metadata.positions.int()))
     with pytest.raises(ValueError, match=r"positions: expected \[5\] of torch.int64, got \[5\] of torch.int32"):
-        kernel.run_compress(step.kv, step.score, **call.operands, **caches)
+        kernel.run_compress(step.kv, step.score, **call.named, **caches)
     kernel.prepare_metadata(step.metadata)
     with pytest.raises(ValueError, match=r"ape: expected \[4, 16\]"):
-        kernel.run_compress(step.kv, step.score, **{**call.operands, "ape": call.operands["ape"][:2]}, **caches)
+        kernel.run_compress(step.kv, step.score, **{**call.named, "ape": call.named["ape"][:2]}, **caches)
 
 
 @pytest.mark.parametrize(

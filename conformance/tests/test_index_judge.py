@@ -81,7 +81,7 @@ def test_slots_are_those_of_the_own_request() -> None:
     assert verdict(problem, reported).status is Status.PASS
     reported[0, 0] = slots.slots[22]
     assert "is no token of the request, at request 0, query 0" in verdict(problem, reported).message
-    reported[0, 0] = slots.stored.shape[0] * slots.stored.shape[1]
+    reported[0, 0] = slots.given["k"].shape[0] * slots.given["k"].shape[1]
     assert "is no token of the request" in verdict(problem, reported).message
 
 

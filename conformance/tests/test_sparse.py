@@ -82,7 +82,7 @@ def test_slots_lead_to_the_keys_that_the_golden_result_is_of(fields: dict[str, A
     call = call_of(case(dtype="bf16", **fields))
     assert call.case.kv_lora_rank == call.width
     named = call.selected >= 0
-    entries = gather(call.kv_cache, call.topk_indices[named].long(), call.case.cache)
+    entries = gather(call.stored, call.topk_indices[named].long(), call.case.cache)
     read = dequantise(entries, call.case.cache, call.k_scale, torch.bfloat16)
     torch.testing.assert_close(read.double(), call.k[call.selected[named], 0], rtol=1e-6, atol=0.0)
 
@@ -96,7 +96,7 @@ def test_what_no_list_names_is_poison_if_the_case_says_so() -> None:
 
 @pytest.mark.parametrize("call", ["sparse_decode", "sparse_prefill"])
 def test_poison_stands_before_and_behind_what_numbers_name(call: str) -> None:
-    cache = call_of(case(call=call, spare=0)).kv_cache
+    cache = call_of(case(call=call, spare=0)).stored
     whole = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
     last = cache.storage_offset() + cache.numel()
     assert min(cache.storage_offset(), len(whole) - last) >= cache.shape[1] * cache.shape[2]

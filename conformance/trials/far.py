@@ -35,7 +35,7 @@ def far_problem(case: Case, near: Problem) -> Problem:
     if reach.operand != "rows":
         name = "kv_cache" if reach.operand == "cache" else reach.operand
         spread = {name: _spread(getattr(call, name), reach.elements)}
-        return replace(near, calls=(replace(call, **spread),))
+        return replace(near, calls=(call.given_otherwise(**spread) if call.given else replace(call, **spread),))
     return (_behind_others if isinstance(call, PrefillCall) else _lists_behind_others)(near, rows_before(case))
 
 
@@ -91,12 +91,12 @@ def _lists_behind_others(near: Problem, rows: int) -> Problem:
     """The request of ``near``, over gathered keys, behind one of so many rows, each of which names its own key."""
     call = near.calls[0]
     assert isinstance(call, SparseCall) and call.metadata.workspace_starts is not None
-    assert call.case.space == IndexSpace.SLOT and call.topk_length is None
-    query, keys = (_behind_ones(x, rows) for x in (call.query, call.kv_cache))
+    assert call.case.space == IndexSpace.SLOT and call.length is None
+    query, keys = (_behind_ones(call.given[name], rows) for name in ("q", "kv"))
     others = torch.full((rows, call.topk_indices.shape[1]), NO_KEY, dtype=torch.int32, device=near.device)
     others[:, 0] = torch.arange(rows)
     own = torch.where(call.topk_indices == NO_KEY, NO_KEY, call.topk_indices + rows)
-    lengths = [rows, len(call.query)], [rows, int(call.metadata.seq_lens_cpu)]
+    lengths = [rows, len(call.q)], [rows, int(call.metadata.seq_lens_cpu)]
     metadata = replace(
         call.metadata,
         query_start_loc=int32(start_loc(lengths[0]), near.device),
@@ -108,8 +108,8 @@ def _lists_behind_others(near: Problem, rows: int) -> Problem:
         query_lens_cpu=int32(lengths[0], torch.device("cpu")),
         seq_lens_cpu=int32(lengths[1], torch.device("cpu")),
     )
-    big = replace(call, query=query, kv_cache=keys, topk_indices=torch.cat([others, own]), metadata=metadata)
-    return replace(near, calls=(big,))
+    big = call.given_otherwise(q=query, kv=keys, topk_indices=torch.cat([others, own]))
+    return replace(near, calls=(replace(big, metadata=metadata),))
 
 
 def _behind_ones(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -19,10 +19,10 @@ def reversed_lists(problem: Problem) -> Problem:
     def reverse(call: SparseCall) -> SparseCall:
         columns = _columns(call).expand_as(call.topk_indices)
         length = torch.full_like(columns[:, :1], columns.shape[1])
-        if call.topk_length is not None:
-            length = call.topk_length.long().unsqueeze(1)
+        if call.length is not None:
+            length = call.length.long().unsqueeze(1)
         order = torch.where(columns < length, length - 1 - columns, columns)
-        return replace(call, topk_indices=call.topk_indices.gather(1, order))
+        return call.given_otherwise(topk_indices=call.topk_indices.gather(1, order))
 
     return _changed(problem, reverse, problem.key)
 
@@ -32,7 +32,7 @@ def widened_lists(problem: Problem, columns: int) -> Problem:
 
     def widened(call: SparseCall) -> SparseCall:
         behind = call.topk_indices.new_full((len(call.topk_indices), columns), NO_KEY)
-        return replace(call, topk_indices=torch.cat((call.topk_indices, behind), dim=1))
+        return call.given_otherwise(topk_indices=torch.cat((call.topk_indices, behind), dim=1))
 
     return _changed(problem, widened, problem.key)
 
@@ -63,9 +63,10 @@ def _kept(problem: Problem, kept: Callable[[SparseCall], torch.Tensor], said: st
         own, rest = call.selected.tensor_split([call.topk_indices.shape[1]], dim=1)
         counted = kept(call)
         selected = torch.cat((own.masked_fill(~counted, NO_KEY), rest), dim=1)
-        if call.topk_length is not None:
-            counted = counted | (_columns(call) >= call.topk_length.unsqueeze(1))
-        return replace(call, topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY), selected=selected)
+        if call.length is not None:
+            counted = counted | (_columns(call) >= call.length.unsqueeze(1))
+        blank = call.given_otherwise(topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY))
+        return replace(blank, selected=selected)
 
     return _changed(problem, blanked, f"{problem.key}|{said}")
 

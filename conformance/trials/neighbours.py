@@ -60,16 +60,16 @@ def _(call: DecodeCall, request: int, kind: str) -> None:
 
 @_spoil_keys.register
 def _(call: SparseCall, request: int, kind: str) -> None:
-    slots = call.slots[list(segments(call.key_start_loc))[request]].to(call.kv_cache.device)
-    entries = poison((len(slots), call.kv_cache.shape[2]), call.kv_cache.dtype, call.kv_cache.device, kind)
-    write_entries(call.kv_cache, entries, slots, call.case.cache)
+    slots = call.slots[list(segments(call.key_start_loc))[request]].to(call.stored.device)
+    entries = poison((len(slots), call.stored.shape[2]), call.stored.dtype, call.stored.device, kind)
+    write_entries(call.stored, entries, slots, call.case.cache)
 
 
 @_spoil_keys.register
 def _(call: IndexerCall, request: int, kind: str) -> None:
-    slots = call.slots[list(segments(call.key_start_loc))[request]].to(call.stored.device)
-    entries = poison((len(slots), call.stored.shape[-1]), call.stored.dtype, call.stored.device, kind)
-    stored = call.stored if call.case.is_paged else call.stored.unsqueeze(1)
+    stored = call.given["k"] if call.case.is_paged else call.given["k"].unsqueeze(1)
+    slots = call.slots[list(segments(call.key_start_loc))[request]].to(stored.device)
+    entries = poison((len(slots), stored.shape[-1]), stored.dtype, stored.device, kind)
     write_entries(stored, entries, slots, call.case.cache if call.case.is_paged else "auto")
 
 

@@ -45,7 +45,8 @@ def scale_cache(problem: Problem, factor: float) -> Problem:
 
 def _rescaled(call: KernelCall, factor: float, meant: float) -> AttentionCall:
     assert isinstance(call, DecodeCall | SparseCall)
-    return replace(call, k_scale=call.k_scale * factor, k=call.k * meant, v=call.v * meant)
+    rescaled = call.given_otherwise(k_scale=call.k_scale * factor)
+    return replace(rescaled, k=call.k * meant, v=call.v * meant)
 
 
 def overwrite(problem: Problem, other: Problem) -> Problem:

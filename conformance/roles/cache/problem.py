@@ -11,7 +11,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
 from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import ProblemError, edges, segments, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, block_table_of, write_pages
 from mla_conformance.problems.written_entries import WrittenEntries
@@ -28,8 +28,8 @@ _ASIDE = 1 - 2.0**-6
 _HOLES = 8
 """One of so many places in a list is -1, and another one outside where that is asked for."""
 
-Arguments = tuple[Mapping[str, torch.Tensor], Mapping[str, CacheImage | WrittenRows], Mapping[str, int]]
-"""What a call reads, what it writes, and its numbers, each by the names of its arguments."""
+Arguments = tuple[Mapping[str, Any], Mapping[str, CacheImage | WrittenRows]]
+"""What a call is given, and what it writes, by the names of its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,10 @@ class CacheCall(KernelCall):
     """``run_write_latent`` and its siblings; q is [T, 1, L + R] of the model's dtype, k the same, of no token."""
 
     case: CachedCase
-    operands: Mapping[str, torch.Tensor]  # the tensors that it reads, by the names of its arguments
     written: Mapping[str, CacheImage | WrittenRows | WrittenEntries]
-    numbers: Mapping[str, int]  # its other arguments
     rank: int = 0  # whose call it is
 
-    means: ClassVar = ("q", "k")
+    means: ClassVar = {"q": "T", "k": ""}
 
     @property
     def name(self) -> str:
@@ -50,11 +48,12 @@ class CacheCall(KernelCall):
         return f"{name} on rank {self.rank}" if self.case.ranks > 1 else name
 
     @property
+    def entry(self) -> str:
+        return f"run_{self.case.call}"
+
+    @property
     def result_shape(self) -> tuple[int, ...]:
         return tuple(self.q.shape)
-
-    def owned(self) -> dict[str, torch.Tensor]:
-        return {f"{name} of {self.name}": x for name, x in self.operands.items()}
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: what a call writes goes by the whole batch.
@@ -63,12 +62,6 @@ class CacheCall(KernelCall):
             ProblemError: always.
         """
         raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
-
-    def invoke(self, backend: Any, out: Guarded | None) -> None:
-        """The call that the case names, on memory as it was before."""
-        self.reset()
-        given = {name: image.cache for name, image in self.written.items()}
-        getattr(backend, f"run_{self.case.call}")(**given, **self.operands, **self.numbers)
 
 
 class CacheBatch(CachedBatch[CacheCase]):
@@ -115,7 +108,7 @@ class CacheBatch(CachedBatch[CacheCase]):
     def call(self, rank: int) -> CacheCall:
         case, counted = self.case, start_loc(self.case.q)
         made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else self._compute
-        operands, written, numbers = made(rank)
+        given, written = made(rank)
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         return CacheCall(
             q=q,
@@ -123,9 +116,8 @@ class CacheBatch(CachedBatch[CacheCase]):
             query_start_loc=counted,
             key_start_loc=(0,) * len(counted),
             case=case,
-            operands=operands,
+            named=given,
             written=written,
-            numbers=numbers,
             rank=rank,
         )
 
@@ -143,21 +135,18 @@ class CacheBatch(CachedBatch[CacheCase]):
         slots = torch.full((sum(self.totals),), -1)
         slots[stored] = pages.slots
         mapped = torch.cat((slots[self._new], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
-        new = [self._padded(x[self._new]) for x in self.latents]
+        # Rows of padding are another poison than the cache's, so that it shows where they were written.
+        behind = [-poison((2 * case.pad, x.shape[1]), self.dtype, x.device, case.poison) for x in self.latents]
+        new = [torch.cat((x[self._new], rows)).to(self.device) for x, rows in zip(self.latents, behind, strict=True)]
         kv_c, k_pe = lay_out_latents(new[0], new[1], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
-        return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}, {}
+        return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}
 
     @property
     def _new(self) -> torch.Tensor:
         """[T] numbers of the new tokens among all entries."""
         stops = start_loc(self.totals)[1:]
         return torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, self.case.q, strict=True)])
-
-    def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        """With rows of another poison than the cache's, so that it shows where they were written."""
-        padding = -poison((2 * self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
-        return torch.cat([x, padding]).to(self.device)
 
     def _gather(self, rank: int) -> Arguments:
         """Of entries from a token on; rows of padding are requests without any."""
@@ -166,15 +155,16 @@ class CacheBatch(CachedBatch[CacheCase]):
         firsts = [start + kv // case.ratio for start, kv in zip(starts, case.kv, strict=False)]
         rows = [at for first, q in zip(firsts, case.q, strict=True) for at in range(first, first + q)]
         padding = (0,) * case.pad
-        operands = {
+        given = {
             "kv_cache": pages.cache,
             "block_table": pages.block_table,
             "cu_seq_lens": int32(start_loc((*case.q, *padding)), self.device),
             "seq_starts": int32((*case.kv, *padding), self.device),
             **({"k_scale": self.k_scale} if case.call == GATHERS[0] else {}),
+            "compress_ratio": case.ratio,
         }
         parts = {name: self._rows(name, *found) for name, found in self._gathered(self.entries[rows]).items()}
-        return operands, parts, {"compress_ratio": case.ratio}
+        return given, parts
 
     def _gathered(self, entries: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
         """The least and the most that each workspace may hold."""
@@ -216,14 +206,17 @@ class CacheBatch(CachedBatch[CacheCase]):
             slots.append(of_entries[kv:])
         right = torch.cat((*slots, torch.full((case.pad + _BEHIND,), -1))).to(SLOT_DTYPES[case.slots]).to(self.device)
         positions = [torch.arange(kv, kv + q) for q, kv in zip(case.q, case.kv, strict=True)]
-        operands = {
+        given = {
             "query_start_loc": int32(start_loc((*case.q, *(0,) * case.pad)), self.device),
             "positions": torch.cat((*positions, torch.full((case.pad,), 2**40))).to(self.device),
             "block_table": table.to(self.device),
+            "block_size": case.page,
+            "compress_ratio": case.ratio,
+            "dcp_world_size": case.ranks,
+            "dcp_rank": rank,
+            "cp_kv_cache_interleave_size": case.interleave,
         }
-        world = {"dcp_world_size": case.ranks, "dcp_rank": rank, "cp_kv_cache_interleave_size": case.interleave}
-        numbers = {"block_size": case.page, "compress_ratio": case.ratio, **world}
-        return operands, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}, numbers
+        return given, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}
 
     def _global(self, table: torch.Tensor, held: list[Sequence[int]], rank: int) -> Arguments:
         """The slots of positions that each row's list names in any order, both ends of pages first."""
@@ -243,9 +236,10 @@ class CacheBatch(CachedBatch[CacheCase]):
             listed[place > _HOLES - 1] = table.shape[1] * case.page + listed[place > _HOLES - 1].abs()
         named = (listed >= 0) & (listed < table.shape[1] * case.page)
         right = slots.where(named, -1).int()
-        operands = {
+        given = {
             "req_id_per_token": request.int().to(self.device),
             "block_table": table.to(self.device),
             "token_indices": listed.int().to(self.device),
+            "block_size": case.page,
         }
-        return operands, {"out": self._rows("out", right, right, behind=0)}, {"block_size": case.page}
+        return given, {"out": self._rows("out", right, right, behind=0)}

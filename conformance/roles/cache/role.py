@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
 from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned
@@ -15,7 +13,6 @@ from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.steps import Form, Steps
 from mla_conformance.judging.verdict import Check, Verdict
 from mla_conformance.problems.problem import Problem
-from mla_conformance.roles.cache.case import CacheCase
 from mla_conformance.roles.cache.problem import SLOT_DTYPES, CacheBatch
 from mla_conformance.roles.definition import RoleDefinition
 
@@ -52,21 +49,17 @@ class CacheJudge(Steps):
         return iter(())
 
 
-def _facts(case: CacheCase, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "slot_dtype": SLOT_DTYPES[case.slots],
-        "dequantise": case.dequantise,
-        "compress_ratio": case.ratio,
-        "outside": case.outside,
-    }
-
-
 CACHE = RoleDefinition(
     role=Role.CACHE,
     batch=CacheBatch,
     config=MLACacheSelectorConfig,
     constructed=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "tile_scales"),
-    facts=_facts,
+    facts=lambda case, dtype: {
+        "slot_dtype": SLOT_DTYPES[case.slots],
+        "dequantise": case.dequantise,
+        "compress_ratio": case.ratio,
+        "outside": case.outside,
+    },
     golden=golden_bytes,
     judge=CacheJudge,
 )

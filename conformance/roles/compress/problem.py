@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class CompressStep:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressCall(CacheCall):
-    """``run_compress`` for each step, in order; what all of them read is in ``operands``."""
+    """``run_compress`` for each step, in order; what all of them read is in ``named``."""
 
     steps: tuple[CompressStep, ...]
 
@@ -64,7 +63,7 @@ class CompressCall(CacheCall):
         caches = {name: image.cache for name, image in self.written.items()}
         for step in self.steps:
             backend.prepare_metadata(step.metadata)
-            backend.run_compress(step.kv, step.score, **self.operands, **caches)
+            backend.run_compress(step.kv, step.score, **self.named, **caches)
 
 
 def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
@@ -97,28 +96,32 @@ class CompressBatch(Draw[CompressCase]):
 
     def calls(self) -> tuple[CompressCall]:
         """One, which makes all over the tokens."""
-        case, counted, steps = self.case, start_loc(self.case.q), self._steps()
+        case, counted, both = self.case, start_loc(self.case.q), zip(self.case.steps(), self._tables[0], strict=True)
+        steps = tuple(self._step(step, columns) for step, columns in both)
         ape, norm_weight = self.weights
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
         slots = torch.cat([step.metadata.state_slot_mapping for step in steps])
+        blocks, form = 1 + len(self._tables[1]), PageForm("auto", case.state_page, _GUARDS)
+        states = poisoned_pages(case, form, blocks, torch.empty(0, 2 * case.columns), self.device)
+        golden = [self._golden(rows) for rows in segments(start_loc(case.totals))]
+        low, high = (torch.cat(bound).to(self.dtype) for bound in zip(*golden, strict=True))
         only = CompressCall(
             q=q,
             k=q[:0],
             query_start_loc=counted,
             key_start_loc=(0,) * len(counted),
             case=case,
-            operands={
+            named={
                 "ape": ape.to(self.device),
                 "norm_weight": norm_weight.to(self.device),
                 "cos_sin_cache": self.table.to(self.device),
             },
             written={
-                "state_cache": WrittenEntries.of("the states", self._states, slots[slots >= 0]),
+                "state_cache": WrittenEntries.of("the states", states, slots[slots >= 0]),
                 "kv_cache": WrittenEntries.of(
-                    "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), *self._bounds()
+                    "the cache", self._pages.cache, self._pages.slots, start_loc(self._entries), low, high
                 ),
             },
-            numbers={},
             steps=steps,
         )
         return (only,)
@@ -142,18 +145,6 @@ class CompressBatch(Draw[CompressCase]):
         tables = list(dealt.tables())
         return tables, torch.randperm(dealt.count + self.case.spare, generator=self.drawing(self.case.seed)) + 1
 
-    @cached_property
-    def _states(self) -> torch.Tensor:
-        """[blocks, state page, 2 · C · D] float32 of poison."""
-        blocks, form = 1 + len(self._tables[1]), PageForm("auto", self.case.state_page, _GUARDS)
-        return poisoned_pages(self.case, form, blocks, torch.empty(0, 2 * self.case.columns), self.device)
-
-    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the most [E, D] of every entry of every request, in the model's dtype."""
-        golden = [self._golden(rows) for rows in segments(start_loc(self.case.totals))]
-        low, high = zip(*golden, strict=True)
-        return torch.cat(low).to(self.dtype), torch.cat(high).to(self.dtype)
-
     def _golden(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the most [E, D] float64 of the entries of one request."""
         case, (ape, weight) = self.case, self.weights
@@ -162,24 +153,13 @@ class CompressBatch(Draw[CompressCase]):
         at = torch.cat(ape.double().chunk(2 if case.overlap else 1, dim=1))
         entry = pooled(k, windows(score, case.ratio, case.overlap, -torch.inf), at, torch.finfo(self.dtype).tiny)
         entry = rms_norm(entry, weight, EPS) if case.norm else entry
-        entry = rotated(self._rounded(entry), self.table[: len(k) * case.ratio : case.ratio], self._plain, True)
+        # A kernel may round to the model's dtype before it rotates; of the other columns that is the last rounding.
+        stored, plain = entry.rounded(entry.values), case.head_dim - case.rope_dim
+        stored[:, :plain] = 0.0
+        entry = Prepared(entry.values, entry.accumulated, stored, entry.least)
+        entry = rotated(entry, self.table[: len(k) * case.ratio : case.ratio], plain, True)
         error = entry.error(tolerance().float32_accumulation, unit_roundoff(self.dtype)) + _FLUSHED
         return entry.values - error, entry.values + error
-
-    @property
-    def _plain(self) -> int:
-        """Columns that are not rotated."""
-        return self.case.head_dim - self.case.rope_dim
-
-    def _rounded(self, entry: Prepared) -> Prepared:
-        """A kernel may round to the model's dtype before it rotates; of the other columns that is the last rounding."""
-        stored = entry.rounded(entry.values)
-        stored[:, : self._plain] = 0.0
-        return Prepared(entry.values, entry.accumulated, stored, entry.least)
-
-    def _steps(self) -> tuple[CompressStep, ...]:
-        both = zip(self.case.steps(), self._tables[0], strict=True)
-        return tuple(self._step(step, columns) for step, columns in both)
 
     def _step(self, step: Mapping[int, range], columns: Mapping[int, Columns]) -> CompressStep:
         """The call of these tokens of these requests, and of padding behind them."""
@@ -190,7 +170,11 @@ class CompressBatch(Draw[CompressCase]):
         behind = poison((case.pad, 2 * self.case.columns), self.projected.dtype, torch.device("cpu"), case.poison)
         x = torch.cat((self.projected[rows], behind)).unsqueeze(1).to(self.device)
         kv, score = lay_out("q", x, x, case)[:, 0].chunk(2, dim=1)
-        states = self._state_table(columns)
+        # Where a group does not need a page, what the case puts past the last.
+        blocks, width = self._tables[1], 1 + max(map(max, columns.values())) + _UNUSED_COLUMNS
+        states = tails_of(case, blocks, len(columns), width)
+        for row, held in enumerate(columns.values()):
+            states[row, list(held)] = blocks[list(held.values())].int()
         state = states.long()[own, positions // case.state_page] * case.state_page + positions % case.state_page
         metadata = CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
@@ -213,15 +197,6 @@ class CompressBatch(Draw[CompressCase]):
         ends = (positions + 1) % self.case.ratio == 0
         return self._pages.slots[entry].where(ends, -1)
 
-    def _state_table(self, columns: Mapping[int, Columns]) -> torch.Tensor:
-        """[B, state pages] int32 on the CPU: where a group does not need a page, what the case puts past the last."""
-        blocks = self._tables[1]
-        width = 1 + max(max(held) for held in columns.values()) + _UNUSED_COLUMNS
-        table = tails_of(self.case, blocks, len(columns), width)
-        for row, held in enumerate(columns.values()):
-            table[row, list(held)] = blocks[list(held.values())].int()
-        return table
-
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)
 
@@ -237,25 +212,23 @@ KINDS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, t
 others, exponentials beyond float32, no more variance than the norm adds, nothing but what belongs to places."""
 
 
-def _facts(case: CompressCase, dtype: torch.dtype) -> dict[str, Any]:
-    compression = Compression(
-        head_dim=case.head_dim,
-        rope_dim=case.rope_dim,
-        ratio=case.ratio,
-        overlap=case.overlap,
-        norm=case.norm,
-        eps=EPS,
-    )
-    inputs = input_dtype(case, dtype)
-    return {"compression": compression, "input_dtype": inputs, "state_block_size": case.state_page}
-
-
 COMPRESS = RoleDefinition(
     role=Role.COMPRESS,
     batch=CompressBatch,
     config=MLACompressSelectorConfig,
     constructed=("compression",),
-    facts=_facts,
+    facts=lambda case, dtype: {
+        "compression": Compression(
+            head_dim=case.head_dim,
+            rope_dim=case.rope_dim,
+            ratio=case.ratio,
+            overlap=case.overlap,
+            norm=case.norm,
+            eps=EPS,
+        ),
+        "input_dtype": input_dtype(case, dtype),
+        "state_block_size": case.state_page,
+    },
     golden=golden_bytes,
     judge=CacheJudge,
 )

@@ -44,19 +44,13 @@ def rank_operands(
 class DecodeCall(AttentionCall):
     """``run_decode`` on one rank; q, k and v are what it means: [T, N, L + R], [S, 1, L + R], [S, 1, L] in float64."""
 
-    ql_nope: torch.Tensor  # [T, N, L], as handed over
-    q_pe: torch.Tensor  # [T, N, R], as handed over
-    kv_cache: torch.Tensor  # [blocks, page, width]
-    k_scale: torch.Tensor  # float32 scalar
     metadata: MLACommonDecodeMetadata
     holds_codes: bool  # whether the cache stores codes, not values of the model's dtype
     lse: bool  # whether the LSE is asked for; a case that is about outputs leaves it to others
 
-    means: ClassVar = ("q", "k", "v")
-    reads: ClassVar = ("ql_nope", "q_pe", "kv_cache", "k_scale")
-    queries: ClassVar = ("ql_nope", "q_pe")
-    per_row: ClassVar = ("q", *queries)
-    per_key: ClassVar = ("k", "v")
+    entry = "run_decode"
+    interface: ClassVar = MLADecodeBackend
+    means: ClassVar = {"q": "T", "k": "S", "v": "S"}
 
     @property
     def name(self) -> str:
@@ -68,7 +62,7 @@ class DecodeCall(AttentionCall):
         return self.lse or self.metadata.dcp_world_size > 1
 
     def invoke(self, backend: MLADecodeBackend, out: Guarded | None) -> Any:
-        result = backend.run_decode(self.ql_nope, self.q_pe, self.kv_cache, self.k_scale)
+        result = super().invoke(backend, out)
         return result if self.returns_lse else output_of(result)
 
     def operands(self) -> AttentionOperands:

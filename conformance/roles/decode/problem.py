@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.calls import AttentionOperands
@@ -54,10 +52,7 @@ class DecodeBatch(CachedBatch[DecodeCase]):
             v=keys[..., : self.case.kv_lora_rank],
             query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(lengths),
-            ql_nope=ql_nope,
-            q_pe=q_pe,
-            kv_cache=pages.cache,
-            k_scale=self.k_scale,
+            given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
             metadata=self._metadata(rank, pages.block_table, lengths),
             holds_codes=self.case.holds_codes,
             lse=self.case.lse,
@@ -94,20 +89,15 @@ def lay_out_queries(q: torch.Tensor, case: DecodeCase) -> tuple[torch.Tensor, to
     return lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
 
 
-def _facts(case: CachedCase, dtype: torch.dtype) -> dict[str, Any]:
-    """Of all requests, or of those of a layer's batch that decode; ranks are merged by their LSE."""
-    queries = case.decode_queries
-    return {
-        "max_query_len": max(queries),
-        "uniform": len(set(queries)) == 1,
-        "lse": case.lse or case.ranks > 1,
-    }
-
-
 DECODE = RoleDefinition(
     role=Role.DECODE,
     batch=DecodeBatch,
     config=MLADecodeSelectorConfig,
     constructed=(*KERNEL_SIZES, "kv_cache_dtype"),
-    facts=_facts,
+    # of all requests, or of those of a layer's batch that decode; ranks are merged by their LSE
+    facts=lambda case, dtype: {
+        "max_query_len": max(case.decode_queries),
+        "uniform": len(set(case.decode_queries)) == 1,
+        "lse": case.lse or case.ranks > 1,
+    },
 )

@@ -1,8 +1,8 @@
 """From an indexer's case to its call: keys in a paged index cache or gathered, queries, and the weights of heads."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -11,9 +11,8 @@ from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
-from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
+from mla_conformance.problems.paging import PageForm, gather_entries, write_pages
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.roles.indexer.case import IndexerCase
 
@@ -25,23 +24,21 @@ _MEAN_WEIGHT = 0.5
 class IndexerCall(KernelCall):
     """``run_index_logits`` or ``run_index_topk``; q is what is handed over, k what the keys mean, in float64."""
 
-    query: torch.Tensor  # [T, H, D], as handed over
-    weights: torch.Tensor  # [T, H] float32
-    stored: torch.Tensor  # the keys as handed over, [blocks, page, width] or gathered [S, D]
-    k_scale: torch.Tensor | None  # [S] float32, of gathered codes
     slots: torch.Tensor  # [S] int64 on the CPU, where the key of each token stands
     metadata: MLASparseMetadata
     case: IndexerCase
 
-    means: ClassVar = ("k", "slots")
-    reads: ClassVar = ("query", "weights", "stored", "k_scale")
-    queries: ClassVar = ("query", "weights")
-    per_row: ClassVar = ("q", *queries)
-    per_key: ClassVar = means
+    interface: ClassVar = MLAIndexerBackend
+    means: ClassVar = {"q": "T", "k": "S", "slots": "S"}
+    called: ClassVar = {"q": "query", "k": "stored"}
 
     @property
     def name(self) -> str:
         return "index top-k" if self.selects else "index logits"
+
+    @property
+    def entry(self) -> str:
+        return "run_index_topk" if self.selects else "run_index_logits"
 
     @property
     def selects(self) -> bool:
@@ -55,15 +52,6 @@ class IndexerCall(KernelCall):
     @property
     def meant(self) -> tuple[torch.Tensor, ...]:
         return self.q, self.k, self.weights
-
-    def overwritten(self, other: Self) -> Self:
-        return replace(super().overwritten(other), q=other.q)
-
-    def invoke(self, backend: MLAIndexerBackend, out: Guarded | None) -> Any:
-        scale = {} if self.k_scale is None else {"k_scale": self.k_scale}
-        if self.selects:
-            return backend.run_index_topk(self.query, self.weights, self.stored, self.case.topk, **scale)
-        return backend.run_index_logits(self.query, self.weights, self.stored, **scale)
 
 
 class IndexerBatch(CachedBatch[IndexerCase]):
@@ -100,27 +88,29 @@ class IndexerBatch(CachedBatch[IndexerCase]):
 
     def calls(self) -> tuple[IndexerCall]:
         _ = self.entries, self.drawn, self.weights  # drawn in this order, whatever asks first
-        pages = self._stored()
-        k, k_scale = (pages.cache, None) if self.case.is_paged else self._gathered(pages.cache[:, 0])
+        if self.case.is_paged:
+            pages = write_pages(self, PageForm.of(self.case), self.entries, self.totals)
+            k, k_scale = pages.cache, None
+        else:
+            pages = gather_entries(self.case, self.entries, self.totals, self.device)
+            k, k_scale = self._gathered(pages.cache[:, 0])
         only = IndexerCall(
             q=self.queries,
             k=self.keys,
             query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(self.totals),
-            query=lay_out("q", self.queries, self.queries, self.case),
-            weights=self.weights,
-            stored=k,
-            k_scale=k_scale,
+            given={
+                "q": lay_out("q", self.queries, self.queries, self.case),
+                "weights": self.weights,
+                "k": k,
+                **({"topk_tokens": self.case.topk} if self.case.call == Call.INDEX_TOPK else {}),
+            },
+            named={"k_scale": k_scale},
             slots=pages.slots,
             metadata=sparse_metadata(self, pages, self.totals, paged=self.case.is_paged, space=self.case.space),
             case=self.case,
         )
         return (only,)
-
-    def _stored(self) -> Pages:
-        if self.case.is_paged:
-            return write_pages(self, PageForm.of(self.case), self.entries, self.totals)
-        return gather_entries(self.case, self.entries, self.totals, self.device)
 
     def _gathered(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Keys [S, D] and the scales [S] of codes, of gathered entries [S, width]."""

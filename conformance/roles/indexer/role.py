@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -23,7 +22,6 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.indexer.problem import IndexerBatch, IndexerCall
 
 
@@ -51,7 +49,8 @@ def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> 
     starts = torch.tensor(call.key_start_loc, device=numbers.device)
     request = rows.pick(call.metadata.req_id_per_token.long())
     first, end = starts[request].unsqueeze(1), starts[request + 1].unsqueeze(1)
-    blocks, page = call.stored.shape[:2] if call.case.is_paged else (len(call.stored), 1)
+    stored = call.given["k"]
+    blocks, page = stored.shape[:2] if call.case.is_paged else (len(stored), 1)
     keys = numbers.new_full((blocks * page,), NOTHING)
     keys[call.slots.to(numbers.device)] = torch.arange(len(call.slots), device=numbers.device)
     key = keys[numbers.clamp(0, len(keys) - 1)].where((numbers >= 0) & (numbers < len(keys)), NOTHING)
@@ -122,23 +121,19 @@ def _call(returned: Returned) -> IndexerCall:
     return returned.call
 
 
-def _facts(case: IndexerCase, dtype: torch.dtype) -> dict[str, Any]:
-    return {
+INDEXER = RoleDefinition(
+    role=Role.INDEXER,
+    batch=IndexerBatch,
+    config=MLAIndexerSelectorConfig,
+    constructed=("num_heads", "head_dim", "kv_cache_dtype"),
+    facts=lambda case, dtype: {
         "call": "logits" if case.call == Call.INDEX_LOGITS else "topk",
         "paged": case.is_paged,
         "block_size": case.page if case.is_paged else 1,
         "head_dim": case.head_dim,
         "topk_tokens": case.topk,
         "index_space": case.space,
-    }
-
-
-INDEXER = RoleDefinition(
-    role=Role.INDEXER,
-    batch=IndexerBatch,
-    config=MLAIndexerSelectorConfig,
-    constructed=("num_heads", "head_dim", "kv_cache_dtype"),
-    facts=_facts,
+    },
     golden=golden_scores,
     judge=IndexJudge,
 )

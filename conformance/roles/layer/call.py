@@ -50,7 +50,7 @@ class LayerCall(CallOfARank):
     chunks: int  # context chunks that a prefill merges with its new tokens
     packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
 
-    means: ClassVar = ("q", "k", "v", "latents")
+    means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
 
     @property
     def name(self) -> str:

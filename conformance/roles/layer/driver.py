@@ -47,7 +47,9 @@ class Layer:
     ) -> None:
         self.backend, self._case, self._device, self._group = backend, case, device, group or OnlyRank()
         self.config = configuration_of(case, dtype)
-        self.state = backend.get_state_cls()(self._runner()) if hasattr(backend, "get_state_cls") else None
+        configs = {name: getattr(self.config, name) for name in ("model_config", "scheduler_config", "cache_config")}
+        runner = SimpleNamespace(**configs, device=device)
+        self.state = backend.get_state_cls()(runner) if hasattr(backend, "get_state_cls") else None
         self._linear: Linear | PackedLinear | None = None
 
     def load(self, linear: Linear | PackedLinear) -> None:
@@ -64,7 +66,9 @@ class Layer:
             with dcp_group(self._group), set_current_config(self.config):
                 self.impl = self._make_impl(linear)
                 # Behind its layer, which some builders look up.
-                self.builder = self._make_builder()
+                sizes = {"block_size": self._case.page, "head_size": self.config.model_config.head_size}
+                spec = MLAAttentionSpec(**sizes, cache_dtype_str=self._case.cache)
+                self.builder = self.backend.get_builder_cls()(spec, ["layer"], self.config, self._device)
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
     def prepare(self, call: "LayerCall") -> None:
@@ -112,11 +116,6 @@ class Layer:
         floats = {f"_{name}_scale_float": x for name, x in scales.items()}
         return SimpleNamespace(**tensors, **floats, _prob_scale=torch.tensor(0.3, device=self._device))
 
-    def _make_builder(self) -> Any:
-        head_size = self.config.model_config.head_size
-        spec = MLAAttentionSpec(block_size=self._case.page, head_size=head_size, cache_dtype_str=self._case.cache)
-        return self.backend.get_builder_cls()(spec, ["layer"], self.config, self._device)
-
     def _make_impl(self, linear: Linear | PackedLinear) -> Any:
         case, dims = self._case, self._case.dimensions
         return self.backend.get_impl_cls()(
@@ -137,15 +136,6 @@ class Layer:
             qk_head_dim=dims.qk_head_dim,
             v_head_dim=dims.v_head_dim,
             kv_b_proj=linear,
-        )
-
-    def _runner(self) -> Any:
-        config = self.config
-        return SimpleNamespace(
-            model_config=config.model_config,
-            scheduler_config=config.scheduler_config,
-            cache_config=config.cache_config,
-            device=self._device,
         )
 
 

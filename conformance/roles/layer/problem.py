@@ -1,7 +1,8 @@
 """From a layer case to its calls: a batch of prefills and decodes over a paged cache, and what it must leave there."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from itertools import starmap
 
 import torch
 
@@ -133,7 +134,10 @@ class LayerBatch(CachedBatch[LayerCase]):
         """kv_c [S, L] and k_pe [S, R] float64 on the device: as stored, but new tokens of a prefill as they came."""
         case, entries = self.case, self.entries.to(self.device)
         stored = decode_rows(entries, case.cache, case.cache_scale, *case.latent_dims, self.dtype)
-        as_new = self._rows_of_prefills().unsqueeze(1).to(self.device)
+        # Tokens that a prefill attends to without reading them from the cache.
+        batch = zip(case.q, case.kv, self._prefills, strict=True)
+        flags = [prefill and token >= kv for q, kv, prefill in batch for token in range(q + kv)]
+        as_new = torch.tensor(flags, dtype=torch.bool).unsqueeze(1).to(self.device)
         latents = (x.to(self.device) for x in self.latents)
         kv_c, k_pe = (torch.where(as_new, new.double(), old) for new, old in zip(latents, stored, strict=True))
         return kv_c, k_pe
@@ -182,7 +186,12 @@ class LayerBatch(CachedBatch[LayerCase]):
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, heads = self.case, self.case.heads_of(rank)
-        expected = self._expected(self.held(rank), self.owned(rank)[1])
+        held, rows = self.held(rank), self.owned(rank)[1]
+        lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
+        pages = write_pages(self, PageForm.of(case), self.entries[rows], lengths)
+        new = [[at >= total - q for at in own] for own, total, q in zip(held, self.totals, case.q, strict=False)]
+        expected = ExpectedCache(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
+        batch = zip(case.q, case.kv, expected.block_ids, self._prefills, strict=False)
         k, v = (x[:, heads] for x in self.keys_and_values)
         queries = self.queries[:, heads]
         chunks = plan_context_chunks(case.prefill_contexts, workspace_tokens=case.workspace_tokens, page_size=case.page)
@@ -197,7 +206,7 @@ class LayerBatch(CachedBatch[LayerCase]):
             k_pe=k_pe.unsqueeze(1),
             weight=self.weight[:, heads],
             latents=self.seen[0],
-            requests=self._requests(expected.block_ids),
+            requests=tuple(starmap(LayerRequest, batch)),
             padding=case.pad or -1,
             padding_counts=self.case.padding_counts,
             written={"kv_cache": expected.image()},
@@ -210,14 +219,6 @@ class LayerBatch(CachedBatch[LayerCase]):
         """Whether each request of the case prefills."""
         return [index not in self.case.decoding for index in range(len(self.case.q))]
 
-    def _rows_of_prefills(self) -> torch.Tensor:
-        """[S] bool: tokens that a prefill attends to without reading them from the cache."""
-        flags = [
-            [prefill and token >= kv for token in range(q + kv)]
-            for q, kv, prefill in zip(self.case.q, self.case.kv, self._prefills, strict=True)
-        ]
-        return torch.tensor([flag for request in flags for flag in request], dtype=torch.bool)
-
     def _new_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """The rows [S, width] of the new tokens, and poison for the padding."""
         stops = start_loc(self.totals)[1 : len(self.case.q) + 1]
@@ -228,20 +229,6 @@ class LayerBatch(CachedBatch[LayerCase]):
         """With rows of another poison than the cache's, so that it shows where they were written."""
         padding = -poison((self.case.pad, *x.shape[1:]), self.dtype, torch.device("cpu"), self.case.poison)
         return torch.cat([x, padding]).to(self.device)
-
-    def _expected(self, held: list[Sequence[int]], rows: list[int]) -> ExpectedCache:
-        """The cache of a rank that holds these positions of each request, which are these rows of all tokens."""
-        lengths = [*map(len, held), *(0 for _ in range(len(self.case.q) + self.case.pad - len(held)))]
-        pages = write_pages(self, PageForm.of(self.case), self.entries[rows], lengths)
-        new = [
-            [position >= total - q for position in own]
-            for own, total, q in zip(held, self.totals, self.case.q, strict=False)
-        ]
-        return ExpectedCache(self.case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
-
-    def _requests(self, block_ids: list[list[int]]) -> tuple[LayerRequest, ...]:
-        batch = zip(self.case.q, self.case.kv, block_ids, self._prefills, strict=False)
-        return tuple(LayerRequest(q, kv, ids, prefill) for q, kv, ids, prefill in batch)
 
 
 def lay_out_latents(kv_c: torch.Tensor, k_pe: torch.Tensor, case: CachedCase) -> tuple[torch.Tensor, torch.Tensor]:

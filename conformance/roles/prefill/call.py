@@ -50,7 +50,10 @@ class PrefillCall(AttentionCall):
         seen = [list(range(s.start, s.stop)) for s in segments(self.key_start_loc)]
         keys = rows if self.chunk_idx is None else seen
         query_lens, key_lens = ([len(numbers[request]) for request in requests] for numbers in (rows, keys))
-        new, picked = (_joined(numbers, requests, self.q.device) for numbers in (rows, keys))
+        new, picked = (
+            torch.tensor([row for request in requests for row in numbers[request]], dtype=torch.long).to(self.q.device)
+            for numbers in (rows, keys)
+        )
         chunks = () if self.chunk_idx is None else one_chunk(key_lens)
         return replace(
             self,
@@ -88,10 +91,6 @@ class PrefillCall(AttentionCall):
         return AttentionOperands(
             self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, self.chunk_idx is None
         )
-
-
-def _joined(rows: Sequence[list[int]], requests: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor([row for request in requests for row in rows[request]], dtype=torch.long, device=device)
 
 
 def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:

@@ -35,7 +35,9 @@ class PrefillBatch(Draw[PrefillCase]):
             return self._chunked()
         chunk_idx, lengths = (None, self.case.q) if self.case.call == Call.NEW_TOKENS else (0, self.case.kv)
         locations = start_loc(lengths)
-        keys = self._random_keys(locations[-1])
+        dims = self.case.dimensions
+        k, v = (self._normal(locations[-1], self.case.heads, width) for width in (dims.qk_head_dim, dims.v_head_dim))
+        keys = self._cast((self.regime.keys(k), self.regime.values(v)))
         q = self._queries([keys[0][keys_of] for keys_of in segments(locations)])
         chunks = () if chunk_idx is None else one_chunk(lengths)
         metadata = assemble_metadata(self.case, self.case.q, chunks, self.dtype, self.device)
@@ -68,12 +70,6 @@ class PrefillBatch(Draw[PrefillCase]):
     def _cast(self, keys: ContextKeys) -> ContextKeys:
         k, v = keys
         return stored(k, self.dtype), stored(v, self.dtype)
-
-    def _random_keys(self, tokens: int) -> ContextKeys:
-        dims = self.case.dimensions
-        k = self._normal(tokens, self.case.heads, dims.qk_head_dim)
-        v = self._normal(tokens, self.case.heads, dims.v_head_dim)
-        return self._cast((self.regime.keys(k), self.regime.values(v)))
 
     def _normal(self, *shape: int) -> torch.Tensor:
         if math.prod(shape) < _COUNTED_ELEMENTS:
@@ -115,14 +111,9 @@ class PrefillBatch(Draw[PrefillCase]):
             metadata=metadata,
             prepares=chunk_idx is None or case.call == Call.CONTEXT_CHUNK,
             lse=case.lse,
-            out_dtype=self._out_dtype(),
+            out_dtype=torch.float8_e4m3fn if case.quant == "fp8" else output_dtype(self.dtype) if case.out else None,
             output_scale=output_scale,
         )
-
-    def _out_dtype(self) -> torch.dtype | None:
-        if self.case.quant == "fp8":
-            return torch.float8_e4m3fn
-        return output_dtype(self.dtype) if self.case.out else None
 
 
 class _Prefill(RoleDefinition):

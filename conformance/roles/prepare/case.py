@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
 VALUES = ("normal", "outliers", "integers", "shifted", "tiny_values", "zeros")
@@ -43,7 +43,7 @@ class PrepareCase(Case):
         "returned",
     )
     fused: bool = given(False, "whether keys and weights, of the model's dtype, are columns of one projection")
-    eps: int = at_least(1, 1, "of the keys' norm, in millionths")
+    eps: int = at_least(1, 1, "of the keys' norm, in millionths", Kind.SCALE)
 
     @property
     def head_dim(self) -> int:

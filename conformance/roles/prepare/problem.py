@@ -3,13 +3,12 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from mla_conformance.backends.prepare import MLAPrepareBackend, PrepareMetadata
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
 from mla_conformance.reference.rope import plain_frequencies
 from mla_conformance.roles.prepare.case import PrepareCase
@@ -19,29 +18,24 @@ _BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCall(KernelCall):
-    """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
+    """``run_prepare_index``; q [T, H, D] is what is handed over."""
 
-    weights: torch.Tensor  # [T, H] float32 or of the model's dtype
-    norm_weight: torch.Tensor  # [D] float32
-    norm_bias: torch.Tensor  # [D] float32
     metadata: PrepareMetadata
     case: PrepareCase
 
+    name = "index preparation"
+    entry = "run_prepare_index"
     token_dims: ClassVar = (0, 0, 0, 0)
-    reads: ClassVar = ("q", "k", "weights", "norm_weight", "norm_bias")
-    queries: ClassVar = ("q", "k", "weights")
-    per_row: ClassVar = queries
+    interface: ClassVar = MLAPrepareBackend
+    called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}
 
     @property
-    def name(self) -> str:
-        return "index preparation"
+    def meant(self) -> tuple[torch.Tensor, ...]:
+        return self.q, self.given["k"]
 
     @property
     def result_shape(self) -> tuple[int, ...]:
         return tuple(self.q.shape)
-
-    def invoke(self, backend: MLAPrepareBackend, out: Guarded | None) -> Any:
-        return backend.run_prepare_index(self.q, self.k, self.weights, self.norm_weight, self.norm_bias)
 
 
 class PrepareBatch(Draw[PrepareCase]):
@@ -52,12 +46,13 @@ class PrepareBatch(Draw[PrepareCase]):
         q = self.padded(drawn.to(self.dtype))
         k, weights = self._beside()
         starts = start_loc(case.q)
+        q = lay_out("q", q, q, case)
+        norm_weight = (1 + 0.5 * self._normal(case.head_dim)[0]).to(self.device)
+        norm_bias = self._normal(case.head_dim)[0].to(self.device)
         only = PrepareCall(
-            q=lay_out("q", q, q, case),
-            k=k,
-            weights=weights,
-            norm_weight=(1 + 0.5 * self._normal(case.head_dim)[0]).to(self.device),
-            norm_bias=self._normal(case.head_dim)[0].to(self.device),
+            q=q,
+            k=k[:0],
+            given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
             metadata=PrepareMetadata(self.positions.to(self.device), self.table.to(self.device)),
             query_start_loc=starts,
             key_start_loc=starts,
@@ -92,27 +87,15 @@ class PrepareBatch(Draw[PrepareCase]):
         return torch.randn(sum(self.case.q), *shape, generator=self.generator)
 
 
-def _outliers(x: torch.Tensor) -> torch.Tensor:
-    """One column in sixteen a hundred times as large, which the transform spreads over all."""
-    return torch.where(torch.arange(x.shape[-1]) % 16 == 3, x * 100, x)
-
-
-def _shifted(x: torch.Tensor) -> torch.Tensor:
-    """A mean far from 0, which a LayerNorm takes away and a norm without it does not."""
-    return x + 3
-
-
-def _zeros(x: torch.Tensor) -> torch.Tensor:
-    """Every other token is 0 throughout: a block without magnitude, a key without variance."""
-    return x * (torch.arange(len(x)) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1))
-
-
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda x: x,
-    "outliers": _outliers,
+    # one column in sixteen a hundred times as large, which the transform spreads over all
+    "outliers": lambda x: torch.where(torch.arange(x.shape[-1]) % 16 == 3, x * 100, x),
     "integers": lambda x: (2 * x).round(),
-    "shifted": _shifted,
+    # a mean far from 0, which a LayerNorm takes away and a norm without it does not
+    "shifted": lambda x: x + 3,
     "tiny_values": lambda x: x * 1e-3,
-    "zeros": _zeros,
+    # every other token is 0 throughout: a block without magnitude, a key without variance
+    "zeros": lambda x: x * (torch.arange(len(x)) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1)),
 }
 """Standard normal numbers to queries [T, H, D] and keys [T, D] float32, by the name of the kind."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -46,9 +45,9 @@ class GoldenPrepared(Golden):
 def golden_prepared(problem: Problem) -> GoldenPrepared:
     (call,), rows = problem.calls, choose_rows(problem)
     assert isinstance(call, PrepareCall)
-    case, (q, k, weights) = call.case, map(rows.pick, (call.q, call.k, call.weights))
+    case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
     turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
-    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.norm_weight, call.norm_bias, case.norm_eps)
+    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.k_norm_weight, call.k_norm_bias, case.norm_eps)
     factors = weights.double() * (case.softmax_scale * case.heads**-0.5) if case.fold else weights.double() ** 0
     return GoldenPrepared(rows, _turned(Prepared.of(q), turns, case), _turned(key, turns, case), factors)
 
@@ -125,18 +124,15 @@ class PrepareJudge(Steps):
             yield self._codes(part)
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
-        golden = self.expectation
+        golden, case = self.expectation, self.problem.case
+        assert isinstance(case, PrepareCase)
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
             yield self._part("keys", k.unsqueeze(1), k_scale.double().unsqueeze(1), golden.k)
             factors = golden.factors.unsqueeze(-1)
             scales = last.double().reshape(*q.shape[:2], -1) / factors
-            yield self._part("queries", q, nearest_power(scales) if self._folds_powers else scales, golden.q)
-
-    @property
-    def _folds_powers(self) -> bool:
-        case = self.problem.case
-        return isinstance(case, PrepareCase) and case.fold and case.scales == "pow2"
+            powers = case.fold and case.scales == "pow2"
+            yield self._part("queries", q, nearest_power(scales) if powers else scales, golden.q)
 
     def _part(self, name: str, codes: torch.Tensor, scales: torch.Tensor, golden: Prepared) -> _Part:
         error = golden.error(self.accumulation, self.intermediates)
@@ -188,26 +184,23 @@ class PrepareJudge(Steps):
         return failed(Check.PREPARED, text, place.to_json())
 
 
-def _facts(case: PrepareCase, dtype: torch.dtype) -> dict[str, Any]:
-    preparation = IndexPreparation(
-        head_dim=case.head_dim,
-        rope_dim=case.rope_dim,
-        rope_first=not case.rope_last,
-        is_neox_style=case.pairs == "halves",
-        hadamard=case.hadamard,
-        scale_format=case.scales,
-        fold_scales=case.fold,
-        eps=case.norm_eps,
-    )
-    return {"preparation": preparation}
-
-
 PREPARE = RoleDefinition(
     role=Role.PREPARE,
     batch=PrepareBatch,
     config=MLAPrepareSelectorConfig,
     constructed=("num_heads", "scale", "preparation"),
-    facts=_facts,
+    facts=lambda case, dtype: {
+        "preparation": IndexPreparation(
+            head_dim=case.head_dim,
+            rope_dim=case.rope_dim,
+            rope_first=not case.rope_last,
+            is_neox_style=case.pairs == "halves",
+            hadamard=case.hadamard,
+            scale_format=case.scales,
+            fold_scales=case.fold,
+            eps=case.norm_eps,
+        )
+    },
     golden=golden_prepared,
     judge=PrepareJudge,
 )

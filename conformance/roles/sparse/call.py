@@ -12,33 +12,35 @@ from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.sparse.case import SparseCase
 
-_OPTIONAL = ("topk_length", "attn_sink", "extra_kv_cache", "extra_topk_indices", "extra_topk_length")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SparseCall(AttentionCall):
     """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, in float64."""
 
-    query: torch.Tensor  # [T, N, D], as handed over
-    kv_cache: torch.Tensor  # [blocks, page, width], or gathered keys [S, 1, D]
-    k_scale: torch.Tensor  # float32 scalar
-    topk_indices: torch.Tensor  # [T, K] int32, as handed over; the others likewise, None where there are none
-    topk_length: torch.Tensor | None  # [T] int32
-    attn_sink: torch.Tensor | None  # [N] float32
-    extra_kv_cache: torch.Tensor | None  # [blocks, page, width]
-    extra_topk_indices: torch.Tensor | None  # [T, K'] int32
-    extra_topk_length: torch.Tensor | None  # [T] int32
     selected: torch.Tensor  # [T, K + K'] int64 rows of k and v, or -1: what the lists mean
-    slots: torch.Tensor  # [S] int64, where the key of each token stands in ``kv_cache``
+    slots: torch.Tensor  # [S] int64, where the key of each token stands
     metadata: MLASparseMetadata
     case: SparseCase
 
-    means: ClassVar = ("q", "k", "v", "selected", "slots")
-    reads: ClassVar = ("query", "kv_cache", "k_scale", "topk_indices", *_OPTIONAL)
-    queries: ClassVar = ("query",)
-    per_row: ClassVar = (
-        *("q", "query", "topk_indices", "topk_length", "extra_topk_indices", "extra_topk_length", "selected"),
-    )
+    interface: ClassVar = MLASparseBackend
+    means: ClassVar = {"q": "T", "k": "", "v": "", "selected": "T", "slots": ""}  # lists name keys by number: all stay
+    called: ClassVar = {"q": "query", "kv": "kv_cache"}
+
+    @property
+    def entry(self) -> str:
+        return "run_sparse_decode" if self.case.is_paged else "run_sparse_prefill"
+
+    @property
+    def length(self) -> torch.Tensor | None:
+        """[T] int32, of the lists of the first cache; None where they are not handed over."""
+        found: torch.Tensor | None = self.named["topk_length"]
+        return found
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The cache [blocks, page, width], or gathered keys [S, 1, D]."""
+        _, stored, *_ = self.given.values()
+        return stored
 
     @property
     def name(self) -> str:
@@ -59,11 +61,9 @@ class SparseCall(AttentionCall):
         return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
 
     def invoke(self, backend: MLASparseBackend, out: Guarded | None) -> Any:
-        given = {name: getattr(self, name) for name in _OPTIONAL if getattr(self, name) is not None}
-        lists = {"topk_indices": self.topk_indices, "return_softmax_lse": self.case.lse, **given}
-        if self.case.is_paged:
-            return backend.run_sparse_decode(self.query, self.kv_cache, self.k_scale, **lists)
-        return backend.run_sparse_prefill(self.query, self.kv_cache, **lists)
+        """Gathered keys are plain: a prefill takes no scale of codes."""
+        given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
+        return super(SparseCall, replace(self, given=given)).invoke(backend, out)
 
     def operands(self) -> AttentionOperands:
         return AttentionOperands(
@@ -75,7 +75,7 @@ class SparseCall(AttentionCall):
             causal=False,
             dequantised=self.case.holds_codes,
             selected=self.selected,
-            sink=self.attn_sink,
+            sink=self.named["attn_sink"],
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CACHES, CachedCase
-from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
@@ -52,7 +52,7 @@ class SparseCase(CachedCase):
     )
     extra: str = one_of(EXTRA_CACHES, "none", "layout of a second cache; none without one")
     extra_topk: int = at_least(1, 64, "columns of its lists")
-    extra_page: int = at_least(1, 64, "tokens of its pages")
+    extra_page: int = at_least(1, 64, "tokens of its pages", Kind.SIZE)
 
     @property
     def is_paged(self) -> bool:

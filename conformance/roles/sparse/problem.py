@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -157,7 +156,11 @@ class SparseBatch(CachedBatch[SparseCase]):
         numbers = torch.full((len(self.entries),), NO_KEY)
         numbers[every] = torch.arange(len(every))
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
-        pages = self._stored(self.main.entries[every], lengths)
+        entries = self.main.entries[every]
+        if self.case.is_paged:
+            pages = write_pages(self, PageForm(self.case.cache, self.case.page, _GUARDS), entries, lengths)
+        else:
+            pages = gather_entries(self.case, entries, lengths, self.device, _GUARDS)
         if self.extra is not None:
             keys = torch.cat((keys, self.extra.keys))
         return SparseCall(
@@ -166,17 +169,17 @@ class SparseBatch(CachedBatch[SparseCase]):
             v=keys[..., : self.case.kv_lora_rank],
             query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(lengths),
-            query=query,
-            kv_cache=pages.cache,
-            k_scale=self.k_scale,
-            topk_indices=self._handed(lists, self._numbers(rank, lists, lengths, pages)),
-            topk_length=self._length(lists),
-            attn_sink=self.sink,
+            given={"q": query, "kv_cache" if self.case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
+            named={
+                **self._lists(lists, self._numbers(rank, lists, lengths, pages)),
+                "return_softmax_lse": self.case.lse,
+                "attn_sink": self.sink,
+                **self._extra_operands(),
+            },
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,
             metadata=sparse_metadata(self, pages, lengths, paged=self.case.is_paged, space=self.case.space, rank=rank),
             case=self.case,
-            **self._extra_operands(),
         )
 
     def _numbers(self, rank: int, lists: Lists, lengths: Sequence[int], pages: Pages) -> torch.Tensor:
@@ -190,33 +193,28 @@ class SparseBatch(CachedBatch[SparseCase]):
             return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
         return lists.renumbered(pages.slots).keys
 
-    def _handed(self, lists: Lists, numbers: torch.Tensor) -> torch.Tensor:
-        return lists.handed(numbers, self.case.behind, self._drawing).to(self.device)
+    def _lists(self, lists: Lists, numbers: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor | None]:
+        """Lists as they are handed over, and their lengths if the case has them."""
+        handed = lists.handed(numbers, self.case.behind, self._drawing).to(self.device)
+        length = lists.length.int().to(self.device) if self.case.length else None
+        return {f"{prefix}topk_indices": handed, f"{prefix}topk_length": length}
 
-    def _length(self, lists: Lists) -> torch.Tensor | None:
-        return lists.length.int().to(self.device) if self.case.length else None
-
-    def _extra_operands(self) -> dict[str, Any]:
+    def _extra_operands(self) -> dict[str, torch.Tensor | None]:
         """The second cache with its lists, or nothing."""
-        names = ("extra_kv_cache", "extra_topk_indices", "extra_topk_length")
         if self.extra is None:
-            return dict.fromkeys(names)
+            return {}
         form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)
         pages = write_pages(self, form, self.extra.entries, self.extra.lengths)
         lists = self.extra.lists
-        handed = self._handed(lists, lists.renumbered(pages.slots).keys)
-        return dict(zip(names, (pages.cache, handed, self._length(lists)), strict=True))
-
-    def _stored(self, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
-        """The entries in pages, or gathered."""
-        if self.case.is_paged:
-            form = PageForm(self.case.cache, self.case.page, _GUARDS)
-            return write_pages(self, form, entries, lengths)
-        return gather_entries(self.case, entries, lengths, self.device, _GUARDS)
+        return {"extra_kv_cache": pages.cache, **self._lists(lists, lists.renumbered(pages.slots).keys, "extra_")}
 
 
-def _facts(case: SparseCase, dtype: torch.dtype) -> dict[str, Any]:
-    return {
+SPARSE = RoleDefinition(
+    role=Role.SPARSE,
+    batch=SparseBatch,
+    config=MLASparseSelectorConfig,
+    constructed=(*KERNEL_SIZES, "kv_cache_dtype", "extra_kv_cache_dtype"),
+    facts=lambda case, dtype: {
         "call": "decode" if case.is_paged else "prefill",
         "block_size": case.page if case.is_paged else 1,
         "topk": case.topk,
@@ -227,13 +225,5 @@ def _facts(case: SparseCase, dtype: torch.dtype) -> dict[str, Any]:
         "extra_kv_cache_dtype": case.extra if case.has_extra else None,
         "extra_block_size": case.extra_page if case.has_extra else 0,
         "extra_topk": case.extra_topk if case.has_extra else 0,
-    }
-
-
-SPARSE = RoleDefinition(
-    role=Role.SPARSE,
-    batch=SparseBatch,
-    config=MLASparseSelectorConfig,
-    constructed=(*KERNEL_SIZES, "kv_cache_dtype", "extra_kv_cache_dtype"),
-    facts=_facts,
+    },
 )

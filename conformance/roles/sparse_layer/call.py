@@ -30,8 +30,7 @@ class SparseLayerCall(CallOfARank):
     written: Mapping[str, CacheImage | SelectedLists]
     case: SparseLayerCase
 
-    means: ClassVar = ("q", "k", "v", "selected")
-    queries: ClassVar = ("hidden_states",)
+    means: ClassVar = {"q": "T", "k": "S", "v": "S", "selected": "T"}
 
     @property
     def name(self) -> str:
@@ -44,6 +43,9 @@ class SparseLayerCall(CallOfARank):
     @property
     def key_lens(self) -> tuple[int, ...]:
         return longest_lists(self.selected, self.query_start_loc)
+
+    def query_operands(self) -> tuple[torch.Tensor, ...]:
+        return (self.hidden_states,)
 
     def owned(self) -> dict[str, torch.Tensor]:
         named = {name: getattr(self, name) for name in ("hidden_states", "positions", "cos_sin_cache")}

@@ -63,6 +63,8 @@ class SparseLayerBatch(HiddenStates):
         written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}
         written |= {} if case.shared else {"index_kv_cache": index.image}
         first = torch.tensor(start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
+        x = self.padded(self.hidden[self.new]).unsqueeze(1)
+        table = self.layer.index_spec.rotation.table(torch.arange(max(case.totals)))
         return SparseLayerCall(
             q=q,
             k=k,
@@ -70,9 +72,9 @@ class SparseLayerBatch(HiddenStates):
             query_start_loc=self.counted,
             key_start_loc=start_loc(case.totals),
             selected=torch.where(self.lists == NO_KEY, NO_KEY, self.lists + first.unsqueeze(1)).to(self.device),
-            hidden_states=self._padded(),
+            hidden_states=(x if case.layout == Layout.HEADS_FIRST else lay_out("q", x, x, case))[:, 0],
             positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
-            cos_sin_cache=self._table(),
+            cos_sin_cache=table.round().float().to(self.device),  # exact: pairs turn by quarters
             weights=self.layer.handed(case, self.dtype, self.device, rank),
             metadata=MLASparseLayerMetadata(
                 latent.metadata(), index.metadata(), latent.slots(case.pad), index.slots(case.pad), case.decodes
@@ -81,15 +83,6 @@ class SparseLayerBatch(HiddenStates):
             case=case,
             rank=rank,
         )
-
-    def _table(self) -> Tensor:
-        """[P, R] float32, exact: pairs turn by quarters."""
-        return self.layer.index_spec.rotation.table(torch.arange(max(self.case.totals))).round().float().to(self.device)
-
-    def _padded(self) -> Tensor:
-        """[T, hidden] of the new tokens, and of padding, which is poison."""
-        case, x = self.case, self.padded(self.hidden[self.new]).unsqueeze(1)
-        return lay_out("q", x, x, case)[:, 0] if case.layout != Layout.HEADS_FIRST else x[:, 0]
 
     @cached_property
     def _latents(self) -> tuple[Tensor, Tensor]:

@@ -13,33 +13,9 @@ from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.verdict import Check, Verdict
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall
-from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
+from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 from mla_conformance.roles.sparse_layer.problem import SparseLayerBatch
 from mla_conformance.roles.sparse_layer.weights import EPSILON
-
-
-def _facts(case: SparseLayerCase, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "num_heads": case.heads // case.tp,
-        "is_neox_style": case.layer_pairs == "halves",
-        "rms_norm_eps": EPSILON,
-        "preparation": IndexPreparation(
-            head_dim=INDEX_DIM,
-            rope_dim=case.dimensions.qk_rope_head_dim,
-            rope_first=not case.rope_last,
-            is_neox_style=case.pairs == "halves",
-            hadamard=False,
-            scale_format=case.index_scales,
-            fold_scales=True,
-            eps=EPSILON,
-        ),
-        "index_n_heads": case.index_heads,
-        "topk_tokens": case.topk,
-        "skip_topk": case.shared,
-        "index_kv_cache_dtype": case.index_cache,
-        "tp_size": case.tp,
-        "tp_rank": 0,
-    }
 
 
 class LayersOnRanks:
@@ -85,6 +61,26 @@ SPARSE_LAYER = _SparseLayer(
     role=Role.SPARSE_LAYER,
     batch=SparseLayerBatch,
     config=MLASparseLayerConfig,
-    facts=_facts,
+    facts=lambda case, dtype: {
+        "num_heads": case.heads // case.tp,
+        "is_neox_style": case.layer_pairs == "halves",
+        "rms_norm_eps": EPSILON,
+        "preparation": IndexPreparation(
+            head_dim=INDEX_DIM,
+            rope_dim=case.dimensions.qk_rope_head_dim,
+            rope_first=not case.rope_last,
+            is_neox_style=case.pairs == "halves",
+            hadamard=False,
+            scale_format=case.index_scales,
+            fold_scales=True,
+            eps=EPSILON,
+        ),
+        "index_n_heads": case.index_heads,
+        "topk_tokens": case.topk,
+        "skip_topk": case.shared,
+        "index_kv_cache_dtype": case.index_cache,
+        "tp_size": case.tp,
+        "tp_rank": 0,
+    },
     judge=SparseLayerJudge,
 )

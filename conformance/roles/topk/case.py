@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
 
 LOGITS = (
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
@@ -39,7 +39,7 @@ class TopKCase(Case):
         False,
         "whether the columns of the requests stand behind one another, so that rows start at those of their own",
     )
-    pool: int = at_least(1, 1, "tokens of a column")
+    pool: int = at_least(1, 1, "tokens of a column", Kind.SIZE)
     tail: bool = given(False, "whether the last, incomplete pool is selected besides")
 
     @property

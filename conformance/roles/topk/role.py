@@ -183,10 +183,6 @@ class TopKJudge(SelectionSteps):
         return left < taken
 
 
-def _facts(case: TopKCase, dtype: torch.dtype) -> dict[str, Any]:
-    return {"topk_tokens": case.topk, "row_starts": case.packed, "pool": case.pool}
-
-
 class _TopK(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         """A class may know of no pools, nor of a field that asks for them."""
@@ -200,7 +196,7 @@ TOPK = _TopK(
     batch=TopKBatch,
     config=MLATopKSelectorConfig,
     constructed=(),
-    facts=_facts,
+    facts=lambda case, dtype: {"topk_tokens": case.topk, "row_starts": case.packed, "pool": case.pool},
     golden=golden_windows,
     judge=TopKJudge,
 )

@@ -1,0 +1,101 @@
+"""Operands as a table: the form of each stands in the signature of the entry that takes it, or in its metadata.
+
+``Annotated[Tensor, Form("T, H, D", "model")]`` is all that is written of an operand: a check before a launch is made of
+it, and what a suite must know of it, such as which operands have a row for each token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.kernel import expect, require_declared
+
+AT_LEAST = " or more"
+AnyTable = TypeVar("AnyTable", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a tensor is like."""
+
+    # dimensions; the first says whose the parts are: T query tokens, S keys, B requests. A name stands for a size that
+    # who checks knows, or else for any; ``T or more`` has rows behind those that the metadata counts
+    shape: str
+    # or a name for one that who checks knows, or else for any; of several, one
+    dtype: torch.dtype | str | tuple[torch.dtype | str, ...] = ""
+    says: str = ""  # what else a refusal says of it
+    written: bool = False  # whether the entry writes it
+
+    def has(self, dim: str) -> bool:
+        """Whether it has a part for each of this dimension."""
+        return self.shape.split(", ")[0].removesuffix(AT_LEAST) == dim
+
+
+def table(of: AnyTable) -> AnyTable:
+    """Hold an entry, or a dataclass of metadata, against what a table must say.
+
+    Raises:
+        TypeError: a tensor without a form.
+    """
+    for name, kind in of.__annotations__.items():
+        bare = () if hasattr(kind, "__metadata__") else getattr(kind, "__args__", (kind,))
+        if name != "return" and Tensor in bare:
+            expected = "expected a form of it, Annotated[Tensor, Form(...)], got none"
+            raise TypeError(f"{of.__qualname__}.{name}: {expected}")
+    return of
+
+
+@cache
+def forms_of(of: Callable[..., Any]) -> Mapping[str, Form]:
+    """The forms in an entry's signature or in a dataclass, by name, in their order."""
+    noted = {name: getattr(kind, "__metadata__", ()) for name, kind in of.__annotations__.items()}
+    return {name: form for name, notes in noted.items() for form in notes if isinstance(form, Form)}
+
+
+def require_forms(
+    of: Callable[..., Any], given: Mapping[str, Any] | Sequence[Tensor | None], known: Mapping[str, Any]
+) -> None:
+    """Refuse tensors of another form than the table's; reads no device memory.
+
+    Args:
+        of: an entry, or the class of metadata.
+        given: its tensors by name or in its order; one that is missing or None is not looked at.
+        known: sizes and dtypes that names in the table stand for.
+
+    Raises:
+        ValueError: with expected and got.
+    """
+    forms = forms_of(of)
+    named = given if isinstance(given, Mapping) else dict(zip(forms, given, strict=False))
+    for name, form in forms.items():
+        if (x := named.get(name)) is not None:
+            require_form(name, x, form, known)
+
+
+def require_form(name: str, x: Tensor, form: Form, known: Mapping[str, Any]) -> None:
+    """The same of one tensor."""
+    dims = [dim.removesuffix(AT_LEAST) for dim in form.shape.split(", ") if dim]
+    sizes = [*x.shape, *[None] * len(dims)]  # of a dimension that nobody knows its own, as far as there is one
+    shape = [size for dim, own in zip(dims, sizes, strict=False) if (size := known.get(dim, own)) is not None]
+    if "T" in known and form.shape.startswith((f"T{AT_LEAST}", f"S{AT_LEAST}")):
+        if list(x.shape[1:]) != shape[1:] or x.shape[0] < shape[0]:
+            expected = f"at least {shape[0]} tokens of {shape[1:]} by the metadata"
+            raise ValueError(f"{name}: expected {expected}, got shape {list(x.shape)}")
+        return
+    named = form.dtype if isinstance(form.dtype, tuple) else (form.dtype,)
+    dtypes = [known.get(each, x.dtype) if isinstance(each, str) else each for each in named]
+    expect(name, x, tuple(shape), x.dtype if x.dtype in dtypes else dtypes[0], form.says)
+
+
+def require_asked(backend: Any, device: torch.device, config: Any, **asked: Any) -> None:
+    """Refuse a call that is not declared: ``config``'s class of what is asked, and what the backend was made with.
+
+    Raises:
+        UnsupportedConfiguration: with every reason.
+    """
+    own = {name: getattr(backend, name) for name in config._fields if name not in asked and hasattr(backend, name)}
+    require_declared(backend, device, config(**own, **asked))
