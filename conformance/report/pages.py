@@ -6,6 +6,7 @@ A heat map is SVG that takes the colours of the page it stands on, or has its ow
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -24,12 +25,18 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 def render(room: str, template: str, **values: Any) -> str:
     """A page of a room, the package that holds the template and may hold what that imports; all names must be given."""
+    return _environment(room).get_template(template).render(**values)
+
+
+@cache
+def _environment(room: str) -> Environment:
+    """That of a room, whose templates take half a second to compile."""
     loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
     environment = Environment(
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_shown
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
-    return environment.get_template(template).render(**values)
+    return environment
 
 
 def _shown(value: object) -> object:

@@ -97,7 +97,7 @@ def test_the_command_writes_a_script_that_fails_alone(
     assert [each.name for each in path.parent.iterdir()] == ["repro.py"]
 
 
-def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: Path) -> None:
+def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: Path, python: Path) -> None:
     """Whatever their backend's file is called; also where that is missing by now, or raises."""
     spoiled = "neighbour_keys:call=decode;dims=small;heads=2;q=[1,1,1];kv=[64,5,130];page=64;cache=fp8"
     chunked = "chunked_context:dims=small;heads=2;q=[3,4];kv=[64,130];page=64;workspace=128"
@@ -112,7 +112,7 @@ def test_scripts_end_as_the_judge_says_and_with_2_without_their_library(folder: 
     (folder / "no-name.py").unlink()
     (folder / "right.py").rename(paths["right"].with_name("right.py"))  # handed over beside its script
     (folder / "raises.py").write_text((folder / "raises.py").read_text().replace("query_starts.tolist()", "1 / 0"))
-    done = subprocess.run([sys.executable, "-c", ALONE, *map(str, paths.values())], capture_output=True, text=True)
+    done = subprocess.run([python, "-P", "-c", ALONE, *map(str, paths.values())], capture_output=True, text=True)
     printed = re.split(r"ended with (\d)\n", done.stdout)
     ended = dict(zip(cases, printed[1::2], strict=False))
     assert ended == {

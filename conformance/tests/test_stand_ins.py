@@ -95,9 +95,10 @@ def ran(reference: str, script: Path) -> Ran:
     return run_alone(script)
 
 
-@pytest.fixture
-def own_modules() -> Iterator[None]:
-    """Modules that a test imports are not those of another test."""
+@pytest.fixture(autouse=True)
+def own_modules(monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[None]:
+    """Modules that a test imports are not those of another test; scripts run in forked processes."""
+    monkeypatch.setattr(sys, "executable", str(python))
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -105,7 +106,6 @@ def own_modules() -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.usefixtures("own_modules")
 def test_a_kernel_in_three_files_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_in(tmp_path / "of" / "mine")
     monkeypatch.syspath_prepend(str(tmp_path / "of" / "mine"))
@@ -116,7 +116,6 @@ def test_a_kernel_in_three_files_runs_alone(tmp_path: Path, monkeypatch: pytest.
     assert again.status == 2 and "(needs torch, kernel.py, steps.py, pages.py)" in again.printed
 
 
-@pytest.mark.usefixtures("own_modules")
 def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_in(tmp_path / "my_kernels", package=".", error=1.0)
     (tmp_path / "my_kernels" / "__init__.py").write_text("from mla_conformance.backends import interface\n")
@@ -125,7 +124,6 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.status, found.verdict) == (1, "WRONG"), found.printed
 
 
-@pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize(
     ("taken", "said"),
     [
