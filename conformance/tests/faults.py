@@ -150,12 +150,6 @@ class ClosesStdout(Faulty):
         os.closerange(1, 2)
 
 
-class ReplacesExp(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        setattr(torch.Tensor, "exp", lambda tensor: torch.exp(tensor) * 2)  # noqa: B010 - of another type
-        return result
-
-
 class ChangesDtype(Faulty):
     def before(self, *_: Any) -> None:
         torch.set_default_dtype(torch.float64)
@@ -220,17 +214,6 @@ class Signals(Faulty):
         os.kill(os.getppid(), signal.SIGCONT)
 
 
-class Refusing(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("not with me")
-
-
-class ReturnsASubclass(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0].as_subclass(Refusing), result[1]
-
-
 class Forks(Faulty):
     def before(self, *_: Any) -> None:
         if os.fork() == 0:
@@ -244,30 +227,11 @@ class Leaks(Faulty):
             leaked.append(torch.empty(2**26, dtype=torch.uint8))
 
 
-class MutatesInputs(Faulty):
-    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        k[0, 0, 0] += 1
-        return result
-
-
 class ReturnsViewOfInput(Faulty):
     """A right result, in memory of the caller."""
 
     def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return v.copy_(result[0]), result[1]
-
-
-class WritesPastOutput(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        out = result[0]
-        size = out.untyped_storage().size() // out.element_size()
-        out.as_strided((size,), (1,), 0)[-3:] = 0
-        return result
-
-
-class ReturnsInput(Faulty):
-    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return v, result[1]
 
 
 class ReturnsItsBuffer(Faulty):
@@ -276,26 +240,6 @@ class ReturnsItsBuffer(Faulty):
         view = buffer[:, : result[1].shape[1]]
         view.copy_(result[1])
         return result[0], view
-
-
-class WrongCount(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return (*result, result[1])
-
-
-class WrongShape(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0], result[1].T
-
-
-class WrongDtype(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0], result[1].double()
-
-
-class OnlyNaN(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0].fill_(torch.nan), result[1]
 
 
 _KERNELS = r"""

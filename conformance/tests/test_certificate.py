@@ -73,11 +73,16 @@ def run(records: list[Record]) -> RunSummary:
     return RunSummary(environment, (backend,))
 
 
+@pytest.fixture(scope="module")
+def issued() -> str:
+    return json.dumps(issue(run(RECORDS), TODAY, PINS).to_json())
+
+
 @pytest.fixture
-def certificate() -> Json:
+def certificate(issued: str) -> Json:
     """An issued certificate as plain data, to be tampered with."""
-    issued: Json = json.loads(json.dumps(issue(run(RECORDS), TODAY, PINS).to_json()))
-    return issued
+    data: Json = json.loads(issued)
+    return data
 
 
 def read(certificate: Json) -> Certificate:

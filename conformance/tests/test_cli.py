@@ -30,7 +30,6 @@ from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 CPU = torch.device("cpu")
-COMMAND = Path(sys.executable).with_name("mla-conformance")
 
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\n"
 CERTIFY = ["certify", "--device", "cpu"]
@@ -230,7 +229,7 @@ def test_a_shell_is_told_commands_options_and_names(shell: str, capsys: pytest.C
     )
 
 
-def test_bash_completes(tmp_path: Path) -> None:
+def test_bash_completes(tmp_path: Path, command: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("this machine has no bash")
@@ -239,7 +238,7 @@ def test_bash_completes(tmp_path: Path) -> None:
         f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}"
         for words in typed
     )
-    script = subprocess.run([COMMAND, "completion", "bash"], capture_output=True, text=True, check=True).stdout
+    script = subprocess.run([command, "completion", "bash"], capture_output=True, text=True, check=True).stdout
     done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
     assert done.stdout.splitlines() == ["TORCH_SDPA", "diff", "--report --repeats"]
 
