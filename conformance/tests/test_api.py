@@ -440,7 +440,18 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "test_mine.py").write_text(TESTS)
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-n1", "-q", "--color=no"]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        "-n1",
+        "-q",
+        "--color=no",
+    ]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     count = len(mla.cases("decode", capability="decode_lse", q=1))
     assert f"{3 * count - 1} failed, {count + 1} passed" in run.stdout

@@ -36,7 +36,7 @@ class Doubling(EagerPrefillBackend):
 
 class Silent(EagerPrefillBackend): ...
 """
-RIGHT, WRONG = "def halved(x): return x / 2\n", "def halved(x): return x / 2.1\n"
+RIGHT, WRONG = "def halved(x): return x / 2\n", "def halved(x): raise RuntimeError('no kernel')\n"
 TELLS = "if __name__ == '__main__': import shutil; print(shutil.which('python'))"
 """Which Python a library would start."""
 
@@ -74,7 +74,7 @@ def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
     assert "REGRESSED · 1 newly failing · pass with both: 0 cases" in reported
     assert "| fake-attention | 1.0 | 2.0 |" in reported
     assert "| Doubling | 1/1 passed | 0/1 passed, 1 failed |" in reported
-    assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: output is" in reported
+    assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: the call raised RuntimeError: no kernel" in reported
 
 
 def test_each_run_stays_with_the_version_that_it_loaded_and_the_torch_of_the_caller(bumped: Path) -> None:

@@ -55,10 +55,6 @@ def test_errors_are_grouped_by_kernel_and_cause(tool: str) -> None:
     assert errors_of(wrote(tool)) == (SanitizerError(*SAMPLES[tool]),)
 
 
-def test_an_error_of_the_host_counts_where_no_kernel_has_one() -> None:
-    assert [(each.kernel, each.cause) for each in errors_of(output(HOST))] == [("cudaMemcpy", "700")]
-
-
 @pytest.mark.parametrize(
     "said",
     [
@@ -71,13 +67,10 @@ def test_a_refusal_that_libraries_handle_is_no_error(said: str) -> None:
     assert [each.kernel for each in errors_of(output(record, HOST))] == ["cudaMemcpy"]
 
 
-def test_torchs_kernels_count_in_memcheck_alone() -> None:
-    assert errors_of(output(TORCHS.format("Initcheck"))) == ()
+def test_what_counts_where_no_kernel_of_the_backend_has_an_error() -> None:
+    assert errors_of(output()) == errors_of(output(TORCHS.format("Initcheck"))) == ()
     assert [each.kernel for each in errors_of(output(TORCHS.format("Precise")))] == ["void at::native::fill"]
-
-
-def test_no_record_is_no_error() -> None:
-    assert errors_of(output()) == ()
+    assert [(each.kernel, each.cause) for each in errors_of(output(HOST))] == [("cudaMemcpy", "700")]
 
 
 @pytest.mark.parametrize(
