@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.resources import files
@@ -393,13 +392,11 @@ def handed_out(role: str, wanted: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-def test_the_page_names_all_of_the_api_which_costs_no_torch() -> None:
+def test_the_page_names_all_of_the_api() -> None:
     assert set(mla.__all__) - {"__version__", "roles"} <= set(re.findall(r"\w+", PAGE.read_text("utf-8")))
     default = PAGE.read_text("utf-8").split("keep their default unless you name them")[1].partition(". Cases of")[0]
     assert re.findall(r"`(\w+)`", default) == ["call", *AT_DEFAULT]
     assert len(mla.__all__) <= 8 + len({"__version__"})
-    code = "import sys, mla_conformance as mla; mla.cases('decode'); assert not {'torch', 'pytest'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'judges'"):
         mla.judges  # noqa: B018 # type: ignore[attr-defined]
 

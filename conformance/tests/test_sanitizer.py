@@ -220,7 +220,8 @@ def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch: An
     assert "--record: cannot be combined with --sanitize" in capsys.readouterr().err
 
 
-def test_with_the_tool_and_without_a_gpu_too(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_with_the_tool_and_without_a_gpu_too(tmp_path: Path, monkeypatch: Any, capsys: Any, python: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(python))
     tool(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
