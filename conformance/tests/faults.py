@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,24 +46,22 @@ class Faulty(EagerPrefillBackend):
         return result
 
 
-class Segfault(Faulty):
-    def before(self, *_: Any) -> None:
-        ctypes.string_at(0)
-
-
-class Killed(Faulty):
-    def before(self, *_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Exits(Faulty):
-    def before(self, *_: Any) -> None:
-        sys.exit(0)
-
-
-class ExitsAtOnce(Faulty):
-    def before(self, *_: Any) -> None:
-        os._exit(0)
+BEFORE: dict[str, Callable[[], object]] = {
+    "Segfault": lambda: ctypes.string_at(0),
+    "Killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "KillsItsGroup": lambda: os.killpg(0, signal.SIGKILL),
+    "InterruptsItself": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "Exits": lambda: sys.exit(0),
+    "ExitsAtOnce": lambda: os._exit(0),
+    "ForbidsFiles": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    "ChangesDtype": lambda: torch.set_default_dtype(torch.float64),
+    "Seeds": lambda: torch.manual_seed(12345),
+    "ChangesEnvironment": lambda: os.environ.update(PATH="/nowhere"),
+    "ChangesDirectory": lambda: os.chdir(Path(__file__).anchor),
+    "Signals": lambda: os.kill(os.getppid(), signal.SIGCONT),  # who may do that may stop or end the judge as well
+}
+for name, fault in BEFORE.items():
+    globals()[name] = type(name, (Faulty,), {"before": lambda *_, fault=fault: fault()})
 
 
 class Hanging(Faulty):
@@ -91,21 +90,6 @@ class Compiles(Faulty):
     def before(self, *_: Any) -> None:
         compiler = shutil.copy(shutil.which("sleep") or "", Path(__file__).with_name("nvcc"))
         subprocess.run([compiler, "60"])
-
-
-class KillsItsGroup(Faulty):
-    def before(self, *_: Any) -> None:
-        os.killpg(0, signal.SIGKILL)
-
-
-class InterruptsItself(Faulty):
-    def before(self, *_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-class ForbidsFiles(Faulty):
-    def before(self, *_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def note_child(process: int) -> None:
@@ -150,26 +134,6 @@ class ClosesStdout(Faulty):
         os.closerange(1, 2)
 
 
-class ChangesDtype(Faulty):
-    def before(self, *_: Any) -> None:
-        torch.set_default_dtype(torch.float64)
-
-
-class Seeds(Faulty):
-    def before(self, *_: Any) -> None:
-        torch.manual_seed(12345)
-
-
-class ChangesEnvironment(Faulty):
-    def before(self, *_: Any) -> None:
-        os.environ["PATH"] = "/nowhere"
-
-
-class ChangesDirectory(Faulty):
-    def before(self, *_: Any) -> None:
-        os.chdir(Path(__file__).anchor)
-
-
 def _passes(*_: Any, **__: Any) -> Any:
     from mla_conformance.judging.verdict import Status, Verdict
 
@@ -205,13 +169,6 @@ class Forges(Faulty):
             except OSError:  # no socket, or the folder's own
                 continue
             connection.sendall(struct.pack("<Q", len(self.answer)) + self.answer)
-
-
-class Signals(Faulty):
-    """Sends the judge a signal that does nothing; whoever may do that may stop or end it as well."""
-
-    def before(self, *_: Any) -> None:
-        os.kill(os.getppid(), signal.SIGCONT)
 
 
 class Forks(Faulty):
