@@ -123,6 +123,7 @@ class Nursery:
     def end(self) -> None:
         """End it; what it has forked is ended by then."""
         self._socket.close()
+        self._process.terminate()  # it may not be needed yet, and still import
         self._process.wait()
 
 
@@ -321,4 +322,3 @@ def _become(environment: Mapping[str, str], folder: str, *streams: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
-    os._exit(0)  # to take down what is imported takes a second
