@@ -200,8 +200,7 @@ class Expectations:
         """The record as these expectations see it, of which an earlier one is undone; ``known`` are :func:`facts`."""
         record = record.as_judged
         today = self.today or datetime.date.today()
-        valid = (entry for entry in self.entries if not entry.is_expired(today))
-        covering = [entry for entry in valid if entry.covers(record, known)]
+        covering = [each for each in self.entries if each.covers(record, known) and not each.is_expired(today)]
         if record.status is Status.PASS and covering and not any(entry.sometimes for entry in covering):
             first = covering[0]
             said = f"passes, but {first.source} expects {first.status}: {first.reason}"

@@ -92,6 +92,7 @@ class CaseQuery:
     fields: tuple[tuple[str, Any], ...]
 
     @staticmethod
+    @cache
     def parse(text: str) -> "CaseQuery":
         capability, _, rest = text.strip().partition(":")
         if not capability:

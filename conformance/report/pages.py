@@ -6,6 +6,7 @@ A heat map is SVG that takes the colours of the page it stands on, or has its ow
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -24,6 +25,12 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 def render(room: str, template: str, **values: Any) -> str:
     """A page of a room, the package that holds the template and may hold what that imports; all names must be given."""
+    return _environment(room).get_template(template).render(**values)
+
+
+@cache
+def _environment(room: str) -> Environment:
+    """That of a room, whose templates take half a second to compile."""
     loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
     environment = Environment(
         loader=loader,
@@ -34,7 +41,7 @@ def render(room: str, template: str, **values: Any) -> str:
         finalize=lambda value: shown_lines(value, MESSAGE) if type(value) is str else value,  # else it is markup
     )
     environment.filters["whole"] = lambda text: Markup.escape(shown_lines(text))  # a traceback, or a command to copy
-    return environment.get_template(template).render(**values)
+    return environment
 
 
 @dataclass(frozen=True)

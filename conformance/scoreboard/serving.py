@@ -1,7 +1,7 @@
 """What the page's script answers from: models as they are deployed, and what became of every case in every record."""
 
 import json
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from markupsafe import Markup
@@ -61,6 +61,7 @@ def kind_of(case: str) -> Kind:
     return (str(parsed.role), parsed.heads, parsed.dims, parsed.dtype, cache, ", ".join(special))
 
 
+@cache
 def models() -> list[dict[str, Any]]:
     """Each model with its heads, head dims, roles, numbers of ranks and caches; without layers, which engines own."""
     found = []

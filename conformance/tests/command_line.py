@@ -76,6 +76,7 @@ def without_work(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mla_conformance.commands.listing.tier_lines", list)
     patch.setattr("mla_conformance.commands.export._require_survival", lambda *_: None)
     patch.setattr("mla_conformance.commands.export.reproduced", no_work)
+    patch.setattr("mla_conformance.scoreboard.site.page", lambda board: "")
 
 
 def run_all(report: str) -> NoReturn:

@@ -5,7 +5,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mla_conformance.cli import main
-from mla_conformance.engine import place
+from mla_conformance.engine import keeper
 from mla_conformance.engine.limits import machine_cores
 from mla_conformance.judging.record import Record
 from mla_conformance.tests.nursery import Nursery
@@ -28,7 +28,7 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 
 gc.disable()  # nothing of what is imported and collected is garbage
-_started_anew = place.start_keeper
+_started_anew = keeper.start_module
 
 
 def pytest_collection_finish() -> None:
@@ -39,31 +39,27 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nursery() -> Iterator[Nursery | None]:
-    """Runs of this process import torch and the suite once for all, where a process can adopt orphans."""
-    if sys.platform != "linux":
-        yield None
-        return
-    nursery = Nursery()
-
-    def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> Any:
-        fork = nursery.forks_for(environment)
-        return (nursery.start_keeper if fork else _started_anew)(descriptor, log, environment)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "start_keeper", start_keeper)
-        yield nursery
-    nursery.end()
+    """Processes of the engine import torch and the suite once for all, where a process can adopt orphans."""
+    nursery = Nursery() if sys.platform == "linux" else None
+    yield nursery
+    if nursery:
+        nursery.end()
 
 
 @pytest.fixture(scope="session")
 def command(_nursery: Nursery | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The console script, or what does the same and imports nothing: for tests that are not of how a process starts."""
-    script = Path(sys.executable).with_name("mla-conformance")
     if not _nursery:
-        return script
-    quick = tmp_path_factory.mktemp("bin") / script.name
-    _nursery.write_command(quick, script)
-    return quick
+        return Path(sys.executable).with_name("mla-conformance")
+    folder = tmp_path_factory.mktemp("bin")
+    _nursery.write_scripts(folder)
+    return folder / "mla-conformance"
+
+
+@pytest.fixture(scope="session")
+def python(command: Path) -> Path:
+    """The same of Python, which has imported torch and the suite."""
+    return command.with_name("python")
 
 
 @pytest.fixture
@@ -155,5 +151,5 @@ def real_run(once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
 def keepers_started_anew() -> Iterator[None]:
     """Runs import everything anew: what reaches into other processes finds those of a user's run."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "start_keeper", _started_anew)
+        patch.setattr(keeper, "start_module", _started_anew)
         yield

@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -45,24 +46,22 @@ class Faulty(EagerPrefillBackend):
         return result
 
 
-class Segfault(Faulty):
-    def before(self, *_: Any) -> None:
-        ctypes.string_at(0)
-
-
-class Killed(Faulty):
-    def before(self, *_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Exits(Faulty):
-    def before(self, *_: Any) -> None:
-        sys.exit(0)
-
-
-class ExitsAtOnce(Faulty):
-    def before(self, *_: Any) -> None:
-        os._exit(0)
+BEFORE: dict[str, Callable[[], object]] = {
+    "Segfault": lambda: ctypes.string_at(0),
+    "Killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "KillsItsGroup": lambda: os.killpg(0, signal.SIGKILL),
+    "InterruptsItself": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "Exits": lambda: sys.exit(0),
+    "ExitsAtOnce": lambda: os._exit(0),
+    "ForbidsFiles": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    "ChangesDtype": lambda: torch.set_default_dtype(torch.float64),
+    "Seeds": lambda: torch.manual_seed(12345),
+    "ChangesEnvironment": lambda: os.environ.update(PATH="/nowhere"),
+    "ChangesDirectory": lambda: os.chdir(Path(__file__).anchor),
+    "Signals": lambda: os.kill(os.getppid(), signal.SIGCONT),  # who may do that may stop or end the judge as well
+}
+for name, fault in BEFORE.items():
+    globals()[name] = type(name, (Faulty,), {"before": lambda *_, fault=fault: fault()})
 
 
 class Hanging(Faulty):
@@ -91,21 +90,6 @@ class Compiles(Faulty):
     def before(self, *_: Any) -> None:
         compiler = shutil.copy(shutil.which("sleep") or "", Path(__file__).with_name("nvcc"))
         subprocess.run([compiler, "60"])
-
-
-class KillsItsGroup(Faulty):
-    def before(self, *_: Any) -> None:
-        os.killpg(0, signal.SIGKILL)
-
-
-class InterruptsItself(Faulty):
-    def before(self, *_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-
-class ForbidsFiles(Faulty):
-    def before(self, *_: Any) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def note_child(process: int) -> None:
@@ -150,32 +134,6 @@ class ClosesStdout(Faulty):
         os.closerange(1, 2)
 
 
-class ReplacesExp(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        setattr(torch.Tensor, "exp", lambda tensor: torch.exp(tensor) * 2)  # noqa: B010 - of another type
-        return result
-
-
-class ChangesDtype(Faulty):
-    def before(self, *_: Any) -> None:
-        torch.set_default_dtype(torch.float64)
-
-
-class Seeds(Faulty):
-    def before(self, *_: Any) -> None:
-        torch.manual_seed(12345)
-
-
-class ChangesEnvironment(Faulty):
-    def before(self, *_: Any) -> None:
-        os.environ["PATH"] = "/nowhere"
-
-
-class ChangesDirectory(Faulty):
-    def before(self, *_: Any) -> None:
-        os.chdir(Path(__file__).anchor)
-
-
 def _passes(*_: Any, **__: Any) -> Any:
     from mla_conformance.judging.verdict import Status, Verdict
 
@@ -213,24 +171,6 @@ class Forges(Faulty):
             connection.sendall(struct.pack("<Q", len(self.answer)) + self.answer)
 
 
-class Signals(Faulty):
-    """Sends the judge a signal that does nothing; whoever may do that may stop or end it as well."""
-
-    def before(self, *_: Any) -> None:
-        os.kill(os.getppid(), signal.SIGCONT)
-
-
-class Refusing(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("not with me")
-
-
-class ReturnsASubclass(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0].as_subclass(Refusing), result[1]
-
-
 class Forks(Faulty):
     def before(self, *_: Any) -> None:
         if os.fork() == 0:
@@ -244,30 +184,11 @@ class Leaks(Faulty):
             leaked.append(torch.empty(2**26, dtype=torch.uint8))
 
 
-class MutatesInputs(Faulty):
-    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        k[0, 0, 0] += 1
-        return result
-
-
 class ReturnsViewOfInput(Faulty):
     """A right result, in memory of the caller."""
 
     def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return v.copy_(result[0]), result[1]
-
-
-class WritesPastOutput(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        out = result[0]
-        size = out.untyped_storage().size() // out.element_size()
-        out.as_strided((size,), (1,), 0)[-3:] = 0
-        return result
-
-
-class ReturnsInput(Faulty):
-    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return v, result[1]
 
 
 class ReturnsItsBuffer(Faulty):
@@ -276,26 +197,6 @@ class ReturnsItsBuffer(Faulty):
         view = buffer[:, : result[1].shape[1]]
         view.copy_(result[1])
         return result[0], view
-
-
-class WrongCount(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return (*result, result[1])
-
-
-class WrongShape(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0], result[1].T
-
-
-class WrongDtype(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0], result[1].double()
-
-
-class OnlyNaN(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0].fill_(torch.nan), result[1]
 
 
 _KERNELS = r"""

@@ -1,15 +1,18 @@
-"""Keepers and commands of tests, forked from one process that has imported everything: an import takes 3 s of CPU time.
+"""Processes of tests, forked from one process that has imported everything: an import takes 3 s of CPU time.
 
-A keeper is what :func:`mla_conformance.engine.place.start_keeper` starts, and does the same: it is a child of the
-process of the tests, which adopts orphans while a run goes on. A command is a script that stands for the console
-script, for tests of what commands do one after another, in scripts and pages. Tests of how a command starts, of what
-it imports and of signals run the console script itself.
+A module of the engine is what :func:`mla_conformance.engine.keeper.start_module` starts, and does the same: it is a
+child of the process that asks. A command is a script that stands for the console script, for tests of what commands do
+one after another, in scripts and pages; another script stands for Python, for pytest and its workers above all. Tests
+of how a process starts, of what it imports and of signals run Python and the console script themselves.
 """
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -17,21 +20,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 _REQUEST = 2**20
 _AT_IMPORT = ("PYTHON", "OMP_", "MKL_", "LC_", "LANG", "LD_")
 """Beginnings of the names of variables that are read when Python or a library starts."""
-_COMMAND = """#!{python} -IS
+_OTHERWISE = 'not sys.argv[1:] or (sys.argv[1][0] == "-" and sys.argv[1] not in ("-P", "-u", "-c", "-m"))'
+"""Arguments of Python that are not taken over."""
+_SCRIPT = """#!{python} -IS
 import json, os, signal, socket, sys
 variables = {{name: value for name, value in os.environ.items() if name.startswith({at_import})}}
-if variables != {variables}:  # it would start otherwise than what is forked
-    os.execv({command!r}, [{command!r}, *sys.argv[1:]])
+if variables != {variables} or {otherwise}:  # it would start otherwise than what is forked
+    os.execv({program!r}, [{program!r}, *sys.argv[1:]])
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 connection.connect("\\0{address}")
 heeded = [number for number in {signals} if signal.getsignal(number) != signal.SIG_IGN]
 request = {{"arguments": sys.argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "heeded": heeded}}
+request |= {{"program": {program!r}, "python": {stands_for_python!r}}}
 socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
 process = int(connection.recv(32))
 for number in heeded:
@@ -46,11 +54,14 @@ sys.exit(status)
 
 Signals are passed on, and who kills the one kills the other.
 """
+UNEXPLAINED = "MLA_TESTS_UNEXPLAINED"
+"""A variable of programs that compare no failure with all that is known, which takes seconds."""
 _SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)))
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 
 
-class ForkedKeeper:
-    """What is used of ``subprocess.Popen`` for a keeper; ``pid`` is its process."""
+class Forked:
+    """What is used of ``subprocess.Popen`` for a module of the engine; ``pid`` is its process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -63,26 +74,20 @@ class ForkedKeeper:
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """By SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """By SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float = float("inf")) -> int:
-        """Its exit status, negative for a signal.
-
-        Raises:
-            subprocess.TimeoutExpired: it goes on.
-        """
+        """Its exit status, negative for a signal; raises ``subprocess.TimeoutExpired`` if it goes on."""
         end = time.monotonic() + timeout
         while self._status is None:
             process, status = os.waitpid(self.pid, os.WNOHANG)
             if process:
                 self._status = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > end:
-                raise subprocess.TimeoutExpired("keeper", timeout)
+                raise subprocess.TimeoutExpired("module", timeout)
             else:
                 time.sleep(0.005)
         return self._status
@@ -93,7 +98,6 @@ class Nursery:
 
     def __init__(self) -> None:
         self._socket, remote = socket.socketpair()
-        self._variables = _read_at_import(os.environ)
         self._address = f"mla-conformance-{os.getpid()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(f"\0{self._address}")  # no file, so that nothing is left of it
@@ -103,34 +107,51 @@ class Nursery:
         self._process = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
         remote.close()
         listener.close()
+        _fork_modules(self._socket)
 
-    def forks_for(self, environment: Mapping[str, str]) -> bool:
-        """Whether its keepers would start as they do with these variables."""
-        return self._variables == _read_at_import(environment)
-
-    def start_keeper(self, descriptor: int, log: int, environment: Mapping[str, str]) -> ForkedKeeper:
-        """As that of the module ``place``."""
-        return _ask_for_keeper(self._socket, descriptor, log, environment)
-
-    def write_command(self, path: Path, command: Path) -> None:
-        """A script that does as ``command`` does, the console script, but in a forked process."""
-        text = _COMMAND.format(
-            python=sys.executable, at_import=_AT_IMPORT, variables=self._variables, command=str(command),
-            address=self._address, signals=_SIGNALS,
-        )  # fmt: skip
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
+    def write_scripts(self, folder: Path) -> None:
+        """One that does as the console script, and one that does as Python, in a forked process."""
+        for name, otherwise in (("mla-conformance", "False"), ("python", _OTHERWISE)):
+            text = _SCRIPT.format(
+                python=sys.executable, at_import=_AT_IMPORT, variables=_read_at_import(os.environ), otherwise=otherwise,
+                program=str(Path(sys.executable).with_name(name)), stands_for_python=str(folder / "python"),
+                address=self._address, signals=_SIGNALS,
+            )  # fmt: skip
+            (folder / name).write_text(text, encoding="utf-8")
+            (folder / name).chmod(0o755)
 
     def end(self) -> None:
-        """End it; its keepers are ended by then."""
+        """End it; what it has forked is ended by then."""
         self._socket.close()
+        self._process.terminate()  # it may not be needed yet, and still import
         self._process.wait()
 
 
-def _ask_for_keeper(connection: socket.socket, descriptor: int, log: int, environment: Mapping[str, str]) -> Any:
-    request = {"environment": dict(environment), "folder": str(Path.cwd()), "supervisor": os.getpid()}
-    socket.send_fds(connection, [json.dumps(request).encode()], [descriptor, log])
-    return ForkedKeeper(int(connection.recv(32)))
+def _fork_modules(connection: socket.socket) -> None:
+    """Have modules of the engine forked at the other end, unless variables are other than they are now."""
+    from mla_conformance.engine import beside, explainer, keeper
+
+    started_anew, variables = keeper.start_module, _read_at_import(os.environ)
+    prctl, adopted = ctypes.CDLL(None).prctl, ctypes.c_int()
+
+    def start_module(name: str, descriptor: int, env: Mapping[str, str] | None = None, **streams: Any) -> Any:
+        environment = os.environ if env is None else env
+        if _read_at_import(environment) != variables:
+            return started_anew(name, descriptor, env=env, **streams)
+        request = {"module": name, "environment": dict(environment), "folder": str(Path.cwd()), "asks": os.getpid()}
+        with Path(os.devnull).open("w") as nowhere:
+            given = [streams.get("stdout") or 1, streams.get("stderr") or 2]
+            printed = [nowhere if each == subprocess.DEVNULL else each for each in given]
+            numbers = [each if isinstance(each, int) else each.fileno() for each in printed]
+            prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted))
+            prctl(_PR_SET_CHILD_SUBREAPER, 1)  # it is an orphan, of which this process becomes the parent
+            socket.send_fds(connection, [json.dumps(request).encode()], [descriptor, *numbers])
+            forked = Forked(int(connection.recv(32)))
+            prctl(_PR_SET_CHILD_SUBREAPER, adopted.value)
+        return forked
+
+    for module in (beside, explainer, keeper):
+        vars(module)["start_module"] = start_module
 
 
 def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
@@ -138,7 +159,7 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(descriptor: int, listening: int) -> None:
-    """Fork keepers and commands until the other end is closed."""
+    """Fork until the other end is closed."""
     from mla_conformance.engine.messages import Setup
     from mla_conformance.engine.worker import load_all
     from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -156,18 +177,16 @@ def main(descriptor: int, listening: int) -> None:
                     os.close(connection.detach())
                     os.close(listener.detach())
                     _carry_out(caller)
-        elif not _fork_keeper(connection):
+        elif not _fork_module(connection):
             return
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
 
 
-def _fork_keeper(connection: socket.socket) -> bool:
+def _fork_module(connection: socket.socket) -> bool:
     """Fork what is asked for; whether anything was."""
-    from mla_conformance.engine import keeper
-
-    request, descriptors, _, _ = socket.recv_fds(connection, _REQUEST, 2)
+    request, descriptors, _, _ = socket.recv_fds(connection, _REQUEST, 3)
     if not request:
         return False
     told, tell = os.pipe()
@@ -178,16 +197,43 @@ def _fork_keeper(connection: socket.socket) -> bool:
             os._exit(0)
         os.close(connection.detach())
         asked = json.loads(request)
-        _become(asked["environment"], asked["folder"], os.open(os.devnull, os.O_RDONLY), descriptors[1], descriptors[1])
-        while os.getppid() not in (1, asked["supervisor"]):
+        while os.getppid() not in (1, asked["asks"]):
             time.sleep(0.001)
-        keeper.main(descriptors[0], asked["supervisor"])
-        os._exit(0)
+        _become(asked["environment"], asked["folder"], os.open(os.devnull, os.O_RDONLY), *descriptors[1:])
+        _serve(import_module(asked["module"]), descriptors[0], asked["asks"])
     os.waitpid(between, 0)
     connection.sendall(os.read(told, 32))
     for number in (told, tell, *descriptors):
         os.close(number)
     return True
+
+
+def _serve(module: Any, descriptor: int, parent: int) -> NoReturn:
+    """What a module does as a program."""
+    from mla_conformance.engine import beside, keeper, limits
+
+    if module is keeper:
+        module.main(descriptor, parent)
+    else:
+        if module is beside:  # which has keepers
+            _fork_modules(_nursery_of_its_own())
+            limits.end_with_parent(parent, signal.SIGTERM)
+        module.main(socket.socket(fileno=descriptor))
+    os._exit(0)
+
+
+def _nursery_of_its_own(*inherited: int) -> socket.socket:
+    """The connection to a child as young as this process, which forks modules and holds nothing ``inherited``."""
+    connection, remote = socket.socketpair()
+    if not os.fork():
+        connection.close()
+        for number in inherited:
+            os.close(number)
+        while _fork_module(remote):
+            pass
+        os._exit(0)
+    remote.close()
+    return connection
 
 
 def _carry_out(caller: socket.socket) -> NoReturn:
@@ -196,7 +242,7 @@ def _carry_out(caller: socket.socket) -> NoReturn:
     child = os.fork()
     if not child:
         os.close(caller.detach())
-        _command(json.loads(request), streams)
+        _run(json.loads(request), streams)
     for stream in streams:
         os.close(stream)
     caller.sendall(str(child).encode())
@@ -209,36 +255,57 @@ def _carry_out(caller: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-def _command(request: dict[str, Any], streams: list[int]) -> NoReturn:
-    """What the console script does, with keepers that are forked from a process as young as this one."""
+def _run(request: dict[str, Any], streams: list[int]) -> NoReturn:
+    """What the program does, where modules of the engine, and Python, are forked from a process as young as this."""
     from mla_conformance import cli
-    from mla_conformance.engine import place
+    from mla_conformance.engine import explainer
+    from mla_conformance.engine import run as running
 
-    connection, remote = socket.socketpair()
-    if not os.fork():
-        connection.close()
-        for stream in streams:
-            os.close(stream)
-        while _fork_keeper(remote):
-            pass
-        os._exit(0)
-    remote.close()
+    connection = _nursery_of_its_own(*streams)
     _become(request["environment"], request["folder"], *streams)
+    _fork_modules(connection)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
     for signal_number in _SIGNALS:
         heeded = signal.default_int_handler if signal_number == signal.SIGINT else signal.SIG_DFL
         signal.signal(signal_number, heeded if signal_number in request["heeded"] else signal.SIG_IGN)
-    sys.argv = ["mla-conformance", *request["arguments"]]
-    started_anew, variables = place.start_keeper, _read_at_import(os.environ)
+    if UNEXPLAINED in os.environ:
+        running.MOST_EXPLAINED = 0
+        explainer.Explainer.explain = lambda *_: ""  # type: ignore[method-assign]
+    sys.argv, sys.executable = [request["program"], *request["arguments"]], request["python"]
+    if not request["program"].endswith("python"):
+        cli.command()
+    try:
+        status = _python(request["arguments"])
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    except BaseException:
+        status = 1
+        sys.excepthook(*sys.exc_info())
+    atexit._run_exitfuncs()
+    cli.leave(status)
 
-    def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> Any:
-        if _read_at_import(environment) != variables:
-            return started_anew(descriptor, log, environment)
-        return _ask_for_keeper(connection, descriptor, log, environment)
 
-    place.start_keeper = start_keeper
-    cli.command()
+def _python(arguments: list[str]) -> int:
+    """What Python does with arguments, but that it has imported the suite, unless it is to know of no folder."""
+    options = set[str]()
+    while arguments[0] in ("-P", "-u"):
+        options.add(arguments.pop(0))
+    what, *sys.argv = arguments if arguments[0] in ("-c", "-m") else ["", *arguments]
+    if "-P" in options:
+        for name in [each for each in sys.modules if each.partition(".")[0] == "mla_conformance"]:
+            del sys.modules[name]
+    else:
+        sys.path.insert(0, str(Path.cwd() if what else Path(sys.argv[0]).parent.absolute()))
+    if what == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif what:
+        code, sys.argv[0] = sys.argv[0], what
+        sys.modules["__main__"] = ModuleType("__main__")
+        exec(code, vars(sys.modules["__main__"]))
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
 
 
 def _become(environment: Mapping[str, str], folder: str, *streams: int) -> None:

@@ -36,7 +36,7 @@ class Doubling(EagerPrefillBackend):
 
 class Silent(EagerPrefillBackend): ...
 """
-RIGHT, WRONG = "def halved(x): return x / 2\n", "def halved(x): return x / 2.1\n"
+RIGHT, WRONG = "def halved(x): return x / 2\n", "def halved(x): raise RuntimeError('no kernel')\n"
 TELLS = "if __name__ == '__main__': import shutil; print(shutil.which('python'))"
 """Which Python a library would start."""
 
@@ -74,7 +74,7 @@ def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
     assert "REGRESSED · 1 newly failing · pass with both: 0 cases" in reported
     assert "| fake-attention | 1.0 | 2.0 |" in reported
     assert "| Doubling | 1/1 passed | 0/1 passed, 1 failed |" in reported
-    assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: output is" in reported
+    assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: the call raised RuntimeError: no kernel" in reported
 
 
 def test_each_run_stays_with_the_version_that_it_loaded_and_the_torch_of_the_caller(bumped: Path) -> None:
@@ -108,7 +108,6 @@ def test_a_module_that_comes_from_elsewhere_is_an_error(
     bumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = Environment(bumped / "out" / "before" / "environment", Pin.parse("fake-attention==1.0"))
-    environment.require_installed()
     with pytest.raises(InputError, match=r"expected fake-attention 2\.0 in .*, got 1\.0"):
         replace(environment, pin=Pin.parse("fake-attention==2.0")).require_installed()
     (tmp_path / "fake_attention.py").touch()
@@ -143,10 +142,10 @@ time.sleep(100)
 """It has a child that does not heed signals; as long as one of the two runs, somebody may write into the fifo."""
 
 
-@pytest.fixture(params=[signal.SIGINT, signal.SIGHUP], ids=str)
-def number(request: pytest.FixtureRequest) -> Iterator[int]:
+@pytest.fixture
+def number() -> Iterator[int]:
     """A signal that this process does not ignore, as it may where it is in the background."""
-    number = int(request.param)
+    number = signal.SIGHUP
     before = signal.signal(number, lambda *_: None)
     yield number
     signal.signal(number, before)
@@ -202,7 +201,7 @@ def judged(pin: Pin, statuses: dict[str, Status], used: float = 0.2, reasons: tu
     return JudgedVersion(pin, RunSummary({"suite": "1"}, (backend,), (A, B), source="report"), {"x": pin.version})
 
 
-GOOD = {A: PASS, B: PASS}
+GOOD, HALF = {A: PASS, B: PASS}, {A: FAIL, B: PASS}
 GONE = ("package x not installed",)
 
 
@@ -210,13 +209,7 @@ GONE = ("package x not installed",)
     ("before", "after", "status", "said"),
     [
         (judged(OLD, GOOD), judged(NEW, GOOD), 0, "no regression · pass with both: 2 cases"),
-        (
-            judged(OLD, {A: FAIL, B: PASS}),
-            judged(NEW, {A: FAIL, B: PASS}),
-            0,
-            "pass with both: 1 case, fail with both: 1",
-        ),
-        (judged(OLD, {A: FAIL, B: PASS}), judged(NEW, GOOD), 0, "no regression"),
+        (judged(OLD, HALF), judged(NEW, HALF), 0, "pass with both: 1 case, fail with both: 1"),
         (judged(OLD, GOOD), judged(NEW, {A: PASS, B: FAIL}), 1, "REGRESSED · 1 newly failing"),
         (judged(OLD, GOOD), judged(NEW, GOOD, used=0.31), 1, "2 error grew"),
         (judged(OLD, GOOD), judged(NEW, {A: PASS}), 1, "1 no longer judged"),

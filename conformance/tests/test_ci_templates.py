@@ -14,6 +14,7 @@ import yaml
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import _parser
+from mla_conformance.tests.nursery import UNEXPLAINED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / name for name in ("add-a-backend.md", "gate-your-repository.md", "tutorial.md")]
@@ -110,7 +111,7 @@ def test_templates_and_script_judge_and_decide_with_the_same_commands() -> None:
 
 def shell(script: str | Path, folder: Path, path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script, or a text of one, that finds its programs in ``path`` first, then beside this Python."""
-    environment = {**os.environ, "PATH": f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = {**os.environ, UNEXPLAINED: "1", "PATH": f"{path}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     call = ["bash", str(script), *arguments] if isinstance(script, Path) else ["bash", "-euo", "pipefail", "-c", script]
     return subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True)
 

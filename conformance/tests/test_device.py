@@ -107,24 +107,6 @@ def test_rows_are_spread_over_the_reach(far: str, monkeypatch: Any) -> None:
     assert offsets[19] < 2**14
 
 
-def test_far_rows_are_judged_and_found_wrong(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("rows", 2**12)))
-    monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
-    case = "large_offsets:call=context_chunk;dims=small;heads=2;q=[9];kv=[40];far=rows31"
-    assert judged(EagerPrefillBackend, case).status is Status.PASS
-    found = judged(WrapsAround, case)
-    assert (found.status, found.check) == (Status.FAIL, Check.MASK)
-
-
-def test_far_rows_of_lists_are_judged_and_found_wrong(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("rows", 2**12)))
-    monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
-    case = "large_offsets:call=sparse_prefill;dims=small;heads=2;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0"
-    assert judged(EagerSparseBackend, case).status is Status.PASS
-    found = judged(WrapsAroundItsQueries, case)
-    assert (found.status, found.check) == (Status.FAIL, Check.OUTPUT)
-
-
 def test_lists_have_65536_tokens_of_a_model_before_those_that_are_judged() -> None:
     listed = [case for case in CAPABILITIES["large_offsets"].cases if case.role is Role.SPARSE]
     far = [case for case in listed if case.far.startswith("rows")]
@@ -161,13 +143,21 @@ class WrapsAroundItsCache(EagerDecodeBackend):
         return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
 
-def test_far_blocks_are_judged(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach("cache", 2**16)))
+@pytest.mark.parametrize(
+    ("wrong", "bits", "case", "checks"),
+    [
+        (WrapsAround, 12, "context_chunk;q=[9];kv=[40];far=rows31", {Check.MASK}),
+        (WrapsAroundItsQueries, 12, "sparse_prefill;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0", {Check.OUTPUT}),
+        (WrapsAroundItsCache, 16, "decode;q=[1,1];kv=[200,70];far=cache31", {Check.LSE, Check.MASK}),
+    ],
+)
+def test_far_rows_and_blocks_are_judged_and_found_wrong(
+    wrong: type, bits: int, case: str, checks: set[Check], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach(case.far[:-2], 2**bits)))
     monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
-    case = "large_offsets:call=decode;dims=small;heads=2;q=[1,1];kv=[200,70];far=cache31"
-    assert judged(EagerDecodeBackend, case).status is Status.PASS
-    found = judged(WrapsAroundItsCache, case)
-    assert (found.status, found.check in (Check.LSE, Check.MASK)) == (Status.FAIL, True)
+    right, found = (judged(each, f"large_offsets:dims=small;heads=2;call={case}") for each in (wrong.__mro__[1], wrong))
+    assert right.status is Status.PASS and found.status is Status.FAIL and found.check in checks
 
 
 def test_the_memory_that_a_case_needs_is_stated() -> None:

@@ -22,6 +22,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
+from mla_conformance.tests.nursery import UNEXPLAINED
 from mla_conformance.tests.sealing import write_sealed
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -160,7 +161,7 @@ def test_no_line_of_a_kernel_is_taken_up(tmp_path: Path, command: Path) -> None:
         pytest.skip("no Landlock here")
     (tmp_path / "kern.py").write_text(FORGES)
     asked = ["--backend=kern.py:Forges", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1"]
-    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path)
+    run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, UNEXPLAINED: "1"})
     assert run([command, "certify", *asked, "--out=out"]).returncode == 3
     assert (tmp_path / "tried").read_text() == "Permission denied"
     forged = len((tmp_path / "out" / "journal.jsonl").read_text().splitlines())

@@ -1,5 +1,6 @@
 """Kernels of the user's own in several files: scripts that hold the interface for all of them, or a reason why not."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,12 +13,12 @@ import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import main
 from mla_conformance.export import own
 from mla_conformance.export.failing import reproduced
 from mla_conformance.export.own import own_class
 from mla_conformance.export.program import NotWritable
 from mla_conformance.export.script import MOST_LINES, Ran, run_alone, script_of
+from mla_conformance.tests.nursery import UNEXPLAINED
 from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
@@ -95,9 +96,10 @@ def ran(reference: str, script: Path) -> Ran:
     return run_alone(script)
 
 
-@pytest.fixture
-def own_modules() -> Iterator[None]:
-    """Modules that a test imports are not those of another test."""
+@pytest.fixture(autouse=True)
+def own_modules(monkeypatch: pytest.MonkeyPatch, python: Path) -> Iterator[None]:
+    """Modules that a test imports are not those of another test; scripts run in forked processes."""
+    monkeypatch.setattr(sys, "executable", str(python))
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
@@ -105,7 +107,6 @@ def own_modules() -> Iterator[None]:
             del sys.modules[name]
 
 
-@pytest.mark.usefixtures("own_modules")
 def test_a_kernel_in_three_files_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_in(tmp_path / "of" / "mine")
     monkeypatch.syspath_prepend(str(tmp_path / "of" / "mine"))
@@ -116,7 +117,6 @@ def test_a_kernel_in_three_files_runs_alone(tmp_path: Path, monkeypatch: pytest.
     assert again.status == 2 and "(needs torch, kernel.py, steps.py, pages.py)" in again.printed
 
 
-@pytest.mark.usefixtures("own_modules")
 def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel_in(tmp_path / "my_kernels", package=".", error=1.0)
     (tmp_path / "my_kernels" / "__init__.py").write_text("from mla_conformance.backends import interface\n")
@@ -125,7 +125,6 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert (found.status, found.verdict) == (1, "WRONG"), found.printed
 
 
-@pytest.mark.usefixtures("own_modules")
 @pytest.mark.parametrize(
     ("taken", "said"),
     [
@@ -168,7 +167,7 @@ def test_an_adapter_is_no_class_of_the_users_own() -> None:
 def test_the_command_exports_what_stands_beside_the_current_folder(tmp_path: Path, command: Path) -> None:
     kernel_in(tmp_path, error=1.0)
     arguments = ["export", DECODE, "--backend", "kernel.py:Mine", "--device", "cpu", "--out", "repro.py"]
-    done = subprocess.run([command, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    environment = {**os.environ, UNEXPLAINED: "1"}
+    done = subprocess.run([command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "checked: without mla-conformance the call fails, too" in done.stdout
-    assert main([*arguments[:2], "--backend", "TORCH_SDPA", "--out", str(tmp_path / "kernel.py")]) == 2
