@@ -79,7 +79,7 @@ def test_roundings_stay_within_the_budget(operands: tuple[Tensor, Tensor], round
     state = latent_attention(q, keys, with_key_terms=True)
     budget, rms, lse = (rule(state, KEYS_ONLY) for rule in (element_budget, expected_row_rms, lse_budget))
     squares = []
-    for seed in range(40):
+    for seed in range(25):
         noise = ROUNDOFF * rounding(keys.shape, torch.Generator().manual_seed(seed))
         rounded = latent_attention(q, keys * (1 + noise))
         error = (rounded.output - state.output).abs()

@@ -166,6 +166,27 @@ def test_weights_of_another_layer_and_lists_are_refused(prefill: Any, normal: An
         run(PLAIN, weights, prefill, normal, "fast")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"qk_nope_head_dim": -2}, "qk_nope_head_dim must be .* got -2"),
+        ({"qk_nope_head_dim": 1.5}, "got 1.5"),
+        ({"qk_rope_head_dim": True}, "qk_rope_head_dim must be .* got True"),
+        ({"qk_rope_head_dim": 63}, "even"),
+        ({"v_head_dim": 0}, "v_head_dim must be a positive int, got 0"),
+        ({"v_head_dim": "64"}, "got '64'"),
+    ],
+)
+def test_sizes_are_positive_ints(change: dict[str, Any], said: str) -> None:
+    head = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    made = MLADimensions(**head)
+    assert made.qk_head_dim == 192 and MLADimensions(**head | {"qk_rope_head_dim": 0}).qk_head_dim == 128
+    with pytest.raises(ValueError, match=said):
+        MLADimensions(**head | change)
+    with pytest.raises(ValueError, match="num_heads"):
+        ModelDimensions(hidden_size=1, num_heads=0, q_lora_rank=1, kv_lora_rank=1, head=made)
+
+
 def test_growth_of_queries() -> None:
     factors = QueryGrowth(beta=0.1, period=8).factors(torch.tensor([0, 7, 8, 15, 16]))
     steps = [1 + 0.1 * math.log(count) for count in (1, 1, 2, 2, 3)]
