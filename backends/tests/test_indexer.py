@@ -207,29 +207,19 @@ def test_lmdeploys_indexer_is_called_as_its_source_says(queries: tuple[int, ...]
     assert torch.equal(best, wanted)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_what_does_not_fit_or_is_not_declared_is_refused(library: Any) -> None:
+    given, gathered = operands(QUERIES, True), operands(QUERIES, False)
+    del gathered["k_scale"]
+    for change, said in (
         ({"q": torch.zeros(4, HEADS, DIM)}, r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got .* torch.float32"),
         ({"weights": torch.zeros(4, 1)}, r"weights: expected \[4, 32\] of torch.float32, got \[4, 1\]"),
-        ({"k": torch.zeros(5, PAGE, DIM, dtype=torch.uint8)}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
+        ({"k": torch.zeros(5, PAGE, DIM).byte()}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
         ({"k_scale": torch.zeros(4)}, r"k_scale: expected None, since no gathered codes were given, got \[4\]"),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        prepared(EagerIndexerBackend, QUERIES, True).run_index_logits(**{**operands(QUERIES, True), **change})
-
-
-def test_gathered_codes_need_their_scales() -> None:
-    given = operands(QUERIES, False)
-    del given["k_scale"]
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepared(EagerIndexerBackend, QUERIES, True).run_index_logits(**{**given, **change})
     with pytest.raises(ValueError, match="k_scale: expected the scales of gathered codes, got None"):
-        prepared(EagerIndexerBackend, QUERIES, False).run_index_logits(**given)
-
-
-def test_nothing_and_what_is_not_declared_cannot_be_selected(library: Any) -> None:
-    given = operands(QUERIES, True)
+        prepared(EagerIndexerBackend, QUERIES, False).run_index_logits(**gathered)
     with pytest.raises(ValueError, match="topk_tokens: expected a positive number, got 0"):
         prepared(EagerIndexerBackend, QUERIES, True).run_index_topk(**given, topk_tokens=0)
     with pytest.raises(UnsupportedConfiguration, match="DEEPGEMM_INDEXER: topk not supported"):
