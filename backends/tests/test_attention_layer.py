@@ -1,22 +1,18 @@
 """The attention-layer interface: validation in its order, ranks, batches, builders and subclasses."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_layer import (
     AttentionBackend,
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
-from mla_conformance.backends.layer.attention_types import (
-    AttentionType,
-    CommonAttentionMetadata,
-)
+from mla_conformance.backends.layer.attention_types import AttentionType, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,
@@ -33,7 +29,6 @@ class Impl(AttentionImpl[Any]):
     can_return_lse_for_decode = True
 
     def __init__(self, num_heads: int = 1, *arguments: Any, **keywords: Any) -> None:
-        self.num_heads = num_heads
         self.ranks_at_construction = (self.dcp_world_size, self.total_cp_rank)
 
     def forward(self, layer: Any, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -62,61 +57,29 @@ class Backend(AttentionBackend):
         return Builder
 
     @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return 2, num_blocks, block_size, num_kv_heads, head_size
+    def get_kv_cache_shape(*sizes: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
+        return sizes
 
 
-class Picky(Backend):
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["fp8"]
-
-    @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        return [576]
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        return [MultipleOf(64)]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        return False
-
-    @classmethod
-    def supports_combination(cls, *settings: Any, **named: Any) -> str | None:
-        return "not together"
+def answering(**answers: Any) -> type[AttentionBackend]:
+    """A backend whose methods have these answers."""
+    methods = {name: classmethod(lambda cls, *_, x=answer, **__: x) for name, answer in answers.items()}
+    return subclass_attention_backend_with_overrides("Answering", Backend, methods)
 
 
-SETTINGS: dict[str, Any] = {
-    "head_size": 64,
-    "dtype": torch.float16,
-    "kv_cache_dtype": "auto",
-    "block_size": 16,
-    "use_mla": False,
-    "has_sink": False,
-    "use_sparse": False,
-    "use_mm_prefix": False,
-    "device_capability": DeviceCapability(9, 0),
-    "attn_type": AttentionType.DECODER,
-}
-
-
-def reasons(backend: type[AttentionBackend] = Backend, **changes: Any) -> list[str]:
-    return backend.validate_configuration(**(SETTINGS | changes))
+def reasons(backend: type[AttentionBackend], **changes: Any) -> list[str]:
+    settings: dict[str, Any] = {"head_size": 64, "dtype": torch.float16, "kv_cache_dtype": "auto", "block_size": 16}
+    settings |= dict.fromkeys(("use_mla", "has_sink", "use_sparse", "use_mm_prefix"), False)
+    settings |= {"device_capability": DeviceCapability(9, 0), "attn_type": AttentionType.DECODER}
+    return backend.validate_configuration(**(settings | changes))
 
 
 def test_the_reasons_come_in_the_order_of_vllm() -> None:
-    found = reasons(
-        Picky,
-        dtype=torch.float32,
-        use_mla=True,
-        has_sink=True,
-        use_sparse=True,
-        use_mm_prefix=True,
-        attn_type="encoder",
-    )
-    assert found == [
+    answers = {"get_supported_head_sizes": [576], "get_supported_kernel_block_sizes": [MultipleOf(64)]}
+    picky = answering(**answers, supports_compute_capability=False, supports_combination="not together")
+    picky.supported_kv_cache_dtypes = ["fp8"]
+    asked = dict.fromkeys(("use_mla", "has_sink", "use_sparse", "use_mm_prefix"), True)
+    assert reasons(picky, dtype=torch.float32, attn_type="encoder", **asked) == [
         "head_size not supported: got 64 (supported: 576)",
         "dtype not supported: got torch.float32 (supported: torch.float16, torch.bfloat16)",
         "kv_cache_dtype not supported: got auto (supported: fp8)",
@@ -130,14 +93,10 @@ def test_the_reasons_come_in_the_order_of_vllm() -> None:
         "attention type encoder not supported",
         "not together",
     ]
-
-
-def test_what_a_backend_insists_on_is_a_reason_too() -> None:
-    insists = subclass_attention_backend_with_overrides(
-        "Sparse", Backend, {"is_mla": classmethod(lambda cls: True), "is_sparse": classmethod(lambda cls: True)}
-    )
+    assert picky.supports_kv_cache_dtype(None) and not picky.supports_kv_cache_dtype("auto")
+    insists = answering(is_mla=True, is_sparse=True)
     assert reasons(insists) == ["non-MLA not supported", "non-sparse not supported"]
-    assert reasons(insists, use_mla=True, use_sparse=True) == []
+    assert reasons(insists, use_mla=True, use_sparse=True) == reasons(Backend) == []
 
 
 @pytest.mark.parametrize(
@@ -146,7 +105,6 @@ def test_what_a_backend_insists_on_is_a_reason_too() -> None:
         ([MultipleOf(16)], 64, True),
         ([MultipleOf(64)], 32, False),
         ([16], 64, True),
-        ([64], 16, False),
         ([], 8, True),
         ([MultipleOf(1)], 48, False),
         ([32, MultipleOf(8)], 8, True),
@@ -154,16 +112,7 @@ def test_what_a_backend_insists_on_is_a_reason_too() -> None:
     ],
 )
 def test_a_configured_block_may_be_split(kernel: list[Any], block_size: int | None, supported: bool) -> None:
-    sized = {"get_supported_kernel_block_sizes": staticmethod(lambda: kernel)}
-    backend = subclass_attention_backend_with_overrides("Sized", Backend, sized)
-    assert backend.supports_block_size(block_size) == supported
-
-
-def test_no_cache_dtype_stands_for_any_and_an_empty_list_too() -> None:
-    assert Picky.supports_kv_cache_dtype(None) and not Picky.supports_kv_cache_dtype("auto")
-    assert subclass_attention_backend_with_overrides(
-        "Any", Backend, {"supported_kv_cache_dtypes": []}
-    ).supports_kv_cache_dtype("int4")
+    assert answering(get_supported_kernel_block_sizes=kernel).supports_block_size(block_size) == supported
 
 
 def test_a_subclass_with_another_builder() -> None:
@@ -211,55 +160,30 @@ def test_the_reorder_threshold(speculative: Any, ranks: int, arguments: Any, thr
     assert made.reorder_batch_threshold == threshold
 
 
-def test_a_builders_defaults() -> None:
+def test_a_builder_captures_and_drafts_by_building_and_updates_no_table() -> None:
     made = builder()
     assert made.build_for_cudagraph_capture("batch") == (0, "batch", False)  # type: ignore[arg-type]
     assert made.build_for_drafting("batch", 2) == (0, "batch", True)  # type: ignore[arg-type]
-    assert Builder.get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
-    assert not made.use_cascade_attention(0, None, 1, 1, False, False, False, 1, 1)
     with pytest.raises(NotImplementedError, match="Builder cannot update a block table; build the metadata anew"):
         made.update_block_table(None, torch.empty(0), torch.empty(0))
 
 
-def batch(**changes: Any) -> CommonAttentionMetadata:
-    starts = torch.tensor([0, 2, 3, 7, 7], dtype=torch.int32)
-    fields: dict[str, Any] = {
-        "query_start_loc": starts,
-        "query_start_loc_cpu": starts,
-        "seq_lens": torch.tensor([5, 9, 4, 0], dtype=torch.int32),
-        "num_reqs": 4,
-        "num_actual_tokens": 8,
-        "max_query_len": 4,
-        "max_seq_len": 9,
-        "block_table_tensor": torch.arange(8).reshape(4, 2),
-        "slot_mapping": torch.arange(8),
-    }
-    return CommonAttentionMetadata(**(fields | changes))
-
-
-def test_computed_tokens_are_computed_once() -> None:
-    common = batch()
-    computed = common.compute_num_computed_tokens()
-    assert computed.tolist() == [3, 8, 0, 0] and common.compute_num_computed_tokens() is computed
-
-
-def test_deprecated_copies_on_the_host_warn() -> None:
-    common = batch()
+def test_a_batch_without_its_padding() -> None:
+    starts, rows = torch.tensor([0, 2, 3, 7, 7], dtype=torch.int32), torch.arange(4)
+    named = dict.fromkeys(("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "encoder_seq_lens"), rows)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor([5, 9, 4, 0], dtype=torch.int32),
+        num_reqs=4, num_actual_tokens=8, max_query_len=4, max_seq_len=9,
+        block_table_tensor=torch.arange(8).reshape(4, 2), slot_mapping=torch.arange(8), **named,
+    )  # fmt: skip
     with pytest.warns(DeprecationWarning, match=r"seq_lens_cpu is deprecated.*use seq_lens\.cpu\(\)"):
         assert common.seq_lens_cpu.tolist() == [5, 9, 4, 0]
-    with pytest.warns(DeprecationWarning, match="num_computed_tokens_cpu is deprecated"):
-        assert common.num_computed_tokens_cpu.tolist() == [3, 8, 0, 0]
-
-
-def test_a_batch_without_its_padding() -> None:
-    rows = torch.arange(4)
-    common = batch(dcp_local_seq_lens=rows, dcp_local_seq_lens_cpu=rows, encoder_seq_lens=rows, _seq_lens_cpu=rows)
-    common.compute_num_computed_tokens()
+    computed = common.compute_num_computed_tokens()
+    assert computed.tolist() == [3, 8, 0, 0] and common.compute_num_computed_tokens() is computed
     cut = common.unpadded(num_actual_tokens=7, num_actual_reqs=3)
     assert (cut.num_reqs, cut.num_actual_tokens, cut.slot_mapping.shape[0]) == (3, 7, 7)
     assert cut.query_start_loc.tolist() == cut.query_start_loc_cpu.tolist() == [0, 2, 3, 7]
     assert cut.block_table_tensor.shape == (3, 2) and cut.seq_lens.tolist() == [5, 9, 4]
-    for name in ("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "encoder_seq_lens", "_seq_lens_cpu"):
-        assert getattr(cut, name).tolist() == [0, 1, 2]
+    assert all(getattr(cut, name).tolist() == [0, 1, 2] for name in named)
     assert cut.encoder_seq_lens_cpu is None and cut.compute_num_computed_tokens().tolist() == [3, 8, 0]
     assert cut.seq_lens.data_ptr() == common.seq_lens.data_ptr()

@@ -20,7 +20,7 @@ from mla_conformance.backends.layer.mla_batch import LayerRequest
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
     page=st.integers(1, 8),
