@@ -1,4 +1,4 @@
-"""Indexers: EAGER's refusals, and DeepGEMM's and LMDeploy's adapters against stand-ins that follow their kernels."""
+"""Indexers and preparations: EAGER's refusals, and DeepGEMM's and LMDeploy's adapters against stand-ins."""
 
 from typing import Any
 
@@ -7,10 +7,12 @@ import torch
 
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployTopKBackend
+from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
+from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.reference.cache_layout import encode
@@ -26,6 +28,7 @@ PACKAGES: Any = {
     ),
 }
 QUERIES, LENGTHS = (1, 3), (70, 130)
+PREPARATION = IndexPreparation(DIM, 64, True, True, False, "pow2", True, 1e-6)
 
 
 def metadata(queries: tuple[int, ...], paged: bool) -> MLASparseMetadata:
@@ -150,12 +153,14 @@ def test_deep_gemm_is_called_as_it_documents(queries: tuple[int, ...], paged: bo
 @pytest.fixture
 def lmdeploy(recorded: Any, installed: Any, monkeypatch: Any) -> None:
     """A kernel a module, as on a GPU."""
-    folder = "lmdeploy/pytorch/kernels/cuda"
-    for adapter in (LmdeployTopKBackend, LmdeployIndexerBackend):
+    for adapter in (LmdeployTopKBackend, LmdeployIndexerBackend, LmdeployPrepareBackend):
         monkeypatch.setattr(adapter, "supports_compute_capability", lambda *_: True)
-    for module, name, call in (("bitonic_topk", "bitonic_topk", _topk), ("ds_index", "fp8_index", _scores)):
-        function = recorded("lmdeploy 0.18.0", f"{folder}/{module}.py:{name}", call)
-        installed(f"{folder}/{module}".replace("/", "."), **{name: function})
+    modules: dict[str, dict[str, Any]] = {"bitonic_topk": {"bitonic_topk": _topk}, "ds_index": {"fp8_index": _scores}}
+    modules["dsa_indexer_preprocess"] = {"prepare_dsa_indexer_q": _query, "prepare_dsa_indexer_k_cache": _keys}
+    for name, calls in modules.items():
+        module = f"lmdeploy/pytorch/kernels/cuda/{name}"
+        functions = {each: recorded("lmdeploy 0.18.0", f"{module}.py:{each}", call) for each, call in calls.items()}
+        installed(module.replace("/", "."), **functions)
 
 
 def _topk(a: Any) -> torch.Tensor:
@@ -184,6 +189,41 @@ def _scores(a: Any) -> torch.Tensor:
     return out
 
 
+def _prepared(tokens: int, a: Any, heads: int = 1) -> EagerPrepareBackend:
+    """Who turns and quantises what the kernels are given, by the table that they are given."""
+    interleaved, eps = a["rope_interleaved"], a.get("eps", 1e-6)
+    asked = PREPARATION._replace(is_neox_style=not interleaved, fold_scales=False, eps=eps)
+    backend = EagerPrepareBackend(heads, 1.0, asked, None)
+    assert a["cos"].shape == a["sin"].shape == (tokens, 64)
+    table = torch.cat((a["cos"][:, :32], a["sin"][:, :32]), dim=1)
+    assert torch.equal(a["cos"][:, 32:], a["cos"][:, :32])
+    backend.prepare_metadata(PrepareMetadata(torch.arange(tokens), table))
+    return backend
+
+
+def _query(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    q, weights = a["q"], a["weights"]
+    assert q.dtype == torch.bfloat16 and q.stride(-1) == weights.stride(-1) == 1
+    backend = _prepared(len(q), a, q.shape[1])
+    codes, scale = backend._quantised(backend._turned(q.float()))
+    return codes, scale[..., 0] * weights.float() * a["score_scale"]
+
+
+def _keys(a: Any) -> None:
+    """The tokens of requests to their pages, block · page + offset."""
+    k, cache = a["k"], a["k_cache"]
+    assert cache.shape[1:] == (PAGE, DIM) and a["k_s_cache"].shape == cache.shape[:2]
+    assert a["cu_seqlen_q"].tolist() == [0, len(k)] and a["kv_seqlens"].tolist() == [len(k)]
+    assert a["max_q_seqlen"] == len(k) and len(a["block_offsets"]) == 1
+    backend = _prepared(len(k), a)
+    normed = backend._normed(k.float(), a["norm_weight"], a["norm_bias"])
+    codes, scale = backend._quantised(backend._turned(normed.unsqueeze(1)))
+    token = torch.arange(len(k))
+    slots = a["block_offsets"][0, token // PAGE].long() * PAGE + token % PAGE
+    cache.view(torch.uint8).view(-1, DIM)[slots] = codes[:, 0].view(torch.uint8)
+    a["k_s_cache"].view(-1)[slots] = scale[:, 0, 0]
+
+
 @pytest.mark.usefixtures("lmdeploy")
 def test_lmdeploys_top_k_is_called_as_its_source_says() -> None:
     backend = LmdeployTopKBackend(None)
@@ -205,6 +245,26 @@ def test_lmdeploys_indexer_is_called_as_its_source_says(queries: tuple[int, ...]
     torch.testing.assert_close(found[seen], expected[seen], rtol=1e-4, atol=1e-3)
     best, wanted = (kernel.run_index_topk(**given, topk_tokens=16).sort().values for kernel in kernels)
     assert torch.equal(best, wanted)
+
+
+@pytest.mark.usefixtures("lmdeploy")
+@pytest.mark.parametrize("is_neox_style", [True, False])
+def test_lmdeploys_preparation_is_called_as_its_source_says(is_neox_style: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, wide = (torch.randn(70, width, generator=generator).bfloat16() for width in (HEADS * DIM, DIM + 9, 2 * HEADS))
+    norm = torch.rand(2, DIM, generator=generator)
+    angles = torch.rand(99, 32, generator=generator)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    asked = PREPARATION._replace(is_neox_style=is_neox_style)
+    positions = torch.arange(70).flip(0) + 20
+    results = []
+    for adapter in (LmdeployPrepareBackend, EagerPrepareBackend):
+        backend = adapter(HEADS, 0.3, asked, None)
+        backend.prepare_metadata(PrepareMetadata(positions, table))
+        results.append(backend.run_prepare_index(q.unflatten(1, (HEADS, DIM)), k[:, :DIM], wide[:, ::2], *norm))
+    for found, expected in zip(*results, strict=True):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=1e-6, atol=0)
 
 
 def test_what_does_not_fit_or_is_not_declared_is_refused(library: Any) -> None:
