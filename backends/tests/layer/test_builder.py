@@ -1,7 +1,7 @@
 """Metadata by both routes: fields, agreement, another block table, and refusals of contradictory batches."""
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,7 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_chunks import plan_context
-from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
+from mla_conformance.backends.layer.layer_config import CacheConfig, MLAAttentionSpec
 from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
 from mla_conformance.backends.layer.mla_context import workspace_tokens
 from mla_conformance.reference.chunking import plan_context_chunks
@@ -20,48 +20,15 @@ from mla_conformance.reference.chunking import plan_context_chunks
 CPU = torch.device("cpu")
 
 
-def assert_equal(a: Any, b: Any, but: tuple[str, ...] = ()) -> None:
-    """Two metadata agree in every field, their views included."""
-    for name in [
-        f.name for f in fields(a) if f.name not in (*but, "_cached_prefill_metadata", "_cached_decode_metadata")
-    ]:
-        same(name, getattr(a, name), getattr(b, name))
-    for view in {"decode_metadata", "prefill_metadata"} - set(but):
-        mine, other = getattr(a, view), getattr(b, view)
-        assert (mine is None) == (other is None)
-        if mine is not None:
-            for f in fields(mine):
-                same(f"{view}.{f.name}", getattr(mine, f.name), getattr(other, f.name))
-
-
-def same(name: str, a: Any, b: Any) -> None:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        assert a.dtype == b.dtype, name
-        assert a is b or a.equal(b), name
-    elif isinstance(a, tuple):
-        for part, (x, y) in enumerate(zip(a, b, strict=True)):
-            same(f"{name}[{part}]", x, y)
-    elif hasattr(a, "cu_seq_lens"):
-        assert a.cu_seq_lens.equal(b.cu_seq_lens) and a.starts.equal(b.starts), name
-    else:
-        assert a == b, (name, a, b)
-
-
 def common(queries: list[int], seqs: list[int], **changes: Any) -> CommonAttentionMetadata:
     starts = torch.tensor([0, *queries]).cumsum(0).int()
     lengths = torch.tensor(seqs, dtype=torch.int32)
-    fields: dict[str, Any] = {
-        "query_start_loc": starts,
-        "query_start_loc_cpu": starts,
-        "seq_lens": lengths,
-        "num_reqs": len(queries),
-        "num_actual_tokens": sum(queries),
-        "max_query_len": max(queries, default=0),
-        "max_seq_len": max(seqs, default=0),
-        "block_table_tensor": torch.zeros(len(queries), 8, dtype=torch.int32),
-        "slot_mapping": torch.zeros(max(sum(queries), 0), dtype=torch.int64),
-    }
-    return CommonAttentionMetadata(**(fields | changes))
+    given: dict[str, Any] = {"query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": lengths}
+    given |= {"num_reqs": len(queries), "num_actual_tokens": sum(queries)}
+    given |= {"max_query_len": max(queries, default=0), "max_seq_len": max(seqs, default=0)}
+    given |= {"block_table_tensor": torch.zeros(len(queries), 8, dtype=torch.int32)}
+    given |= {"slot_mapping": torch.zeros(max(sum(queries), 0), dtype=torch.int64)}
+    return CommonAttentionMetadata(**(given | changes))
 
 
 def test_the_fields_of_a_mixed_batch(world: Any) -> None:
@@ -110,7 +77,7 @@ def test_the_plan_is_the_reference_plan(seed: int) -> None:
     assert plan.seq_tot == [c.num_tokens for c in chunks] and plan.max_seq_lens == [max(c.seq_lens) for c in chunks]
 
 
-def test_another_block_table_is_another_build(world: Any, batch: Any) -> None:
+def test_another_block_table_is_another_build(world: Any, batch: Any, same: Any) -> None:
     one = batch(world(), [(1, 9, False), (3, 2, False), (9, 6, True)])
     builder = one.world.builder()
     assert builder.supports_update_block_table
@@ -118,7 +85,7 @@ def test_another_block_table_is_another_build(world: Any, batch: Any) -> None:
     assert metadata.prefill_metadata is not None and metadata.decode_metadata is not None
     other.block_table_tensor, other.slot_mapping = other.block_table_tensor.flip(1), other.slot_mapping + 1
     updated = builder.update_block_table(metadata, other.block_table_tensor, other.slot_mapping)
-    assert_equal(updated, builder.build(0, other))
+    same(updated, builder.build(0, other))
     assert metadata.decode_metadata.block_table.equal(one.common().block_table_tensor[:2])
 
 
@@ -170,11 +137,11 @@ def test_graph_support_is_the_decode_backends_without_prefills(world: Any) -> No
     assert world(decode=None).backend.get_builder_cls().get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
 
 
-def test_capture_and_drafting_and_cascade(world: Any) -> None:
+def test_capture_and_drafting_and_cascade(world: Any, same: Any) -> None:
     builder = world().builder()
     decodes = common([1, 1], [4, 5])
     assert builder.build_for_cudagraph_capture(decodes).use_cuda_graph
-    assert_equal(builder.build_for_drafting(decodes, 0), builder.build(0, decodes))
+    same(builder.build_for_drafting(decodes, 0), builder.build(0, decodes))
     assert not builder.use_cascade_attention(9, [1], 8, 1, False, False, False, 132, 1)
     with pytest.raises(ValueError, match="captured with decodes only, of up to 8 tokens, got 1 prefills of up to 9"):
         builder.build_for_cudagraph_capture(common([9], [9]))
@@ -182,13 +149,8 @@ def test_capture_and_drafting_and_cascade(world: Any) -> None:
 
 def test_the_workspace_rule(world: Any) -> None:
     def tokens(max_model_len: int, max_seqs: int, page: int) -> int:
-        return workspace_tokens(
-            SimpleNamespace(
-                model_config=SimpleNamespace(max_model_len=max_model_len),
-                scheduler_config=SimpleNamespace(max_num_seqs=max_seqs, chunked_prefill_enabled=True),
-                cache_config=SimpleNamespace(block_size=page),
-            )
-        )
+        config = world(max_model_len=max_model_len, max_seqs=max_seqs).config
+        return workspace_tokens(replace(config, cache_config=CacheConfig(block_size=page)))
 
     assert (tokens(1000, 4, 16), tokens(10, 4, 16), tokens(163840, 256, 64)) == (8000, 256, 131072)
     assert tokens(163840, 2048, 64) == 131072

@@ -119,7 +119,7 @@ def trtllm(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
         assert cache.shape[1:] == (1, 64, 576) and q.is_contiguous() and cache.is_contiguous()
         assert (a["backend"], a["return_lse"], a["return_lse_base"]) == ("trtllm-gen", True, "basee")
         assert (a["qk_nope_head_dim"], a["kv_lora_rank"], a["qk_rope_head_dim"], a["bmm2_scale"]) == (128, 512, 64, 1.0)
-        assert not a["workspace_buffer"].any() and a["workspace_buffer"].numel() > 8 * 256 * heads * tokens
+        assert not a["workspace_buffer"][:4096].any() and a["workspace_buffer"].numel() > 8 * 256 * heads * tokens
         assert a["seq_lens"].dtype == table.dtype == torch.int32
         lists = cut(table[:, 0], a["seq_lens"])
         assert bool((lists >= 0).sum(dim=1).equal(a["seq_lens"].long()))
