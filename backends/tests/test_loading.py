@@ -86,7 +86,6 @@ def test_a_class_is_loaded_from_a_module_or_from_a_file_of_any_folder(tmp_path: 
         ("other = 1", "no class Mine in .*mine.py"),
         ("Mine = 3", "expected a class, got int"),
         ("class Mine:\n    def run_decode(self): ...\n", "Mine lacks get_name, is_available, prepare_metadata, supp"),
-        ("class Mine: ...", "class Mine lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk"),
         (
             IMPORT + "class Mine(EagerPrefillBackend): supported_dtypes = []",
             "Mine.supported_dtypes: expected torch dtypes, got none, so that nothing is left to judge",
@@ -145,7 +144,6 @@ def test_an_entry_point_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
             "entry point THEIRS = theirs:Backend does not import: AttributeError: no Backend",
         ),
         (OSError("libcuda.so.1"), "entry point THEIRS = theirs:Backend does not import: OSError: libcuda.so.1"),
-        (3, "'THEIRS': expected a class, got int"),
         (object, "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk, "),
     ],
 )
@@ -171,7 +169,6 @@ def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(m
     [
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("raise ExceptionGroup('several', [OSError(1), OSError(2)])", "ExceptionGroup: several (2 sub-exceptions)"),
         ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
         ("raise OSError('two\\nlines')", "OSError: two lines"),
     ],
@@ -216,7 +213,6 @@ def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(heeded: None, tmp_p
         ("is_available", "None", "is_available returned None, expected True or False"),
         ("supports_compute_capability", "'9.0'", "supports_compute_capability returned '9.0', expected True or False"),
         ("broken_dependencies", "'gone'", "broken_dependencies returned 'gone', expected a list of reasons (strings)"),
-        ("broken_dependencies", "[1]", "broken_dependencies returned a list of int, expected a list of reasons"),
     ],
 )
 def test_a_backend_that_cannot_say_whether_it_can_run_is_unavailable(
