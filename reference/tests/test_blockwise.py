@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mla_conformance.reference.blockwise as module
 from mla_conformance.reference.attention import AttentionState, attention
-from mla_conformance.reference.blocks import Blocks, in_lanes, plan_blocks
+from mla_conformance.reference.blocks import Blocks, in_lanes
 from mla_conformance.reference.blockwise import blockwise_attention, by_shape
 
 Normal = Callable[..., Tensor]
@@ -119,24 +119,6 @@ def test_no_rows_are_an_empty_state_and_rows_ascend(qkv: tuple[Tensor, ...]) -> 
             blockwise_attention(*qkv, **BATCH, causal=True, rows=rows)
 
 
-def test_small_requests_are_the_definition_itself(qkv: tuple[Tensor, ...]) -> None:
-    options = {**BATCH, "causal": True, "with_terms": True}
-    fast, plain = blockwise_attention(*qkv, **options), attention(*qkv, **options)
-    assert torch.equal(fast.output, plain.output) and torch.equal(fast.lse, plain.lse)
-
-
-def test_few_rows_of_heads_that_share_their_keys_are_left_to_the_definition(
-    normal: Normal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_BLOCK_PAIRS", 0)
-    q, k, v = normal(1, 33, 4, 6), normal(2, 72, 1, 6), normal(3, 72, 1, 5)
-    for rows, blocks in ((32, False), (33, True)):
-        with patch.object(module, "in_lanes", wraps=in_lanes) as run:
-            starts: dict[str, Any] = {"query_start_loc": (0, rows), "key_start_loc": (0, 72)}
-            blockwise_attention(q, k, v, **starts, scale=0.4, causal=True)
-        assert run.called == blocks
-
-
 @pytest.mark.parametrize("scale", [0.2, 4.0], ids=["many keys weigh", "one key weighs"])
 def test_low_precision_terms_are_close_and_not_too_small(
     normal: Normal, monkeypatch: pytest.MonkeyPatch, scale: float
@@ -151,14 +133,6 @@ def test_low_precision_terms_are_close_and_not_too_small(
         ratio = getattr(fast.terms, name) / term
         assert float(ratio.min()) > 1.0 and float(ratio.max()) < 1.05, name
     torch.testing.assert_close(fast.output, plain.output, rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.parametrize("key_bytes", [4000, 12000])
-def test_blocks_fit_the_workspace(key_bytes: int) -> None:
-    plan = plan_blocks(torch.device("cpu"), heads=16, key_bytes=key_bytes, pair_bytes=20)
-    panel = plan.panel * key_bytes * 5 // 2
-    assert plan.heads * (plan.queries * plan.keys * 20 + plan.span * key_bytes + panel) <= 48_000_000
-    assert plan.panel % plan.queries == 0 == plan.queries % plan.step and plan.span % plan.keys == 0
 
 
 ALIKE = [

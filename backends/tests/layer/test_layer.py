@@ -106,9 +106,7 @@ def test_quantised_weights_are_asked_for_their_image_of_the_identity_without_a_b
 
 
 def test_a_projection_of_another_shape_is_refused(world: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"kv_b_proj weight \[N·\(P \+ V\), L\] = \[84, 32\] for N = 3.* got \[32, 84\]"
-    ):
+    with pytest.raises(ValueError, match=r"kv_b_proj weight \[N·\(P \+ V\), L\] = \[84, 32\] for N = 3.* got \[32, 8"):
         world().impl(kv_b_proj=SimpleNamespace(weight=torch.zeros(32, 84)))
     with pytest.raises(ValueError, match="one of the attributes weight, qweight, weight_packed, got a SimpleNamespace"):
         world().impl(kv_b_proj=SimpleNamespace())

@@ -19,9 +19,8 @@ def inputs(tokens: int) -> Any:
 def test_advancing_is_rebuilding(seed: int, world: Any, same: Any) -> None:
     rng = random.Random(seed)
     prompts = rng.randint(0, 3)
-    lengths = [
-        (rng.randint(1, 9) if i < prompts else 1, rng.randint(0, 20)) for i in range(rng.randint(max(prompts, 1), 5))
-    ]
+    number = rng.randint(max(prompts, 1), 5)
+    lengths = [(rng.randint(1, 9) if i < prompts else 1, rng.randint(0, 20)) for i in range(number)]
     blocks = [rng.sample(range(64), 10) for _ in lengths]
     padding = rng.choice((-1, 0, 3)) if not prompts else -1
     builder, rows = world().builder(), len(lengths) + max(padding, 0)
@@ -54,57 +53,53 @@ def test_a_step_moves_every_query_and_no_padding(world: Any) -> None:
 
 
 def test_what_is_no_decode_step_is_refused(world: Any) -> None:
-    builder = world().builder()
-    metadata = builder.build_from_requests([LayerRequest(4, 4, [0, 1], True)])
-    with pytest.raises(ValueError, match="a batch of decodes, got 1 prefills; pass turn_prefills_into_decodes"):
-        metadata.advance_step(inputs(1), None, 4, 1, 1)
-    metadata = builder.build_from_requests([LayerRequest(2, 4, [0, 1], False)])
-    with pytest.raises(ValueError, match="decodes of one token, got up to 2; build the next step's metadata"):
-        metadata.advance_step(inputs(1), None, 4, 1, 1)
-    metadata = builder.build_from_requests([LayerRequest(1, 4, [0, 1], False)])
-    for seqs, queries in ((2, 1), (1, 2)):
-        with pytest.raises(ValueError, match=f"num_seqs 1, .* got {seqs} and {queries}"):
+    plain: Any = [(1, 4, [0, 1], False)]
+    for requests, seqs, queries, ranks, said in (
+        ([(4, 4, [0, 1], True)], 1, 1, 1, "a batch of decodes, got 1 prefills; pass turn_prefills_into_decodes"),
+        ([(2, 4, [0, 1], False)], 1, 1, 1, "decodes of one token, got up to 2; build the next step's metadata"),
+        (plain, 2, 1, 1, "num_seqs 1, .* got 2 and 1"),
+        (plain, 1, 2, 1, "num_seqs 1, .* got 1 and 2"),
+        (plain, 1, 1, 2, "cannot advance on 2 context-parallel ranks"),
+        ([(1, 7, [5, 3], False)], 1, 1, 1, "next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"),
+    ):
+        metadata = world(ranks=ranks).builder().build_from_requests([LayerRequest(*each) for each in requests])
+        with pytest.raises(ValueError, match=said):
             metadata.advance_step(inputs(1), None, 4, seqs, queries)
-    metadata = world(ranks=2).builder().build_from_requests([LayerRequest(1, 4, [0, 1], False)])
-    with pytest.raises(ValueError, match="cannot advance on 2 context-parallel ranks"):
-        metadata.advance_step(inputs(1), None, 4, 1, 1)
-    metadata = builder.build_from_requests([LayerRequest(1, 2, [0], False), LayerRequest(1, 7, [5, 3], False)])
-    with pytest.raises(ValueError, match="next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"):
-        metadata.advance_step(inputs(2), None, 4, 2, 2)
 
 
-class Captured:
-    """A batch of eight rows over a state's buffers, and replays of smaller batches on it."""
+@pytest.fixture
+def captured(world: Any) -> Any:
+    """A batch of eight rows over a state's buffers; ``load(*requests)`` fills them for a replay."""
+    w = world()
+    state = w.backend.get_state_cls()(w.runner(max_batch=8))
+    with state.graph_capture(8):
+        metadata = state.graph_capture_get_metadata_for_batch(8)
+    buffers = state.get_graph_input_buffers(metadata)
 
-    def __init__(self, world: Any) -> None:
-        self.world = world
-        self.state = world.backend.get_state_cls()(world.runner(max_batch=8))
-        with self.state.graph_capture(8):
-            self.metadata = self.state.graph_capture_get_metadata_for_batch(8)
-        self.buffers = self.state.get_graph_input_buffers(self.metadata)
+    def load(*requests: Any) -> None:
+        made = w.builder().build_from_requests([LayerRequest(*each) for each in requests])
+        state.prepare_graph_input_buffers(buffers, made)
+
+    return SimpleNamespace(state=state, metadata=metadata, buffers=buffers, load=load)
 
 
-def test_a_replay_that_does_not_fit_is_refused(world: Any, batch: Any) -> None:
+def test_a_replay_that_does_not_fit_is_refused(captured: Any) -> None:
     """One that fits fills the buffers, of its blocks as many as they have room for."""
-    captured = Captured(world())
-    fitting = captured.world.builder().build_from_requests([LayerRequest(1, 7, list(range(20)), False)])
-    captured.state.prepare_graph_input_buffers(captured.buffers, fitting)
+    captured.load((1, 7, list(range(20)), False))
     assert captured.buffers["seq_lens_tensor"].tolist() == captured.buffers["seq_lens_cpu"].tolist() == [8, *[0] * 7]
     assert captured.buffers["block_tables"][0].tolist() == list(range(16))
     assert (captured.buffers["slot_mapping"][1:] == -1).all() and (captured.buffers["block_tables"][1:] == -1).all()
-    with pytest.raises(ValueError, match="up to 8 decode tokens, as captured, got 0 prefills and 9 decode tokens"):
-        many = captured.world.builder().build_from_requests(batch(captured.world, [(1, 1, False)] * 9).requests)
-        captured.state.prepare_graph_input_buffers(captured.buffers, many)
-    prefill = captured.world.builder().build_from_requests([LayerRequest(2, 0, [0], True)])
-    with pytest.raises(ValueError, match="as captured, got 1 prefills and 0 decode tokens; run it without the graph"):
-        captured.state.prepare_graph_input_buffers(captured.buffers, prefill)
-    long = captured.world.builder().build_from_requests([LayerRequest(1, 64, list(range(17)), False)])
-    with pytest.raises(ValueError, match="sequences of up to 64 tokens, as captured, got 65"):
-        captured.state.prepare_graph_input_buffers(captured.buffers, long)
+    for requests, said in (
+        ([(1, 1, [0], False)] * 9, "up to 8 decode tokens, as captured, got 0 prefills and 9 decode tokens"),
+        ([(2, 0, [0], True)], "as captured, got 1 prefills and 0 decode tokens; run it without the graph"),
+        ([(1, 64, list(range(17)), False)], "sequences of up to 64 tokens, as captured, got 65"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            captured.load(*requests)
 
 
-def test_capturing_has_an_inside_and_an_outside(world: Any) -> None:
-    state = Captured(world()).state
+def test_capturing_has_an_inside_and_an_outside_and_serves_decoders_alone(captured: Any) -> None:
+    state = captured.state
     for call in (state.graph_clone, state.graph_capture_get_metadata_for_batch):
         with pytest.raises(ValueError, match="graph buffers exist inside of"):
             call(1)
@@ -114,17 +109,13 @@ def test_capturing_has_an_inside_and_an_outside(world: Any) -> None:
         for rows in (0, 5):
             with pytest.raises(ValueError, match=f"a batch of 1..4 requests, the captured buffers', got {rows}"):
                 state.graph_capture_get_metadata_for_batch(rows)
-
-
-def test_encoder_decoder_models_are_refused(world: Any) -> None:
-    captured = Captured(world())
-    for call in (
-        lambda: captured.state.get_graph_input_buffers(captured.metadata, True),
-        lambda: captured.state.prepare_graph_input_buffers(captured.buffers, captured.metadata, True),
-        lambda: captured.state.graph_capture_get_metadata_for_batch(1, True),
+    for call, *given in (
+        (state.get_graph_input_buffers, captured.metadata),
+        (state.prepare_graph_input_buffers, captured.buffers, captured.metadata),
+        (state.graph_capture_get_metadata_for_batch, 1),
     ):
         with pytest.raises(NotImplementedError, match="does not serve encoder-decoder models"):
-            call()
+            call(*given, True)
 
 
 def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
