@@ -2,7 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mla_conformance.backends.eager_generations import (
     PresentEagerPrefillBackend,
 )
 from mla_conformance.backends.generations import earlier
-from mla_conformance.backends.generations.present_adapter import planned_runs, runs_of
+from mla_conformance.backends.generations.present_adapter import planned_runs
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.loading import as_backend, load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
@@ -43,21 +43,6 @@ def operands(tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     shapes = (tokens, SMALL.qk_head_dim), (keys, SMALL.qk_head_dim), (keys, SMALL.v_head_dim)
     q, k, v = (torch.randn(n, 2, d, generator=generator).bfloat16() for n, d in shapes)
     return q, k, v
-
-
-@pytest.mark.parametrize(
-    ("starts", "seq_lens", "runs"),
-    [
-        ((0, 0, 0, 0), (5, 0, 9, 1), [(0, 1), (2, 4)]),
-        ((16, 16, 16), (16, 0, 9), [(0, 1), (2, 3)]),
-        ((16, 16), (16, 9), [(0, 1), (1, 2)]),
-        ((16, 0, 0), (16, 9, 3), [(0, 3)]),
-    ],
-)
-def test_a_run_ends_at_a_request_without_keys_and_before_a_continuation(
-    starts: tuple[int, ...], seq_lens: tuple[int, ...], runs: list[tuple[int, int]]
-) -> None:
-    assert [(run.start, run.stop) for run in runs_of(starts, seq_lens)] == runs
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
@@ -90,6 +75,9 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
             assert chunk.num_context_tokens == len(chunk.token_to_seq)
             assert chunk.all_rows_active == all(queries[request] for request in requests)
         assert seen == [request for request, length in enumerate(planned.seq_lens) if length]
+        # A run ends at a request without keys and before a continuation, and nowhere else.
+        joints = [(a.request_slice.stop, b.request_slice.start, b.is_continuation) for a, b in pairwise(runs)]
+        assert all(stop < start or continues for stop, start, continues in joints)
 
 
 class Spy(PresentEagerPrefillBackend):
@@ -158,6 +146,16 @@ def test_new_tokens_get_the_rows_that_count_and_out_where_it_is_supported() -> N
         assert torch.equal(alone, output[:7]) and Kernel.given_out == [False, writes, writes]
 
 
+def answering(method: Any, change: Any) -> Any:
+    """A method of its signature whose answer is changed."""
+
+    def run(self: Any, *args: Any, **given: Any) -> Any:
+        return change(*method(self, *args, **given))
+
+    run.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return run
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -168,18 +166,9 @@ def test_new_tokens_get_the_rows_that_count_and_out_where_it_is_supported() -> N
     ],
 )
 def test_a_partial_result_of_another_form_is_not_copied_into_shape(wrong: Any, said: str) -> None:
-    class Kernel(Spy):
-        writes = False
-
-        def run_prefill_context_chunk(self, *args: Any, **given: Any) -> Any:
-            return wrong(*super().run_prefill_context_chunk(*args, **given))
-
-        run_prefill_context_chunk.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-            Spy.run_prefill_context_chunk
-        )
-
+    methods = {"writes": False, "run_prefill_context_chunk": answering(Spy.run_prefill_context_chunk, wrong)}
     with pytest.raises(ValueError, match=said):
-        driven(Kernel, [3, 4], (ContextChunk((0, 0), (5, 0)),))
+        driven(type("Kernel", (Spy,), methods), [3, 4], (ContextChunk((0, 0), (5, 0)),))
 
 
 def test_what_a_class_of_another_generation_must_keep_and_that_it_is_adapted_once() -> None:
@@ -196,28 +185,15 @@ def test_what_a_class_of_another_generation_must_keep_and_that_it_is_adapted_onc
 
 
 def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the_caller() -> None:
-    def padded(method: Any) -> Any:
-        def run(self: Any, *args: Any, **given: Any) -> Any:
-            output, lse = method(self, *args, **given)
-            return torch.nn.functional.pad(output, (0, 8), value=torch.nan), lse
+    def padded(kind: Any) -> dict[str, Any]:
+        chunk = answering(
+            kind.run_prefill_context_chunk, lambda o, lse: (torch.nn.functional.pad(o, (0, 8), value=torch.nan), lse)
+        )
+        return {"run_prefill_context_chunk": chunk}
 
-        run.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-        return run
-
-    class Impl(EagerPrefillImpl):
-        requires_v_padding = True
-        run_prefill_context_chunk = padded(EagerPrefillImpl.run_prefill_context_chunk)
-
-    class Earlier(EarlierEagerPrefillBackend):
-        @staticmethod
-        def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
-            return Impl
-
-    class Present(Spy):
-        writes = False
-        run_prefill_context_chunk = padded(Spy.run_prefill_context_chunk)
-
-    for cls in (Earlier, Present):
+    impl = type("Impl", (EagerPrefillImpl,), {"requires_v_padding": True, **padded(EagerPrefillImpl)})
+    earlier_one = type("Earlier", (EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)})
+    for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
         _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
         assert output.shape == (7, 2, SMALL.v_head_dim)
         assert output.isfinite().all()
@@ -272,10 +248,7 @@ def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_e
 
 
 def test_a_backend_of_r1_dims_only_says_so() -> None:
-    class Only(EarlierEagerPrefillBackend):
-        requires_r1_mla_dimensions = True
-
-    backend = as_backend(Only)
+    backend = as_backend(type("Only", (EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
     assert backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)) == []
     (reason,) = backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
     assert reason.startswith("MLA dimensions not supported")
@@ -283,19 +256,13 @@ def test_a_backend_of_r1_dims_only_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (
-            "from mla_conformance.backends.generations.present import MLAPrefillBackend",
-            "lacks get_name, run_prefill_new_tokens",
-        ),
-        ("from mla_conformance.backends.generations.earlier import MLAPrefillBackend", "lacks get_name$"),
-    ],
+    ("generation", "said"), [("present", "lacks get_name, run_prefill_new_tokens"), ("earlier", "lacks get_name$")]
 )
-def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, source: str, said: str) -> None:
+def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, generation: str, said: str) -> None:
+    source = f"from mla_conformance.backends.generations.{generation} import MLAPrefillBackend\n"
     body = "    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...\n"
-    body += "    def get_prefill_impl_cls(): ...\n" if "earlier" in source else ""
-    (tmp_path / "mine.py").write_text(f"{source}\nclass Mine(MLAPrefillBackend):\n{body}")
+    body += "    def get_prefill_impl_cls(): ...\n" if generation == "earlier" else ""
+    (tmp_path / "mine.py").write_text(f"{source}class Mine(MLAPrefillBackend):\n{body}")
     with pytest.raises(BackendReferenceError, match=said):
         load_backend(parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
 
