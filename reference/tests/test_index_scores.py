@@ -54,11 +54,13 @@ def test_rows_can_be_chosen_and_workspaces_change_nothing(monkeypatch: pytest.Mo
     torch.testing.assert_close(some.magnitude, whole.magnitude[[1, 4, 8], :width], rtol=1e-13, atol=1e-13)
 
 
-def test_a_request_without_keys_sees_none() -> None:
+def test_a_request_without_keys_sees_none_and_shapes_that_do_not_fit_are_refused() -> None:
     made = batch([(2, 3), (1, 0)])
     found = index_scores(**{**made, "k": made["k"][:5], "key_start_loc": [0, 5, 5]})
     assert found.bounds.tolist() == [4, 5, 0]
     assert bool((found.scores[2] == -torch.inf).all()) and bool((found.magnitude[2] == 0).all())
+    with pytest.raises(ValueError, match=r"expected q \[T, H, D\], weights \[T, H\] and k \[S, D\], got \(3, 3, 8\)"):
+        index_scores(**{**made, "k": made["k"][:, :7]})
 
 
 def test_float32_stays_within_the_budget_and_a_coarser_key_does_not() -> None:
@@ -75,12 +77,6 @@ def test_float32_stays_within_the_budget_and_a_coarser_key_does_not() -> None:
     rounded = error(made["k"].bfloat16().float())
     assert bool((rounded > allowed).any())
     assert bool((rounded <= found.budget(Roundoffs(**EXACT, accumulation=32.0, keys=2.0**-8))).all())
-
-
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    made = batch([(2, 3)])
-    with pytest.raises(ValueError, match=r"expected q \[T, H, D\], weights \[T, H\] and k \[S, D\], got \(2, 3, 8\)"):
-        index_scores(**{**made, "k": made["k"][:, :7]})
 
 
 def scored(values: list[list[float]], lengths: list[int], starts: list[int] | None = None) -> list[list[float]]:

@@ -95,12 +95,6 @@ def test_weights_that_select_leave_the_terms_of_the_kernels() -> None:
     moved = state.terms.score + state.terms.lse_score.mT.unsqueeze(-1) * state.output.abs()
     assert torch.allclose(terms.latent_rounding, moved + terms.magnitude, rtol=1e-9)
     assert torch.allclose(terms.rounding, moved + terms.magnitude, rtol=1e-9)
-
-
-def test_a_row_without_keys_has_no_terms() -> None:
-    layer = Layer()
-    projection = Projection(layer.kv_c[:2], layer.weight)
-    terms = projected_terms(
-        layer.q, layer.k[:2], layer.v[:2], projection, query_start_loc=(0, 4), key_start_loc=(0, 2), scale=0.3
-    )
-    assert all(not part[:2].any() and part[2:].any() for part in vars(terms).values())
+    projection, starts = Projection(layer.kv_c[:2], layer.weight), {"query_start_loc": (0, 4), "key_start_loc": (0, 2)}
+    few = projected_terms(layer.q, layer.k[:2], layer.v[:2], projection, **starts, scale=0.3)
+    assert all(not part[:2].any() and part[2:].any() for part in vars(few).values())  # rows without keys have none

@@ -21,17 +21,9 @@ def key(**columns: float) -> torch.Tensor:
 
 
 def test_widths_are_those_of_the_published_formats() -> None:
-    assert {name: form.width for name, form in TILED_FORMATS.items()} == {
-        "fp8_ds_mla": 656,
-        "fp8_v4": 584,
-        "fp8_v41": 528,
-        "fp4_v41": 288,
-        "nvfp4_ds_mla": 352,
-        "nvfp4_v4": 384,
-        "fp8_index": 132,
-        "fp8_index_flat": 132,
-        "fp8_index_shuffled": 132,
-    }
+    widths = {"fp8_ds_mla": 656, "fp8_v4": 584, "fp8_v41": 528, "fp4_v41": 288, "nvfp4_ds_mla": 352, "nvfp4_v4": 384}
+    widths |= dict.fromkeys(("fp8_index", "fp8_index_flat", "fp8_index_shuffled"), 132)
+    assert {name: form.width for name, form in TILED_FORMATS.items()} == widths
     v4 = TILED_FORMATS["fp8_v4"]
     assert v4.parts == (576, 8)
     # 64 · 584 bytes are 64.9 times 576, one entry alone takes two.

@@ -14,57 +14,13 @@ from mla_conformance.backends.layer.attention_layer import (
 )
 from mla_conformance.backends.layer.attention_types import AttentionType, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
-from mla_conformance.backends.layer.layer_config import (
-    CacheConfig,
-    LayerConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
 from mla_conformance.backends.platform import DeviceCapability
-
-
-class Impl(AttentionImpl[Any]):
-    can_return_lse_for_decode = True
-
-    def __init__(self, num_heads: int = 1, *arguments: Any, **keywords: Any) -> None:
-        self.ranks_at_construction = (self.dcp_world_size, self.total_cp_rank)
-
-    def forward(self, layer: Any, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        return query
-
-
-class Builder(AttentionMetadataBuilder[Any]):
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        return common_prefix_len, common_attn_metadata, fast_build
-
-
-class Backend(AttentionBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "TEST"
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl[Any]]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
-        return Builder
-
-    @staticmethod
-    def get_kv_cache_shape(*sizes: int, cache_dtype_str: str = "auto") -> tuple[int, ...]:
-        return sizes
 
 
 def answering(**answers: Any) -> type[AttentionBackend]:
     """A backend whose methods have these answers."""
     methods = {name: classmethod(lambda cls, *_, x=answer, **__: x) for name, answer in answers.items()}
-    return subclass_attention_backend_with_overrides("Answering", Backend, methods)
+    return subclass_attention_backend_with_overrides("Answering", AttentionBackend, methods)
 
 
 def reasons(backend: type[AttentionBackend], **changes: Any) -> list[str]:
@@ -96,7 +52,7 @@ def test_the_reasons_come_in_the_order_of_vllm() -> None:
     assert picky.supports_kv_cache_dtype(None) and not picky.supports_kv_cache_dtype("auto")
     insists = answering(is_mla=True, is_sparse=True)
     assert reasons(insists) == ["non-MLA not supported", "non-sparse not supported"]
-    assert reasons(insists, use_mla=True, use_sparse=True) == reasons(Backend) == []
+    assert reasons(insists, use_mla=True, use_sparse=True) == reasons(answering()) == []
 
 
 @pytest.mark.parametrize(
@@ -114,6 +70,16 @@ def test_a_configured_block_may_be_split(kernel: list[Any], block_size: int | No
     assert answering(get_supported_kernel_block_sizes=kernel).supports_block_size(block_size) == supported
 
 
+class Impl(AttentionImpl[Any]):
+    can_return_lse_for_decode = True
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.ranks_at_construction = (self.dcp_world_size, self.total_cp_rank)
+
+    def forward(self, layer: Any, query: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return query
+
+
 def test_every_instance_knows_its_ranks_before_its_constructor_runs() -> None:
     alone = Impl(4)
     assert alone.ranks_at_construction == (1, 0) and not alone.need_to_return_lse_for_decode
@@ -123,42 +89,24 @@ def test_every_instance_knows_its_ranks_before_its_constructor_runs() -> None:
     assert Impl(4).ranks_at_construction == (1, 0)
 
 
-def builder(speculative: int | None = None, ranks: int = 1) -> Builder:
-    config = LayerConfig(
-        model_config=ModelConfig(dtype=torch.float32, max_model_len=8, head_size=4),
-        scheduler_config=SchedulerConfig(max_num_seqs=1),
-        cache_config=CacheConfig(block_size=16),
-        parallel_config=ParallelConfig(decode_context_parallel_size=ranks),
-        speculative_config=None if speculative is None else SpeculativeConfig(num_speculative_tokens=speculative),
-    )
-    return Builder(None, ["a"], config, torch.device("cpu"))
+class Builder(AttentionMetadataBuilder[Any]):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        return common_prefix_len, common_attn_metadata, fast_build
 
 
-@pytest.mark.parametrize(
-    ("speculative", "ranks", "arguments", "threshold"),
-    [
-        (3, 1, (1, True), 4),
-        (3, 1, (1, False), 1),
-        (3, 1, (None, True), None),
-        (3, 2, (1, True), 1),
-        (3, 2, (1, True, True), 4),
-    ],
-)
-def test_the_reorder_threshold(speculative: Any, ranks: int, arguments: Any, threshold: Any) -> None:
-    made = builder(speculative, ranks)
-    made._init_reorder_batch_threshold(*arguments)
-    assert made.reorder_batch_threshold == threshold
-
-
-def test_a_builder_captures_and_drafts_by_building_and_updates_no_table() -> None:
-    made, other = builder(), type("Other", (Builder,), {})
-    backend = subclass_attention_backend("Chunked", Backend, other)
-    assert backend.__name__ == "ChunkedBackend" and issubclass(backend, Backend)
-    assert backend.get_builder_cls() is other and Backend.get_builder_cls() is Builder
+def test_a_builder_captures_and_drafts_by_building_and_updates_no_table(world: Any) -> None:
+    made = Builder(None, ["a"], world().config, torch.device("cpu"))
     assert made.build_for_cudagraph_capture("batch") == (0, "batch", False)  # type: ignore[arg-type]
     assert made.build_for_drafting("batch", 2) == (0, "batch", True)  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="Builder cannot update a block table; build the metadata anew"):
         made.update_block_table(None, torch.empty(0), torch.empty(0))
+    ours = world().backend
+    chunked = subclass_attention_backend("Chunked", ours, Builder)
+    assert chunked.__name__ == f"Chunked{ours.__name__}" and issubclass(chunked, ours)
+    assert chunked.get_builder_cls() is Builder is not ours.get_builder_cls()
 
 
 def test_a_batch_without_its_padding() -> None:
