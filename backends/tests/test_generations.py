@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_generations import (
@@ -38,7 +39,7 @@ def metadata(queries: list[int], chunks: tuple[ContextChunk, ...]) -> MLACommonP
     return prefill_metadata(queries, block_table=table, dtype=torch.bfloat16, device=CPU, chunked_context=context)
 
 
-def operands(tokens: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     shapes = (tokens, SMALL.qk_head_dim), (keys, SMALL.qk_head_dim), (keys, SMALL.v_head_dim)
     q, k, v = (torch.randn(n, 2, d, generator=generator).bfloat16() for n, d in shapes)
@@ -127,7 +128,7 @@ def test_new_tokens_get_the_rows_that_count_and_out_where_it_is_supported() -> N
         given_out: list[bool]
 
         def run_prefill_new_tokens(self, *args: Any, **given: Any) -> Any:
-            assert {len(x) for x in (*args, *given.values()) if isinstance(x, torch.Tensor)} == {7}
+            assert {len(x) for x in (*args, *given.values()) if isinstance(x, Tensor)} == {7}
             self.given_out.append("out" in given)
             return super().run_prefill_new_tokens(*args, **given)
 
@@ -223,7 +224,7 @@ class Builder(EarlierEagerPrefillBackend):
 
     @classmethod
     def post_process_prefill_metadata(
-        cls, prefill_metadata: Any, builder_state: Any, prefill_query_start_loc: torch.Tensor
+        cls, prefill_metadata: Any, builder_state: Any, prefill_query_start_loc: Tensor
     ) -> None:
         cls.log.append("post")
         builder_state.backend_state["batches"] += 1

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
@@ -48,7 +49,7 @@ def metadata(queries: tuple[int, ...], paged: bool) -> MLASparseMetadata:
     )
 
 
-def operands(queries: tuple[int, ...], paged: bool) -> dict[str, torch.Tensor]:
+def operands(queries: tuple[int, ...], paged: bool) -> dict[str, Tensor]:
     """What a call takes, every key but those of the requests NaN."""
     generator = torch.Generator().manual_seed(0)
     made = metadata(queries, paged)
@@ -74,7 +75,7 @@ def prepared(kernel: type[MLAIndexerBackend], queries: tuple[int, ...], paged: b
     return backend
 
 
-def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, width: int) -> torch.Tensor:
+def scores(q: Tensor, weights: Tensor, k: Tensor, width: int) -> Tensor:
     found = torch.einsum("h,hs->s", weights, (q.float() @ k.mT).relu())
     return torch.nn.functional.pad(found, (0, width - len(found)), value=torch.nan)
 
@@ -90,12 +91,12 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
     in_vllm = kernel is DeepGemmIndexerVllm
     monkeypatch.setattr(kernel, "supports_compute_capability", lambda *_: True)
 
-    def queries(a: Any) -> torch.Tensor:
+    def queries(a: Any) -> Tensor:
         assert not in_vllm or a["q"][1] is None
-        found: torch.Tensor = a["q"][0] if in_vllm else a["q"]
+        found: Tensor = a["q"][0] if in_vllm else a["q"]
         return found
 
-    def gathered(a: Any) -> torch.Tensor:
+    def gathered(a: Any) -> Tensor:
         codes, scales = a["kv"]
         assert all(a[name].dtype == torch.int32 for name in ("cu_seq_len_k_start", "cu_seq_len_k_end"))
         ends = zip(a["cu_seq_len_k_start"].tolist(), a["cu_seq_len_k_end"].tolist(), strict=True)
@@ -103,7 +104,7 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
         rows = zip(queries(a), a["weights"], keys, strict=True)
         return torch.stack([scores(*row, a["max_seqlen_k"]) for row in rows])
 
-    def paged(a: Any) -> torch.Tensor:
+    def paged(a: Any) -> Tensor:
         cache, lengths, q = a["kv_cache"], a["context_lens"], queries(a)
         shares = 66 if lengths.shape[1] == 4 else 132
         assert cache.shape[1:] == (PAGE, 1, DIM + 4) and a["schedule_meta"] == (list(lengths.shape), PAGE, shares)
@@ -119,7 +120,7 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
                 found.append(scores(q[request, row], weights[request, row], keys[:length], a["max_context_len"]))
         return torch.stack(found)
 
-    def schedule(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> Any:
+    def schedule(context_lens: Tensor, block_kv: int, num_sms: int) -> Any:
         return list(context_lens.shape), block_kv, num_sms
 
     def recorded_schedule(a: Any) -> Any:
@@ -163,7 +164,7 @@ def lmdeploy(recorded: Any, installed: Any, monkeypatch: Any) -> None:
         installed(module.replace("/", "."), **functions)
 
 
-def _topk(a: Any) -> torch.Tensor:
+def _topk(a: Any) -> Tensor:
     """The largest first, of those above a threshold."""
     scores, lengths, k = a["scores"], a["kv_seqlens"], a["k"]
     assert scores.is_contiguous() and len(lengths) == len(scores)
@@ -172,7 +173,7 @@ def _topk(a: Any) -> torch.Tensor:
     return best.indices.masked_fill(best.values <= -1e6, -1).int()
 
 
-def _scores(a: Any) -> torch.Tensor:
+def _scores(a: Any) -> Tensor:
     """Of each row those up to its own token, -inf behind; nothing further than the request's last."""
     codes, scales, start = a["k_cache"], a["k_s_cache"], a["cu_seqlen_q"].tolist()
     assert codes.shape[1:] == (PAGE, DIM) and codes.stride(1) == DIM and scales.shape == codes.shape[:2]
@@ -201,7 +202,7 @@ def _prepared(tokens: int, a: Any, heads: int = 1) -> EagerPrepareBackend:
     return backend
 
 
-def _query(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _query(a: Any) -> tuple[Tensor, Tensor]:
     q, weights = a["q"], a["weights"]
     assert q.dtype == torch.bfloat16 and q.stride(-1) == weights.stride(-1) == 1
     backend = _prepared(len(q), a, q.shape[1])

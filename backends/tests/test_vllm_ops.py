@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
@@ -88,7 +89,7 @@ def _gather_index(cache: Any, k: Any, scales: Any, table: Any, starts: Any) -> N
     _eager(128, 0, "fp8_index").run_gather_index(cache, k, scales.view(torch.float32)[:, 0], table, starts, first)
 
 
-def _fill(logits: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, output: torch.Tensor) -> None:
+def _fill(logits: Tensor, starts: Tensor, lengths: Tensor, output: Tensor) -> None:
     """As many columns as a row has, which count from its start; what is behind them stays."""
     assert starts.dtype == lengths.dtype == torch.int32 and starts.is_contiguous() and lengths.is_contiguous()
     assert bool((output == -1).all())
@@ -136,7 +137,7 @@ def library(installed: Any, monkeypatch: Any) -> Iterator[None]:
         each._destroy()
 
 
-def _random(*shape: int) -> torch.Tensor:
+def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(BF16)
 
 
@@ -179,7 +180,7 @@ def test_index_keys_are_written(scales: str) -> None:
     _both("fp8_index", 128, 0, scales, "run_write_index", given, ["kv_cache"])
 
 
-def _gather(cache: torch.Tensor, ratio: int = 1) -> dict[str, Any]:
+def _gather(cache: Tensor, ratio: int = 1) -> dict[str, Any]:
     """Three requests, of which one has no entry; starts inside of pages; no block where nothing is gathered."""
     return {
         "kv_cache": cache,

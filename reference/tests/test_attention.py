@@ -19,7 +19,7 @@ Normal = Callable[..., Tensor]
 BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 9), "key_start_loc": (0, 7, 9, 12), "scale": 0.4}
 TERMS = ("magnitude", "score", "squares", "peak")
 INF = float("inf")
-mpmath.mp.dps = 60
+mpmath.mp.dps = 40
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def exact_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, list[m
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
-    lens=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=3),
+    lens=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=3),
     scale=st.sampled_from((0.31, -0.5, 0.0, 200.0)),
     causal=st.booleans(),
     shared=st.booleans(),

@@ -16,7 +16,7 @@ from mla_conformance.reference.blocks import Blocks, in_lanes
 from mla_conformance.reference.blockwise import blockwise_attention, by_shape
 
 Normal = Callable[..., Tensor]
-BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 40, 41), "key_start_loc": (0, 7, 9, 72, 72), "scale": 0.4}
+BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 24, 25), "key_start_loc": (0, 7, 9, 48, 48), "scale": 0.4}
 SIZES = [
     Blocks(heads=1, panel=12, queries=4, step=1, keys=5, span=10),
     Blocks(heads=3, panel=32, queries=16, step=8, keys=7, span=14),
@@ -42,7 +42,7 @@ def blocks(sizes: None) -> Iterator[None]:
 
 @pytest.fixture
 def qkv(normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
-    return normal(1, 41, 4, 6), normal(2, 72, 4, 6), normal(3, 72, 4, 5)
+    return normal(1, 25, 4, 6), normal(2, 48, 4, 6), normal(3, 48, 4, 5)
 
 
 def assert_same(fast: AttentionState, plain: AttentionState, terms: float = 2e-5) -> None:
@@ -96,7 +96,7 @@ def test_bad_numbers_as_the_definition_has_them(qkv: tuple[Tensor, ...], poison:
 
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("rows", [(0,), (3, 4, 17, 39, 40), range(41)])
+@pytest.mark.parametrize("rows", [(0,), (3, 4, 17, 23, 24), range(25)])
 def test_chosen_rows_are_rows_of_the_whole(qkv: tuple[Tensor, ...], causal: bool, rows: tuple[int, ...]) -> None:
     options = {**BATCH, "causal": causal, "with_terms": True}
     whole = attention(*qkv, **options)
@@ -114,8 +114,8 @@ def test_no_rows_are_an_empty_state_and_rows_ascend(qkv: tuple[Tensor, ...]) -> 
     state = blockwise_attention(*qkv, **BATCH, causal=True, with_terms=True, rows=[])
     assert state.output.shape == (0, 4, 5) and state.lse.shape == (4, 0)
     assert state.terms is not None and state.terms.score.shape == (0, 4, 5)
-    for rows in ((2, 1), (1, 1), (-1, 2), (0, 41)):
-        with pytest.raises(ValueError, match="ascending query numbers from 0 to below 41"):
+    for rows in ((2, 1), (1, 1), (-1, 2), (0, 25)):
+        with pytest.raises(ValueError, match="ascending query numbers from 0 to below 25"):
             blockwise_attention(*qkv, **BATCH, causal=True, rows=rows)
 
 

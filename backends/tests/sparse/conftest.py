@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.latent_entries import dequantise, gather
@@ -22,14 +23,14 @@ _KEYLESS, _HUGE = 2, 2**30
 class Lists(NamedTuple):
     """Keys [S, D] float64, the cache that holds them, the lists [T, K] of its slots, and their lengths, if any."""
 
-    keys: torch.Tensor
-    cache: torch.Tensor
-    slots: torch.Tensor
-    indices: torch.Tensor
-    length: torch.Tensor | None
+    keys: Tensor
+    cache: Tensor
+    slots: Tensor
+    indices: Tensor
+    length: Tensor | None
 
     @property
-    def numbers(self) -> torch.Tensor:
+    def numbers(self) -> Tensor:
         """[T, K] int64: which key each entry names, or -1."""
         number = torch.full((int(self.slots.max()) + 1,), NO_KEY)
         number[self.slots] = torch.arange(len(self.slots))
@@ -37,25 +38,23 @@ class Lists(NamedTuple):
         return torch.where(named, number[self.indices.long().masked_fill(~named, 0)], NO_KEY)
 
 
-def attended(
-    q: torch.Tensor, keys: torch.Tensor, lists: torch.Tensor, scale: float, sink: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(q: Tensor, keys: Tensor, lists: Tensor, scale: float, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Of q [T, N, D], keys [S, D] and numbers of them [T, K], or -1: output [T, N, L] of q's dtype, LSE [T, N]."""
     state = selected_attention(q, keys[:, None], keys[:, None, :LATENT], lists, scale=scale, sink=sink)
     return state.output.to(q.dtype), state.lse.mT.float()
 
 
 @pytest.fixture
-def sparse_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def sparse_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """:func:`attended`."""
     return attended
 
 
 @pytest.fixture
-def slots_of() -> Callable[[torch.Tensor, str], torch.Tensor]:
+def slots_of() -> Callable[[Tensor, str], Tensor]:
     """Every slot of a cache [blocks, page, width] of a layout, as a kernel reads it: [S, D]."""
 
-    def read(cache: torch.Tensor, layout: str) -> torch.Tensor:
+    def read(cache: Tensor, layout: str) -> Tensor:
         slots = torch.arange(cache.shape[0] * cache.shape[1])
         return dequantise(gather(cache, slots, layout), layout, torch.tensor(1.0), torch.bfloat16)
 
@@ -130,7 +129,7 @@ def _drawn(asked: Asked, page: int, topk: int, generator: torch.Generator) -> Li
     return Lists(keys, cache, slots, indices, counts.int() if asked.length else None)
 
 
-def _poisoned(layout: str, page: int, blocks: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
+def _poisoned(layout: str, page: int, blocks: int, rope: int, dtype: torch.dtype) -> Tensor:
     """[blocks, page, width] of NaN, each block with what rounds a page up behind it."""
     stored, width = cache_dtype(layout, dtype), entry_width(layout, LATENT, rope)
     form = TILED_FORMATS.get(layout)
@@ -160,8 +159,8 @@ def _metadata(paged: bool) -> MLASparseMetadata:
 
 
 def _called(
-    backend: MLASparseBackend, q: torch.Tensor, sources: list[Lists], sink: torch.Tensor | None, asked: Asked
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    backend: MLASparseBackend, q: Tensor, sources: list[Lists], sink: Tensor | None, asked: Asked
+) -> tuple[Tensor, Tensor | None]:
     main, given = sources[0], {} if sink is None else {"attn_sink": sink}
     given |= {} if main.length is None else {"topk_length": main.length}
     for extra in sources[1:]:
@@ -174,9 +173,7 @@ def _called(
     return found if asked.lse else (found, None)
 
 
-def _agrees(
-    output: torch.Tensor, lse: torch.Tensor | None, q: torch.Tensor, sources: list[Lists], sink: torch.Tensor | None
-) -> None:
+def _agrees(output: Tensor, lse: Tensor | None, q: Tensor, sources: list[Lists], sink: Tensor | None) -> None:
     keys, numbers = sources[0].keys, sources[0].numbers
     for extra in sources[1:]:
         behind = extra.numbers
