@@ -216,9 +216,12 @@ def _decode(backend: MLADecodeBackend, page: int, query_lens: tuple[int, ...], l
         write_entries(cache, rows, pages[token // page] * page + token % page, "auto")
     q = torch.randn(sum(query_lens) + 1, HEADS, LATENT + ROPE, generator=generator).bfloat16()
     seq_lens, queries = (torch.tensor(x, dtype=torch.int32) for x in (lengths, query_lens))
-    on_device = {"seq_lens": seq_lens, "query_start_loc": torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()}
-    on_host = {"query_lens_cpu": queries, "seq_lens_cpu": seq_lens.clone()}
-    longest = {"max_query_len": max(query_lens), "max_seq_len": max(lengths)}
+    on_device: dict[str, Any] = {
+        "seq_lens": seq_lens,
+        "query_start_loc": torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int(),
+    }
+    on_host: dict[str, Any] = {"query_lens_cpu": queries, "seq_lens_cpu": seq_lens.clone()}
+    longest: dict[str, Any] = {"max_query_len": max(query_lens), "max_seq_len": max(lengths)}
     backend.prepare_metadata(MLACommonDecodeMetadata(block_table=table, **on_device, **on_host, **longest))
     found: Any = backend.run_decode(q[..., :LATENT], q[..., LATENT:], cache, torch.tensor(1.0))
     output, lse = found if backend.returns_lse else (found, None)

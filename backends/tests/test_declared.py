@@ -51,22 +51,17 @@ ROLES: dict[type, Role] = {
 NEAR_UNION: dict[str, Any] = {"topk": 100, "topk_length": True, "duplicates": True, "lse": True}
 """What rows that share their keys do not take."""
 SAID: list[tuple[str, int, Any, str]] = [
-    ("AITER_TRITON_MLA", 9, decode("auto", 1, 32, 8), "block_size 1 | latent | requests | several | LSE"),
-    ("SGLANG_TRITON", 9, decode("fp8", 16, 32, 8), "kv_cache_dtype | latent | 2 query | requests | several"),
     ("TRITON_MLA", 8, decode("fp8", 8, 32, 8), "block_size 8 | requests | several | latent | kv_cache_dtype fp8 needs"),
-    ("CUTLASS_MLA", 10, decode("fp8", 64), "kv_cache_dtype | block_size 64 | 2 query | requests | several"),
     ("AITER_TRITON_SPARSE", 9, sparse("decode", page=1, num_heads=24, lse=True), "24 heads | LSE | block_size 1"),
     ("FLASH_ATTN_MLA_SPARSE", 9, sparse("decode", "fp8", dtype=FP32, sink=True), "dtype | sinks | kv_cache_dtype"),
     ("FLASHMLA_SPARSE", 9, sparse("decode", MIXED, num_heads=16), "16 heads | fp8_ds_mla with float32 scales"),
     ("FLASHMLA_SPARSE", 9, sparse("decode", MIXED, tile_scales="pow2", topk_length=True), "topk_length of lists"),
     ("FLASHMLA_SPARSE", 9, sparse("decode", MIXED, tile_scales="pow2", **SECOND), "a second cache beside"),
     ("FLASHMLA_SPARSE", 9, sparse("decode", MIXED, rope=0, tile_scales="pow2"), "fp8_ds_mla of keys without a rope"),
-    ("FLASHMLA_SPARSE", 9, sparse("decode"), "kv_cache_dtype auto"),
     ("FLASHMLA_SPARSE[float32]", 9, sparse("decode", MIXED), ""),
     ("FLASHMLA_SPARSE[float32]", 9, sparse("decode", MIXED, tile_scales="pow2"), "fp8_ds_mla with pow2 scales"),
     ("FLASHMLA_SPARSE", 9, sparse("prefill", topk=64), "topk 64 of a prefill"),
     ("FLASHMLA_SPARSE", 9, sparse("prefill", topk_length=True, sink=True), ""),
-    ("FLASHINFER_MLA_SPARSE", 10, sparse("prefill", sink=True), "sparse prefill | sinks"),
     ("FLASHINFER_MLA_SPARSE_SM90", 9, sparse("decode", "fp8", dtype=FP16), "kv_cache_dtype fp8 with"),
     (
         "SGLANG_TRITON_SPARSE[union2]",

@@ -19,6 +19,10 @@ IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
 DECODE = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n"
 
 
+MINE, DECODES = IMPORT + "class Mine(EagerPrefillBackend): ", DECODE + "class Mine(EagerDecodeBackend): "
+ABSTRACT = "from mla_conformance.backends.interface import MLAPrefillBackend\nclass Mine(MLAPrefillBackend): ..."
+
+
 def written(folder: Path, source: str) -> str:
     (folder / "mine.py").write_text(source)
     return str(folder / "mine.py")
@@ -72,7 +76,7 @@ def test_a_class_is_loaded_from_a_module_or_from_a_file_of_any_folder(tmp_path: 
         loaded.append(parse_reference("mine.py:Mine"))
     monkeypatch.chdir("/")
     assert [each.reference for each in loaded] == [f"{tmp_path / name / 'mine.py'}:Mine" for name in "ab"]
-    assert [load_backend(each).home for each in loaded] == ["a", "b"]  # type: ignore[attr-defined]
+    assert [load_backend(each).home for each in loaded] == ["a", "b"]
     assert load_backend(loaded[0]) is load_backend(loaded[0])
     with pytest.raises(BackendReferenceError, match=r"no file .*gone\.py"):
         parse_reference(f"{tmp_path / 'gone.py'}:Mine")
@@ -86,29 +90,14 @@ def test_a_class_is_loaded_from_a_module_or_from_a_file_of_any_folder(tmp_path: 
         ("other = 1", "no class Mine in .*mine.py"),
         ("Mine = 3", "expected a class, got int"),
         ("class Mine:\n    def run_decode(self): ...\n", "Mine lacks get_name, is_available, prepare_metadata, supp"),
-        (
-            IMPORT + "class Mine(EagerPrefillBackend): supported_dtypes = []",
-            "Mine.supported_dtypes: expected torch dtypes, got none, so that nothing is left to judge",
-        ),
-        (IMPORT + "class Mine(EagerPrefillBackend): supported_dtypes = ['bfloat16']", "torch dtypes, got 'bfloat16'"),
-        (
-            DECODE + "class Mine(EagerDecodeBackend): supported_kv_cache_dtypes = ['fp9']",
-            "supported_kv_cache_dtypes: expected some of auto, fp8, fp8_ds_mla, .*, got 'fp9'",
-        ),
-        (DECODE + "class Mine(EagerDecodeBackend): supported_query_len = 0", "a positive number or None, got 0"),
-        (
-            DECODE + "class Mine(EagerDecodeBackend): supported_query_len = 1",
-            "supports_nonuniform_queries: expected False where supported_query_len is 1, got True",
-        ),
-        (IMPORT + "class Mine(EagerPrefillBackend): prepare_metadata = None", "class Mine lacks prepare_metadata$"),
-        (
-            IMPORT + "class Mine(EagerPrefillBackend): declaration = {'emulated': True}",
-            "must be a Declaration, got dict",
-        ),
-        (
-            "from mla_conformance.backends.interface import MLAPrefillBackend\nclass Mine(MLAPrefillBackend): ...",
-            "class Mine lacks get_name, run_prefill_context_chunk, run_prefill_new_tokens",
-        ),
+        (MINE + "supported_dtypes = []", "Mine.supported_dtypes: expected torch dtypes, got none, so that nothing is"),
+        (MINE + "supported_dtypes = ['bfloat16']", "torch dtypes, got 'bfloat16'"),
+        (MINE + "prepare_metadata = None", "class Mine lacks prepare_metadata$"),
+        (MINE + "declaration = {'emulated': True}", "must be a Declaration, got dict"),
+        (DECODES + "supported_kv_cache_dtypes = ['fp9']", "expected some of auto, fp8, fp8_ds_mla, .*, got 'fp9'"),
+        (DECODES + "supported_query_len = 0", "a positive number or None, got 0"),
+        (DECODES + "supported_query_len = 1", "supports_nonuniform_queries: expected False where .* is 1, got True"),
+        (ABSTRACT, "class Mine lacks get_name, run_prefill_context_chunk, run_prefill_new_tokens"),
     ],
 )
 def test_a_file_without_a_backend_says_why(tmp_path: Path, source: str, said: str) -> None:
@@ -130,29 +119,18 @@ def test_a_file_is_read_again_after_it_did_not_import(tmp_path: Path) -> None:
     assert load_backend(parse_reference(reference)).get_name() == "EAGER"
 
 
-def test_an_entry_point_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses_no_run(monkeypatch: Any) -> None:
     monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(EagerPrefillBackend)])
     assert BackendReference("THEIRS", "THEIRS") in known_backends()
     assert load_backend(parse_reference("THEIRS")) is EagerPrefillBackend
-
-
-@pytest.mark.parametrize(
-    ("loaded", "said"),
-    [
-        (
-            AttributeError("no Backend"),
-            "entry point THEIRS = theirs:Backend does not import: AttributeError: no Backend",
-        ),
+    for loaded, said in (
+        (AttributeError("no Backend"), "entry point THEIRS = theirs:Backend does not import: AttributeError: no Back"),
         (OSError("libcuda.so.1"), "entry point THEIRS = theirs:Backend does not import: OSError: libcuda.so.1"),
         (object, "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk, "),
-    ],
-)
-def test_a_broken_entry_point_is_unavailable_and_refuses_no_run(
-    monkeypatch: pytest.MonkeyPatch, loaded: object, said: str
-) -> None:
-    monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(loaded)])
-    (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)
-    assert reason.startswith(said)
+    ):
+        monkeypatch.setattr(references, "entry_points", lambda group, loaded=loaded: [EntryPoint(loaded)])
+        (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)
+        assert reason.startswith(said)
 
 
 def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(monkeypatch: Any) -> None:
@@ -173,9 +151,7 @@ def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(m
         ("raise OSError('two\\nlines')", "OSError: two lines"),
     ],
 )
-def test_whatever_a_module_raises_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, raised: str
-) -> None:
+def test_whatever_a_module_raises_is_one_line(tmp_path: Path, monkeypatch: Any, body: str, raised: str) -> None:
     path = written(tmp_path, body)
     with pytest.raises(BackendReferenceError) as caught:
         unavailable_reasons(parse_reference(f"{path}:Mine"), None)

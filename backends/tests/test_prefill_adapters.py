@@ -244,7 +244,7 @@ def test_conventions_without_an_lse(
 def test_cases_that_need_an_lse_are_unsupported(library: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(library(WITHOUT_LSE[1]), "supports_compute_capability", lambda device_capability: True)
     subject = Subject.of("TRITON_ATTN", torch.device("cpu"))
-    alone, whole = (Case.of(capability="new_tokens", q=(9,), **lse) for lse in ({"lse": False}, {}))
+    alone, whole = (Case.of(capability="new_tokens", q=(9,), lse=lse) for lse in (False, True))
     chunk = Case.of(capability="new_tokens", call="context_chunk", q=(9,), kv=(20,))
     assert [*map(subject.unsupported, (alone, whole, chunk))] == [[], *[["LSE not declared"]] * 2]
 

@@ -14,7 +14,7 @@ from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.interface import MLADimensions, MLAPrefillBackend, MLAPrefillSelectorConfig
+from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.platform import DeviceCapability
@@ -216,7 +216,7 @@ def test_a_configuration_is_refused_with_every_reason(change: dict[str, Any], re
 
 
 def test_scales_that_a_kernel_does_not_read_are_named_beside_those_that_it_does() -> None:
-    reads = type("ReadsPowersOfTwo", (EagerDecodeBackend,), {"supported_tile_scales": ["pow2"]})
+    reads: Any = type("ReadsPowersOfTwo", (EagerDecodeBackend,), {"supported_tile_scales": ["pow2"]})
     mixed = CONFIG._replace(kv_cache_dtype="fp8_ds_mla")
     assert reads.validate_configuration(None, mixed._replace(tile_scales="pow2")) == []
     said = ["fp8_ds_mla with float32 scales not supported (supported: pow2)"]
@@ -236,29 +236,18 @@ def test_what_is_declared_unsupported_is_refused_by_the_call_too() -> None:
     for kernel in PREFILLS:
         with pytest.raises(UnsupportedConfiguration, match=r"MLA dimensions .*qk_nope_head_dim=16.* not supported"):
             prefill(type("Dims", (kernel,), r1))
-    narrow = type("Narrow", (EagerPrepareBackend,), {"supports_hadamard": [False], "supported_head_dims": [128]})
+    narrow: Any = type("Narrow", (EagerPrepareBackend,), {"supports_hadamard": [False], "supported_head_dims": [128]})
     reasons = narrow.validate_configuration(None, MLAPrepareSelectorConfig(BF16, 2, MODEL))
     assert reasons == ["head dim 64 not supported (supported: [128])", "hadamard=True not supported"]
 
 
-class Picky(EagerPrefillBackend):
-    """Rejects everything that can be rejected."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [BF16]
-    supported_mla_dimensions: ClassVar[list[MLADimensions]] = [PRESETS["r1"].head]
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        return False
-
-    @classmethod
-    def missing_dependencies(cls) -> list[str]:
-        return ["pip install picky"]
-
-
 def test_reasons_come_in_the_order_of_vllm() -> None:
     config = MLAPrefillSelectorConfig(torch.float16, PRESETS["glm"].head)
-    *others, dimensions = Picky.validate_configuration(DeviceCapability(8, 0), config)
+    picky: dict[str, Any] = {"supported_dtypes": [BF16], "supported_mla_dimensions": [PRESETS["r1"].head]}
+    picky["supports_compute_capability"] = classmethod(lambda cls, device_capability: False)
+    picky["missing_dependencies"] = classmethod(lambda cls: ["pip install picky"])
+    made: Any = type("Picky", (EagerPrefillBackend,), picky)
+    *others, dimensions = made.validate_configuration(DeviceCapability(8, 0), config)
     assert others == [
         "compute capability 8.0 not supported",
         "dtype torch.float16 not supported",

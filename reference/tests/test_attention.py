@@ -206,6 +206,6 @@ def test_inputs_may_be_strided(normal: Normal) -> None:
 )
 def test_shapes_and_start_locations_are_checked(change: dict[str, Any], message: str) -> None:
     shapes = {"q": (9, 4, 6), "k": (12, 4, 6), "v": (12, 4, 5)}
-    operands = {name: torch.zeros(change.get(name, shape)) for name, shape in shapes.items()}
+    operands: dict[str, Any] = {name: torch.zeros(change.get(name, shape)) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
         attention(**operands, **{name: change.get(name, value) for name, value in BATCH.items()}, causal=True)

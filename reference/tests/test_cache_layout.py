@@ -11,8 +11,6 @@ from mla_conformance.reference.cache_layout import (
     entry_width,
     swap_blocks,
 )
-from mla_conformance.reference.chunking import ContextChunk
-from mla_conformance.reference.kv_cache import gather_latents, write_rows
 
 BF16 = torch.bfloat16
 
@@ -66,21 +64,6 @@ def test_tiles_of_zeros_and_of_dust_stay_finite() -> None:
     kv_c[0, 200] = 2.0**-133
     decoded, _ = decode_rows(encode(kv_c, k_pe, "fp8_ds_mla", 1.0), "fp8_ds_mla", 1.0, 512, 64)
     assert bool(decoded.isfinite().all()) and bool((decoded.abs() <= 2.0**-132).all())
-
-
-@pytest.mark.parametrize("layout", ["auto", "fp8", "fp8_ds_mla"])
-def test_tokens_come_back_from_pages_at_any_start(layout: str) -> None:
-    kv_c, k_pe = latents(7)
-    pool = torch.full((9, 5, entry_width(layout, 512, 64)), 7.0).to(cache_dtype(layout, BF16))
-    cache = pool[:, :4]  # the stride between blocks exceeds a packed block
-    slots = torch.tensor([20, 21, 22, 23, 8, -1, 10])
-    write_rows(cache, encode(kv_c, k_pe, layout, 0.3), slots)
-    rows, _ = gather_latents(cache, torch.tensor([[5, 2]]), ContextChunk((2,), (3,)), kv_lora_rank=cache.shape[2])
-    got = decode_rows(rows, layout, 0.3, 512, 64)
-    want = decode_rows(encode(kv_c, k_pe, layout, 0.3)[[2, 3, 4]], layout, 0.3, 512, 64)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    untouched = pool.view(torch.uint8)[[0, 1, 3, 4, 6, 7, 8]]
-    assert torch.equal(untouched, untouched[:1].expand_as(untouched)) and bool((pool[:, 4].float() == 7).all())
 
 
 def test_blocks_are_copied_within_every_cache_and_between_two() -> None:

@@ -58,15 +58,6 @@ def test_prefills_without_context_take_no_share() -> None:
     assert chunk.key_start_loc == (0, 0, 64, 64) and chunk.num_tokens == 64
 
 
-def test_packing_splits_at_a_page_and_closes_at_a_request_without_context() -> None:
-    plan = pack_context_chunks([20, 90, 5, 0, 7], workspace_tokens=64, page_size=16)
-    assert plan == (
-        ContextChunk(starts=(0, 0, 0, 0, 0), seq_lens=(20, 32, 0, 0, 0)),
-        ContextChunk(starts=(0, 32, 0, 0, 0), seq_lens=(0, 58, 5, 0, 0)),
-        ContextChunk(starts=(0, 0, 0, 0, 0), seq_lens=(0, 0, 0, 0, 7)),
-    )
-
-
 def test_refusals_say_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"at least 32 .* got 31; enlarge the workspace"):
         plan_context_chunks([5, 5], workspace_tokens=31, page_size=16)

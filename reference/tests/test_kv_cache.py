@@ -44,21 +44,6 @@ def test_misfits_are_refused() -> None:
         gather_latents(cache, torch.tensor([[0, 1, 2]] * 2), chunk, kv_lora_rank=3)
 
 
-@pytest.mark.parametrize(
-    ("length", "world_size", "interleave", "shares"),
-    [
-        (2, 3, 1, [(0,), (1,), ()]),
-        (10, 2, 4, [(0, 1, 2, 3, 8, 9), (4, 5, 6, 7)]),
-        (9, 3, 2, [(0, 1, 6, 7), (2, 3, 8), (4, 5)]),
-        (0, 2, 1, [(), ()]),
-    ],
-)
-def test_deals_by_hand(length: int, world_size: int, interleave: int, shares: list[tuple[int, ...]]) -> None:
-    deal = {"world_size": world_size, "interleave": interleave}
-    assert [local_positions(length, rank=rank, **deal) for rank in range(world_size)] == shares
-    assert [local_length(length, rank=rank, **deal) for rank in range(world_size)] == list(map(len, shares))
-
-
 @settings(max_examples=60, deadline=None)
 @given(length=st.integers(0, 400), world_size=st.integers(1, 9), interleave=st.integers(1, 70))
 def test_every_token_has_one_owner_and_keeps_its_order(length: int, world_size: int, interleave: int) -> None:

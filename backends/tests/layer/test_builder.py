@@ -1,6 +1,5 @@
 """Metadata by both routes: fields, agreement, another block table, and refusals of contradictory batches."""
 
-import random
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,9 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
-from mla_conformance.backends.layer.context_chunks import plan_context
 from mla_conformance.backends.layer.layer_config import CacheConfig, MLAAttentionSpec
 from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
 from mla_conformance.backends.layer.mla_context import workspace_tokens
-from mla_conformance.reference.chunking import plan_context_chunks
 
 CPU = torch.device("cpu")
 
@@ -61,20 +58,6 @@ def test_the_fields_of_a_mixed_batch(world: Any) -> None:
     assert decode.query_start_loc.tolist() == [0, 1, 4] and decode.block_table.equal(metadata.block_tables[2:])
     assert decode.seq_lens.tolist() == decode.seq_lens_cpu.tolist() == [10, 5]
     assert decode.query_lens_cpu.tolist() == [1, 3] and (decode.max_query_len, decode.max_seq_len) == (3, 10)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_plan_is_the_reference_plan(seed: int) -> None:
-    rng = random.Random(seed)
-    contexts = [rng.choice((0, rng.randint(1, 300))) for _ in range(rng.randint(1, 9))] + [17]
-    page, tokens = rng.choice((1, 16, 64)), rng.randint(640, 2000)
-    plan = plan_context(torch.tensor(contexts), workspace_tokens=tokens, page_size=page, device=CPU)
-    chunks = plan_context_chunks(contexts, workspace_tokens=tokens, page_size=page)
-    assert plan is not None
-    assert plan.seq_lens.tolist() == [list(c.seq_lens) for c in chunks]
-    assert plan.starts.tolist() == [list(c.starts) for c in chunks]
-    assert plan.cu_seq_lens.tolist() == [list(c.key_start_loc) for c in chunks]
-    assert plan.seq_tot == [c.num_tokens for c in chunks] and plan.max_seq_lens == [max(c.seq_lens) for c in chunks]
 
 
 def test_another_block_table_is_another_build(world: Any, batch: Any, same: Any) -> None:

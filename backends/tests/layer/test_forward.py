@@ -59,7 +59,7 @@ def test_what_a_forward_has_no_place_for_is_refused(world: Any, batch: Any) -> N
         forward(one, metadata, rows=2)
     for scale in ("output_scale", "output_block_scale"):
         with pytest.raises(UnsupportedConfiguration, match="quantised output not supported; quantise the result"):
-            forward(one, metadata, **{scale: ONE})
+            forward(one, metadata, None, None, **{scale: ONE})
     for absent, requests in (("prefill", PREFILLS), ("decode", DECODES)):
         lacking = batch(world(**{absent: None}), requests)
         said = f"batch has a {absent}, and the layer has no {absent} backend"

@@ -20,7 +20,7 @@ from mla_conformance.backends.platform import DeviceCapability
 def answering(**answers: Any) -> type[AttentionBackend]:
     """A backend whose methods have these answers."""
     methods = {name: classmethod(lambda cls, *_, x=answer, **__: x) for name, answer in answers.items()}
-    return subclass_attention_backend_with_overrides("Answering", AttentionBackend, methods)
+    return subclass_attention_backend_with_overrides("Answering", AttentionBackend, methods)  # type: ignore[type-abstract]
 
 
 def reasons(backend: type[AttentionBackend], **changes: Any) -> list[str]:
@@ -111,7 +111,7 @@ def test_a_builder_captures_and_drafts_by_building_and_updates_no_table(world: A
 
 def test_a_batch_without_its_padding() -> None:
     starts, rows = torch.tensor([0, 2, 3, 7, 7], dtype=torch.int32), torch.arange(4)
-    named = dict.fromkeys(("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "encoder_seq_lens"), rows)
+    named: dict[str, Any] = dict.fromkeys(("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "encoder_seq_lens"), rows)
     common = CommonAttentionMetadata(
         query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=torch.tensor([5, 9, 4, 0], dtype=torch.int32),
         num_reqs=4, num_actual_tokens=8, max_query_len=4, max_seq_len=9,
