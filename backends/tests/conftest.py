@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
@@ -21,8 +22,11 @@ from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.reference.attention import attention
 from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.reference.kv_cache import write_entries
 
-HEADS, NOPE, ROPE, WIDTH, SCALE = 2, 128, 64, 128, 0.11
+HEADS, NOPE, ROPE, WIDTH, LATENT, SCALE = 2, 128, 64, 128, 512, 0.11
+SIZES: dict[str, Any] = {"num_heads": HEADS, "scale": SCALE, "kv_lora_rank": LATENT, "v_head_dim": WIDTH}
+SIZES |= {"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE}
 _RECORDED = json.loads((Path(__file__).parent / "signatures.json").read_text(encoding="utf-8"))
 
 
@@ -96,14 +100,8 @@ def planned(recorded: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def exact(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    scale: float,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Output [T, N, V] of the dtype that q's gives and natural LSE [N, T] float32; a row without keys is 0 and -inf."""
     state = attention(
         q, k, v, query_start_loc=queries.tolist(), key_start_loc=keys.tolist(), scale=scale, causal=causal
@@ -112,38 +110,41 @@ def exact(
 
 
 @pytest.fixture
-def kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """:func:`exact`."""
     return exact
 
 
 @pytest.fixture
 def conforms() -> Callable[..., MLAPrefillBackend]:
-    """Drive an adapter through new tokens and a context chunk, empty requests and strided operands among them.
+    """Drive an adapter through new tokens and a context chunk, empty requests and strided operands among them."""
 
-    ``atol`` is the error that a kernel's own roundings may have; a stand-in has none.
-    """
-
-    def check(
-        backend_class: type[MLAPrefillBackend], atol: float = 1e-5, dtype: torch.dtype = torch.bfloat16
-    ) -> MLAPrefillBackend:
-        backend = backend_class(
-            num_heads=HEADS,
-            scale=SCALE,
-            kv_lora_rank=512,
-            qk_nope_head_dim=NOPE,
-            qk_rope_head_dim=ROPE,
-            v_head_dim=WIDTH,
-            vllm_config=None,
-        )
-        _new_tokens(backend, atol, dtype)
-        _context_chunk(backend, atol, dtype)
+    def check(backend_class: type[MLAPrefillBackend], dtype: torch.dtype = torch.bfloat16) -> MLAPrefillBackend:
+        backend = backend_class(**SIZES, vllm_config=None)
+        for query_lens, context in (((3, 0, 9), None), ((3, 4, 2), (7, 0, 17))):
+            tokens, start = sum(query_lens), torch.tensor([0, *query_lens]).cumsum(0)
+            keys = start if context is None else torch.tensor([0, *context]).cumsum(0)
+            q, k, v = _operands(tokens, int(keys[-1]), dtype)
+            backend.prepare_metadata(_metadata(query_lens, context, dtype))
+            want, want_lse = exact(q[:tokens], k, v, start, keys, SCALE, context is None)
+            if context is None:
+                output, lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
+                out = torch.full((tokens + 1, HEADS, WIDTH), torch.nan, dtype=torch.bfloat16)
+                written = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out)
+                assert isinstance(written, Tensor) and written.data_ptr() == out.data_ptr()
+                torch.testing.assert_close(out[:tokens], want, atol=1e-5, rtol=2.0**-8)
+            else:
+                output, lse = backend.run_prefill_context_chunk(0, q, k, v)
+            assert output.shape == (tokens + 1, HEADS, WIDTH)
+            assert (lse.shape, lse.dtype) == ((HEADS, tokens + 1), torch.float32)
+            torch.testing.assert_close(output[:tokens], want, atol=1e-5, rtol=2.0**-8)
+            torch.testing.assert_close(lse[:, :tokens], want_lse, atol=1e-5, rtol=1e-5)
         return backend
 
     return check
 
 
-def _operands(tokens: int, keys: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _operands(tokens: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """q with a row of NaN behind those that count; v the second half of a wider buffer, as in a model."""
     generator = torch.Generator().manual_seed(tokens + keys)
     q = torch.randn(tokens + 1, HEADS, NOPE + ROPE, generator=generator)
@@ -153,41 +154,8 @@ def _operands(tokens: int, keys: int, dtype: torch.dtype) -> tuple[torch.Tensor,
     return q.to(dtype), k.to(dtype), wide.to(dtype)[..., NOPE:]
 
 
-def _new_tokens(backend: MLAPrefillBackend, atol: float, dtype: torch.dtype) -> None:
-    q, k, v = _operands(12, 12, dtype)
-    backend.prepare_metadata(_metadata((3, 0, 9), None, dtype))
-    start = torch.tensor([0, 3, 3, 12])
-    want = exact(q[:12], k, v, start, start, SCALE, True)
-    result = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
-    _agree(result, want, atol)
-    out = torch.full((13, HEADS, WIDTH), torch.nan, dtype=torch.bfloat16)
-    written = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out)
-    assert isinstance(written, torch.Tensor)
-    assert written.data_ptr() == out.data_ptr()
-    torch.testing.assert_close(out[:12], want[0], atol=atol, rtol=2.0**-8)
-
-
-def _context_chunk(backend: MLAPrefillBackend, atol: float, dtype: torch.dtype) -> None:
-    q, k, v = _operands(9, 24, dtype)
-    backend.prepare_metadata(_metadata((3, 4, 2), (7, 0, 17), dtype))
-    queries, keys = torch.tensor([0, 3, 7, 9]), torch.tensor([0, 7, 7, 24])
-    result = backend.run_prefill_context_chunk(0, q, k, v)
-    _agree(result, exact(q[:9], k, v, queries, keys, SCALE, False), atol)
-
-
-def _agree(result: Any, want: tuple[torch.Tensor, torch.Tensor], atol: float) -> None:
-    output, lse = result
-    rows = want[0].shape[0]
-    assert output.shape == (rows + 1, HEADS, WIDTH)
-    assert lse.shape == (HEADS, rows + 1)
-    assert lse.dtype is torch.float32
-    torch.testing.assert_close(output[:rows], want[0], atol=atol, rtol=2.0**-8)
-    torch.testing.assert_close(lse[:, :rows], want[1], atol=1e-5, rtol=1e-5)
-
-
 def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None, dtype: torch.dtype) -> Any:
-    device = torch.device("cpu")
-    plan = None
+    device, plan = torch.device("cpu"), None
     if context is not None:
         chunk = ContextChunk((0,) * len(context), context)
         plan = chunked_context_metadata([chunk], torch.zeros(sum(context), 576), device)
@@ -195,17 +163,9 @@ def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None, dtype: 
     return prefill_metadata(queries, block_table=table, dtype=dtype, device=device, chunked_context=plan)
 
 
-LATENT = 512
-
-
 def absorbed(
-    q: torch.Tensor,
-    pages: torch.Tensor,
-    lengths: Any,
-    query_lens: Any,
-    tables: Any,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: Tensor, pages: Tensor, lengths: Any, query_lens: Any, tables: Any, scale: float
+) -> tuple[Tensor, Tensor]:
     """What a paged MLA kernel computes of q [T, N, L + R] and pages [blocks, page, L + R], in float64.
 
     ``tables``: the pages of each request, and anything behind them. Returns output [T, N, L] of q's dtype and natural
@@ -220,7 +180,7 @@ def absorbed(
 
 
 @pytest.fixture
-def mla_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def mla_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """:func:`absorbed`."""
     return absorbed
 
@@ -235,16 +195,7 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLADecodeBackend]:
         # The stand-in is all that the adapter needs, and it runs on a CPU.
         monkeypatch.setattr(backend_class, "missing_dependencies", list)
         monkeypatch.setattr(backend_class, "supports_compute_capability", lambda device_capability: True)
-        backend = backend_class(
-            num_heads=HEADS,
-            scale=SCALE,
-            kv_lora_rank=LATENT,
-            qk_nope_head_dim=NOPE,
-            qk_rope_head_dim=ROPE,
-            v_head_dim=WIDTH,
-            kv_cache_dtype="auto",
-            vllm_config=None,
-        )
+        backend = backend_class(**SIZES, kv_cache_dtype="auto", vllm_config=None)
         _decode(backend, page, query_lens, lengths)
         _decode(backend, page, query_lens, lengths[::-1])
         return backend
@@ -253,46 +204,31 @@ def decodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLADecodeBackend]:
 
 
 def _decode(backend: MLADecodeBackend, page: int, query_lens: tuple[int, ...], lengths: tuple[int, ...]) -> None:
+    """Over pages in no order, block 0 never among them; tables end in what no adapter may read."""
     generator = torch.Generator().manual_seed(sum(lengths))
-    tables = _shuffled_tables(page, lengths, generator)
-    cache = torch.full((sum(map(len, tables)) + 1, page, LATENT + ROPE), torch.nan).bfloat16()
-    for table, length in zip(tables, lengths, strict=True):
-        for token in range(length):
-            cache[table[token // page], token % page] = torch.randn(LATENT + ROPE, generator=generator)
-    q = torch.randn(sum(query_lens) + 1, HEADS, LATENT + ROPE, generator=generator).bfloat16()
-    backend.prepare_metadata(_decode_metadata(query_lens, lengths, tables))
-    found: Any = backend.run_decode(q[..., :LATENT], q[..., LATENT:], cache, torch.tensor(1.0))
-    output, lse = found if backend.returns_lse else (found, None)
-    rows = sum(query_lens)
-    want, want_lse = absorbed(q[:rows], cache, lengths, query_lens, tables, SCALE)
-    assert output.shape == (rows + 1, HEADS, LATENT)
-    torch.testing.assert_close(output[:rows], want, atol=1e-5, rtol=2.0**-8)
-    if lse is not None:
-        assert (lse.shape, lse.dtype) == ((HEADS, rows + 1), torch.float32)
-        torch.testing.assert_close(lse[:, :rows], want_lse, atol=1e-5, rtol=1e-5)
-
-
-def _shuffled_tables(page: int, lengths: tuple[int, ...], generator: torch.Generator) -> list[list[int]]:
-    """The pages of each request, in no order, block 0 never among them."""
     counts = [-(-length // page) for length in lengths]
     blocks = (torch.randperm(sum(counts), generator=generator) + 1).split(counts)
-    return [part.tolist() for part in blocks]
-
-
-def _decode_metadata(
-    query_lens: tuple[int, ...], lengths: tuple[int, ...], tables: list[list[int]]
-) -> MLACommonDecodeMetadata:
-    """Tables end in what no adapter may read."""
-    width = max(map(len, tables)) + 2
-    table = torch.tensor([[*pages, *[-(2**30)] * (width - len(pages))] for pages in tables], dtype=torch.int32)
+    table = torch.full((len(counts), max(counts) + 2), -(2**30), dtype=torch.int32)
+    cache = torch.full((sum(counts) + 1, page, LATENT + ROPE), torch.nan).bfloat16()
+    for row, pages, length in zip(table, blocks, lengths, strict=True):
+        row[: len(pages)], token = pages, torch.arange(length)
+        rows = torch.randn(length, LATENT + ROPE, generator=generator).bfloat16()
+        write_entries(cache, rows, pages[token // page] * page + token % page, "auto")
+    q = torch.randn(sum(query_lens) + 1, HEADS, LATENT + ROPE, generator=generator).bfloat16()
     seq_lens, queries = (torch.tensor(x, dtype=torch.int32) for x in (lengths, query_lens))
-    start = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
-    return MLACommonDecodeMetadata(
-        block_table=table,
-        seq_lens=seq_lens,
-        query_start_loc=start,
-        max_query_len=max(query_lens),
-        max_seq_len=max(lengths),
-        query_lens_cpu=queries,
-        seq_lens_cpu=seq_lens.clone(),
-    )
+    on_device: dict[str, Any] = {
+        "seq_lens": seq_lens,
+        "query_start_loc": torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int(),
+    }
+    on_host: dict[str, Any] = {"query_lens_cpu": queries, "seq_lens_cpu": seq_lens.clone()}
+    longest: dict[str, Any] = {"max_query_len": max(query_lens), "max_seq_len": max(lengths)}
+    backend.prepare_metadata(MLACommonDecodeMetadata(block_table=table, **on_device, **on_host, **longest))
+    found: Any = backend.run_decode(q[..., :LATENT], q[..., LATENT:], cache, torch.tensor(1.0))
+    output, lse = found if backend.returns_lse else (found, None)
+    tokens = sum(query_lens)
+    want, want_lse = absorbed(q[:tokens], cache, lengths, query_lens, table, SCALE)
+    assert output.shape == (tokens + 1, HEADS, LATENT)
+    torch.testing.assert_close(output[:tokens], want, atol=1e-5, rtol=2.0**-8)
+    if lse is not None:
+        assert (lse.shape, lse.dtype) == ((HEADS, tokens + 1), torch.float32)
+        torch.testing.assert_close(lse[:, :tokens], want_lse, atol=1e-5, rtol=1e-5)

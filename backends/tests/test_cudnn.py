@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.cudnn import CudnnFp8
 from mla_conformance.backends.cudnn_graph import Key, layouts, lengths, offsets
 from mla_conformance.backends.kernel import UnsupportedConfiguration
@@ -19,7 +18,8 @@ _SCALE, _HEADS, _WIDTH = 0.3, 2, 32
 @pytest.fixture
 def backend(monkeypatch: Any, kernel: Any) -> Any:
     def execute(key: Any, tensors: Any, batch: Any) -> str:
-        """Multiplies by every scale, P's and its inverse among them."""
+        """Multiplies by every scale, P's and its inverse among them; no plan is for one token."""
+        assert key.max_query_len == max(2, *batch.query_lens) and key.max_key_len == max(2, *batch.key_lens)
         assert all(tensors[f"descale_{name}"].tolist() == [1.0] for name in "qkv")
         assert all(batch.query_lens) and batch.query_start_loc.diff().tolist() == list(batch.query_lens)
         assert float(tensors["scale_s"] * tensors["descale_s"]) == 1.0 and key.causal
@@ -53,25 +53,9 @@ def test_output_is_divided_by_the_scale(backend: Any, kernel: Any) -> None:
     assert output.data_ptr() == out.data_ptr() and output.dtype == torch.float8_e4m3fn
     assert torch.equal(output[:7].float(), quantize_e4m3(want.double() * float(1 / torch.tensor(0.02)), 1.0).float())
     torch.testing.assert_close(lse[:, :7], want_lse)
-
-
-def test_no_plan_is_for_one_token(backend: Any, monkeypatch: Any) -> None:
-    longest: list[Any] = []
-
-    def execute(key: Any, tensors: Any, batch: Any) -> str:
-        longest.extend((key.max_query_len, key.max_key_len))
-        return "plan"
-
-    monkeypatch.setattr("mla_conformance.backends.cudnn.execute", execute)
-    start = torch.tensor([0, 1], dtype=torch.int32)
-    one = RaggedBatch(None, start, start, (1,), (1,))
-    q, k, v = (x[:1] for x in _operands())
-    backend._scale_o = torch.ones(1)
-    backend.attend(q, k, v, one, None)
-    assert longest == [2, 2]
-
-
-def test_declares_quantised_output_alone(backend: Any) -> None:
+    table, cpu = torch.zeros(1, 1, dtype=torch.int32), torch.device("cpu")
+    backend.prepare_metadata(prefill_metadata((1,), block_table=table, dtype=q.dtype, device=cpu))
+    backend.run_prefill_new_tokens(q, k, v, False, out=out, output_scale=torch.tensor(0.02))
     assert backend.supports_quant_output(fp8_static_tensor_sym())
     assert not CudnnFp8.supports_unquantised_output(torch.float8_e4m3fn)
     with pytest.raises(UnsupportedConfiguration, match="pass out in e4m3 and output_scale"):
@@ -80,16 +64,12 @@ def test_declares_quantised_output_alone(backend: Any) -> None:
         backend.run_prefill_context_chunk(0, *_operands())
 
 
-def test_offsets_are_elements_in_64_bits() -> None:
-    found = offsets(torch.tensor([0, 3, 2**20], dtype=torch.int32), 2**12)
-    assert found.shape == (3, 1, 1, 1)
-    assert found.flatten().tolist() == [0, 3 * 2**12, 2**32]
-    assert lengths(torch.tensor([0, 3, 8], dtype=torch.int32)).flatten().tolist() == [3, 5]
-
-
 def test_layouts_carry_the_strides_of_a_view() -> None:
     strides = ((768, 192, 1), (768, 192, 1), (1024, 256, 1))
     key = Key(torch.device("cpu"), torch.bfloat16, 3, 4, 7, 9, (192, 128), strides, 0.1, True)
-    found = layouts(key)
+    found, start = layouts(key), torch.tensor([0, 3, 2**20], dtype=torch.int32)
+    assert offsets(start, 2**12).shape == (3, 1, 1, 1)
+    assert offsets(start, 2**12).flatten().tolist() == [0, 3 * 2**12, 2**32]  # elements, in 64 bits
+    assert lengths(start).flatten().tolist() == [3, 2**20 - 3]
     assert found["q"] == ((3, 4, 7, 192), (768 * 7, 192, 768, 1))
     assert found["v"] == ((3, 4, 9, 128), (1024 * 9, 256, 1024, 1))

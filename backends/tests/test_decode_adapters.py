@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from enum import IntEnum
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -15,29 +15,10 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.triton_mla import key_splits
 
-STAND_INS: dict[str, tuple[str, dict[str, tuple[Any, ...]], list[Any]]] = {}
+Kernel = Callable[..., Any]
 UNIFORM = [(1, 1, 1), (65, 0, 130)], [(3, 3), (64, 129)]
 SINGLE = [(1, 1, 1), (65, 0, 130)], [(1, 1, 1), (1, 64, 63)]
 MANY = [(1, 1, 1), (65, 0, 130)], [(4, 1, 3), (65, 17, 4)]
-Kernel = Callable[..., Any]
-
-
-def stand_in(
-    names: str, pages: list[int], batches: Any, label: str, function: str, module: str, **others: Any
-) -> Callable[[Kernel], Kernel]:
-    """What stands for a function of a library, whose arguments come by name, for some adapters.
-
-    ``others`` are further contents of the module, recorded functions as pairs of their name and what they return.
-    """
-
-    def keep(call: Kernel) -> Kernel:
-        asked = [(page, *batch) for page in pages for batch in batches]
-        for name in names.split():
-            contents = {function.rpartition(":")[2]: (label, function, call), **others}
-            STAND_INS[f"{name} {label}"] = (module, contents, asked)
-        return call
-
-    return keep
 
 
 def without_keys(found: Any, left: float = -math.inf) -> Any:
@@ -48,11 +29,6 @@ def without_keys(found: Any, left: float = -math.inf) -> Any:
     return output, lse
 
 
-@stand_in(
-    "TRITON_MLA[lse-float32]", [16, 32], UNIFORM, "vllm 0.33.0",
-    "vllm/v1/attention/ops/triton_decode_attention.py:decode_attention_fwd",
-    "vllm.v1.attention.ops.triton_decode_attention",
-)  # fmt: skip
 def triton_mla(a: Any, kernel: Any) -> None:
     """A row of q is a request of one token."""
     q, cache, page = a["q"], a["k_buffer"], a["page_size"]
@@ -63,10 +39,6 @@ def triton_mla(a: Any, kernel: Any) -> None:
     output, lse = without_keys(found)
     a["o"].copy_(output)
     a["lse"].copy_(lse.mT)
-
-
-_FLASH_MLA = "flash_mla/flash_mla_interface.py:flash_mla_with_kvcache"
-_SCHEDULE = "flash_mla/flash_mla_interface.py:get_mla_metadata"
 
 
 def flash_mla(a: Any, kernel: Any) -> Any:
@@ -82,13 +54,6 @@ def flash_mla(a: Any, kernel: Any) -> Any:
     return output.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
 
 
-for _label in ("sgl-flash-mla 1.0.0", "flash-mla 1.0.0+9241ae3"):
-    _contents = {"get_mla_metadata": (_label, _SCHEDULE, lambda a, kernel: ("schedule", None))}
-    stand_in("FLASHMLA", [64], UNIFORM, _label, _FLASH_MLA, "flash_mla", **_contents, has_legacy=lambda: True)(
-        flash_mla
-    )
-
-
 def aiter(a: Any, kernel: Any) -> None:
     """Causal, over pages of one head; without a key, whatever stood in the output."""
     cache, lengths = a["kv_buffer"], a["seqused_k"].tolist()
@@ -99,12 +64,6 @@ def aiter(a: Any, kernel: Any) -> None:
     a["out"].copy_(without_keys(found)[0])
 
 
-for _name, _kind, _batches in (("", "decode", (*UNIFORM, *SINGLE)), ("[prefill]", "prefill", MANY)):
-    _label, _function = "amd-aiter 0.1.21.dev46+ge4048607a", f"aiter/ops/triton/attention/mla.py:mla_{_kind}_fwd"
-    _module = "aiter.ops.triton.attention.mla"
-    stand_in(f"AITER_TRITON_MLA{_name}", [64], _batches, _label, _function, _module)(aiter)
-
-
 class QuantPolicy(IntEnum):
     """LMDeploy's names of what its caches hold."""
 
@@ -112,11 +71,6 @@ class QuantPolicy(IntEnum):
     FP8 = 16
 
 
-@stand_in(
-    "LMDEPLOY_TRITON", [64], SINGLE, "lmdeploy 0.18.0",
-    "lmdeploy/pytorch/kernels/cuda/pagedattention.py:flash_attn_with_kvcache",
-    "lmdeploy.pytorch.kernels.cuda.pagedattention", QuantPolicy=QuantPolicy,
-)  # fmt: skip
 def lmdeploy(a: Any, kernel: Any) -> Any:
     """Values that share the memory of the keys."""
     keys, values, lengths = a["k_cache"], a["v_cache"], a["cache_seqlens"].tolist()
@@ -127,11 +81,6 @@ def lmdeploy(a: Any, kernel: Any) -> Any:
     return without_keys(found)[0]
 
 
-@stand_in(
-    "SGLANG_TRITON", [32], SINGLE, "sglang 0.5.23",
-    "sglang/kernels/ops/attention/decode_attention.py:decode_attention_fwd",
-    "sglang.kernels.ops.attention.decode_attention",
-)  # fmt: skip
 def sglang(a: Any, kernel: Any) -> None:
     """Slots of one token; the LSE of the first split is that of all keys, the others have none."""
     q, slots = a["q"], a["k_buffer"]
@@ -160,24 +109,6 @@ def flash_attn_mla(a: Any, kernel: Any) -> Any:
     return kernel(torch.cat([qv, a["q"]], dim=-1), pages, lengths.tolist(), queries, table, a["softmax_scale"])
 
 
-for _name, _label, _function, _module in (
-    (
-        "upstream", "flash-attn-3 3.0.0+0251105a", "flash_attn_interface.py:flash_attn_with_kvcache",
-        "flash_attn_interface",
-    ),
-    ("sglang", "sglang-kernel 0.4.10", "sgl_kernel/flash_attn.py:flash_attn_with_kvcache", "sgl_kernel.flash_attn"),
-    (
-        "vllm", "vllm 0.33.0", "vllm/vllm_flash_attn/flash_attn_interface.py:flash_attn_varlen_func",
-        "vllm.vllm_flash_attn.flash_attn_interface",
-    ),
-):  # fmt: skip
-    stand_in(f"FLASH_ATTN_MLA[{_name}]", [16, 64], MANY, _label, _function, _module)(flash_attn_mla)
-
-
-@stand_in(
-    "TOKENSPEED_MLA", [32], UNIFORM, "tokenspeed-mla 2.0.4", "tokenspeed_mla/mla_decode.py:tokenspeed_mla_decode",
-    "tokenspeed_mla", get_num_sm=lambda device: 148,
-)  # fmt: skip
 def tokenspeed(a: Any, kernel: Any) -> Any:
     """Queries [B, S, N, L + R]; LSE to base 2, [B, S, N]."""
     q, cache, lengths = a["query"], a["kv_cache"], a["seq_lens"].tolist()
@@ -199,12 +130,6 @@ def workspace_size(a: Any, kernel: Any) -> int:
     return 4096
 
 
-@stand_in(
-    "CUTLASS_MLA", [128], [[(1, 1, 1), (129, 0, 260)]], "vllm 0.33.0", "vllm/_custom_ops.py:sm100_cutlass_mla_decode",
-    "vllm._custom_ops", sm100_cutlass_mla_get_workspace_size=(
-        "vllm 0.33.0", "vllm/_custom_ops.py:sm100_cutlass_mla_get_workspace_size", workspace_size,
-    ),
-)  # fmt: skip
 def cutlass(a: Any, kernel: Any) -> Any:
     """128 heads, one query token a request; natural LSE [B, 128]."""
     q_nope, q_pe, cache, table = a["q_nope"], a["q_pe"], a["kv_c_and_k_pe_cache"], a["page_table"]
@@ -223,22 +148,69 @@ def cutlass(a: Any, kernel: Any) -> Any:
     return a["out"]
 
 
+_AITER, _AITER_PACKAGE = "aiter.ops.triton.attention.mla", "amd-aiter 0.1.21.dev46+ge4048607a"
+_FLASH_MLA = "flash_mla", "flash_mla/flash_mla_interface.py:flash_mla_with_kvcache", flash_mla, [64], UNIFORM
+_VLLM_FA = "vllm.vllm_flash_attn.flash_attn_interface"
+STAND_INS: dict[str, tuple[str, str, Kernel, list[int], Any]] = {
+    "TRITON_MLA[lse-float32] vllm 0.33.0": (
+        "vllm.v1.attention.ops.triton_decode_attention", "decode_attention_fwd", triton_mla, [16, 32], UNIFORM,
+    ),
+    "FLASHMLA sgl-flash-mla 1.0.0": _FLASH_MLA,
+    "FLASHMLA flash-mla 1.0.0+9241ae3": _FLASH_MLA,
+    f"AITER_TRITON_MLA {_AITER_PACKAGE}": (_AITER, "mla_decode_fwd", aiter, [64], (*UNIFORM, *SINGLE)),
+    f"AITER_TRITON_MLA[prefill] {_AITER_PACKAGE}": (_AITER, "mla_prefill_fwd", aiter, [64], MANY),
+    "LMDEPLOY_TRITON lmdeploy 0.18.0": (
+        "lmdeploy.pytorch.kernels.cuda.pagedattention", "flash_attn_with_kvcache", lmdeploy, [64], SINGLE,
+    ),
+    "SGLANG_TRITON sglang 0.5.23": (
+        "sglang.kernels.ops.attention.decode_attention", "decode_attention_fwd", sglang, [32], SINGLE,
+    ),
+    "FLASH_ATTN_MLA[upstream] flash-attn-3 3.0.0+0251105a": (
+        "flash_attn_interface", "flash_attn_with_kvcache", flash_attn_mla, [16, 64], MANY,
+    ),
+    "FLASH_ATTN_MLA[sglang] sglang-kernel 0.4.10": (
+        "sgl_kernel.flash_attn", "flash_attn_with_kvcache", flash_attn_mla, [16, 64], MANY,
+    ),
+    "FLASH_ATTN_MLA[vllm] vllm 0.33.0": (_VLLM_FA, "flash_attn_varlen_func", flash_attn_mla, [16, 64], MANY),
+    "TOKENSPEED_MLA tokenspeed-mla 2.0.4": (
+        "tokenspeed_mla", "tokenspeed_mla/mla_decode.py:tokenspeed_mla_decode", tokenspeed, [32], UNIFORM,
+    ),
+    "CUTLASS_MLA vllm 0.33.0": (
+        "vllm._custom_ops", "sm100_cutlass_mla_decode", cutlass, [128], [[(1, 1, 1), (129, 0, 260)]],
+    ),
+}  # fmt: skip
+"""By adapter and recorded package: module, function with its file where that is not the module, what stands for it,
+sizes of pages, and batches."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "flash_mla": {
+        "get_mla_metadata": ("flash_mla/flash_mla_interface.py:", lambda a, kernel: ("schedule", None)),
+        "has_legacy": lambda: True,
+    },
+    "lmdeploy.pytorch.kernels.cuda.pagedattention": {"QuantPolicy": QuantPolicy},
+    "tokenspeed_mla": {"get_num_sm": lambda device: 148},
+    "vllm._custom_ops": {"sm100_cutlass_mla_get_workspace_size": ("vllm/_custom_ops.py:", workspace_size)},
+}
+"""What modules hold beside; recorded functions as pairs of their file and what they return."""
+
+
 @pytest.fixture
 def calls(recorded: Any, installed: Any, mla_kernel: Any) -> Callable[[str], list[Any]]:
     """``calls("NAME LABEL")`` installs a stand-in; the arguments of its calls."""
 
     def install(key: str) -> list[Any]:
-        module, contents, _ = STAND_INS[key]
+        module, function, call, *_ = STAND_INS[key]
+        file, _, name = function.rpartition(":")
+        contents = {name: (f"{file or module.replace('.', '/') + '.py'}:", call), **OTHERS.get(module, {})}
         seen: list[Any] = []
 
-        def made(label: str, function: str, call: Kernel) -> Any:
+        def made(name: str, file: str, call: Kernel) -> Any:
             def run(a: Any) -> Any:
                 seen.append(dict(a))
                 return call(a, mla_kernel)
 
-            return recorded(label, function, run)
+            return recorded(key.partition(" ")[2], f"{file}{name}", run)
 
-        installed(module, **{name: made(*it) if isinstance(it, tuple) else it for name, it in contents.items()})
+        installed(module, **{name: made(name, *it) if isinstance(it, tuple) else it for name, it in contents.items()})
         return seen
 
     return install
@@ -251,7 +223,7 @@ def _adapter(key: str) -> Any:
 @pytest.mark.parametrize("key", STAND_INS)
 def test_conventions(key: str, calls: Any, decodes: Any) -> None:
     calls(key)
-    for page, queries, lengths in STAND_INS[key][2]:
+    for page, (queries, lengths) in product(*STAND_INS[key][3:]):
         decodes(_adapter(key), page, queries, lengths)
 
 

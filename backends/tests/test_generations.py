@@ -2,14 +2,15 @@
 
 import inspect
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_generations import (
@@ -18,7 +19,7 @@ from mla_conformance.backends.eager_generations import (
     PresentEagerPrefillBackend,
 )
 from mla_conformance.backends.generations import earlier
-from mla_conformance.backends.generations.present_adapter import planned_runs, runs_of
+from mla_conformance.backends.generations.present_adapter import planned_runs
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.loading import as_backend, load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
@@ -38,31 +39,15 @@ def metadata(queries: list[int], chunks: tuple[ContextChunk, ...]) -> MLACommonP
     return prefill_metadata(queries, block_table=table, dtype=torch.bfloat16, device=CPU, chunked_context=context)
 
 
-def operands(tokens: int, keys: int, width: int = SMALL.v_head_dim) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def operands(tokens: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
-    shapes = (tokens, SMALL.qk_head_dim), (keys, SMALL.qk_head_dim), (keys, width)
+    shapes = (tokens, SMALL.qk_head_dim), (keys, SMALL.qk_head_dim), (keys, SMALL.v_head_dim)
     q, k, v = (torch.randn(n, 2, d, generator=generator).bfloat16() for n, d in shapes)
     return q, k, v
 
 
-@pytest.mark.parametrize(
-    ("starts", "seq_lens", "runs"),
-    [
-        ((0, 0, 0), (5, 9, 1), [(0, 3)]),
-        ((0, 0, 0, 0), (5, 0, 9, 1), [(0, 1), (2, 4)]),
-        ((16, 16, 16), (16, 0, 9), [(0, 1), (2, 3)]),
-        ((16, 16), (16, 9), [(0, 1), (1, 2)]),
-        ((16, 0, 0), (16, 9, 3), [(0, 3)]),
-        ((0, 0), (0, 0), []),
-    ],
-)
-def test_a_run_ends_at_a_request_without_keys_and_before_a_continuation(
-    starts: tuple[int, ...], seq_lens: tuple[int, ...], runs: list[tuple[int, int]]
-) -> None:
-    assert [(run.start, run.stop) for run in runs_of(starts, seq_lens)] == runs
-
-
 @pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=40, deadline=None)
 @given(contexts=st.lists(st.integers(0, 90), min_size=1, max_size=5), data=st.data())
 def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
     planner: str, contexts: list[int], data: st.DataObject
@@ -91,6 +76,9 @@ def test_every_row_with_keys_is_in_one_run_with_its_queries_and_keys(
             assert chunk.num_context_tokens == len(chunk.token_to_seq)
             assert chunk.all_rows_active == all(queries[request] for request in requests)
         assert seen == [request for request, length in enumerate(planned.seq_lens) if length]
+        # A run ends at a request without keys and before a continuation, and nowhere else.
+        joints = [(a.request_slice.stop, b.request_slice.start, b.is_continuation) for a, b in pairwise(runs)]
+        assert all(stop < start or continues for stop, start, continues in joints)
 
 
 class Spy(PresentEagerPrefillBackend):
@@ -135,34 +123,18 @@ def test_out_is_handed_in_as_the_layer_does_it() -> None:
     assert [out for _, out in backend._target.calls] == [False, False]
 
 
-def test_new_tokens_get_out_only_where_it_is_supported() -> None:
-    q, k, v = operands(7, 7)
-    for writes in (True, False):
-        given_out = []
-
-        class Kernel(Spy):
-            def run_prefill_new_tokens(self, *args: Any, **given: Any) -> Any:
-                given_out.append("out" in given)  # noqa: B023
-                return super().run_prefill_new_tokens(*args, **given)
-
-        Kernel.writes = writes
-        backend = as_backend(Kernel)(**SIZES)
-        backend.prepare_metadata(metadata([3, 4], ()))
-        out = torch.full((7, 2, SMALL.v_head_dim), torch.nan, dtype=torch.bfloat16)
-        assert backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out) is out
-        assert given_out == [writes]
-        assert torch.equal(out, backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False))
-
-
-def test_only_rows_that_count_are_handed_over() -> None:
+def test_new_tokens_get_the_rows_that_count_and_out_where_it_is_supported() -> None:
     class Kernel(Spy):
+        given_out: list[bool]
+
         def run_prefill_new_tokens(self, *args: Any, **given: Any) -> Any:
-            assert {len(x) for x in (*args, *given.values()) if isinstance(x, torch.Tensor)} == {7}
+            assert {len(x) for x in (*args, *given.values()) if isinstance(x, Tensor)} == {7}
+            self.given_out.append("out" in given)
             return super().run_prefill_new_tokens(*args, **given)
 
     q, k, v = (torch.cat([x, torch.full_like(x[:2], torch.nan)]) for x in operands(7, 7))
     for writes in (True, False):
-        Kernel.writes = writes
+        Kernel.writes, Kernel.given_out = writes, []
         backend = as_backend(Kernel)(**SIZES)
         backend.prepare_metadata(metadata([3, 4], ()))
         out = torch.full((9, 2, SMALL.v_head_dim), torch.nan, dtype=torch.bfloat16)
@@ -170,8 +142,19 @@ def test_only_rows_that_count_are_handed_over() -> None:
         assert (output.shape, lse.shape) == (out.shape, (2, 9))
         assert lse[:, 7:].isneginf().all()
         written, _ = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True, out=out)
-        assert written is out or not writes
-        assert torch.equal(written, output)
+        assert (written is out or not writes) and torch.equal(written, output)
+        alone = backend.run_prefill_new_tokens(q[:7], k[:7], v[:7], return_softmax_lse=False, out=out[:7])
+        assert torch.equal(alone, output[:7]) and Kernel.given_out == [False, writes, writes]
+
+
+def answering(method: Any, change: Any) -> Any:
+    """A method of its signature whose answer is changed."""
+
+    def run(self: Any, *args: Any, **given: Any) -> Any:
+        return change(*method(self, *args, **given))
+
+    run.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    return run
 
 
 @pytest.mark.parametrize(
@@ -184,57 +167,34 @@ def test_only_rows_that_count_are_handed_over() -> None:
     ],
 )
 def test_a_partial_result_of_another_form_is_not_copied_into_shape(wrong: Any, said: str) -> None:
-    class Kernel(Spy):
-        writes = False
-
-        def run_prefill_context_chunk(self, *args: Any, **given: Any) -> Any:
-            return wrong(*super().run_prefill_context_chunk(*args, **given))
-
-        run_prefill_context_chunk.__signature__ = inspect.signature(  # type: ignore[attr-defined]
-            Spy.run_prefill_context_chunk
-        )
-
+    methods = {"writes": False, "run_prefill_context_chunk": answering(Spy.run_prefill_context_chunk, wrong)}
     with pytest.raises(ValueError, match=said):
-        driven(Kernel, [3, 4], (ContextChunk((0, 0), (5, 0)),))
+        driven(type("Kernel", (Spy,), methods), [3, 4], (ContextChunk((0, 0), (5, 0)),))
 
 
-def test_an_instance_that_claims_out_and_returns_another_tensor_is_refused() -> None:
+def test_what_a_class_of_another_generation_must_keep_and_that_it_is_adapted_once() -> None:
     class Forgetful(Spy):
         def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any, out: Any = None) -> Any:
             return super().run_prefill_context_chunk(chunk, q, k, v)
 
     with pytest.raises(ValueError, match="supports out and returned another tensor"):
         driven(Forgetful, [3, 4], (ContextChunk((0, 0), (5, 0)),))
-
-
-def test_clone_must_be_another_instance() -> None:
     with pytest.raises(TypeError, match="clone"):
         as_backend(type("Same", (Spy,), {"clone": lambda self: self}))(**SIZES)
+    assert as_backend(EagerPrefillBackend) is EagerPrefillBackend and as_backend(3) == 3
+    assert as_backend(Spy) is as_backend(Spy)
 
 
 def test_columns_of_padding_are_left_out_where_the_generation_leaves_that_to_the_caller() -> None:
-    def padded(method: Any) -> Any:
-        def run(self: Any, *args: Any, **given: Any) -> Any:
-            output, lse = method(self, *args, **given)
-            return torch.nn.functional.pad(output, (0, 8), value=torch.nan), lse
+    def padded(kind: Any) -> dict[str, Any]:
+        chunk = answering(
+            kind.run_prefill_context_chunk, lambda o, lse: (torch.nn.functional.pad(o, (0, 8), value=torch.nan), lse)
+        )
+        return {"run_prefill_context_chunk": chunk}
 
-        run.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-        return run
-
-    class Impl(EagerPrefillImpl):
-        requires_v_padding = True
-        run_prefill_context_chunk = padded(EagerPrefillImpl.run_prefill_context_chunk)
-
-    class Earlier(EarlierEagerPrefillBackend):
-        @staticmethod
-        def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
-            return Impl
-
-    class Present(Spy):
-        writes = False
-        run_prefill_context_chunk = padded(Spy.run_prefill_context_chunk)
-
-    for cls in (Earlier, Present):
+    impl = type("Impl", (EagerPrefillImpl,), {"requires_v_padding": True, **padded(EagerPrefillImpl)})
+    earlier_one = type("Earlier", (EarlierEagerPrefillBackend,), {"get_prefill_impl_cls": staticmethod(lambda: impl)})
+    for cls in (earlier_one, type("Present", (Spy,), {"writes": False, **padded(Spy)})):
         _, [(output, _)] = driven(cls, [3, 4], (ContextChunk((0, 0), (5, 9)),))
         assert output.shape == (7, 2, SMALL.v_head_dim)
         assert output.isfinite().all()
@@ -264,26 +224,19 @@ class Builder(EarlierEagerPrefillBackend):
 
     @classmethod
     def post_process_prefill_metadata(
-        cls, prefill_metadata: Any, builder_state: Any, prefill_query_start_loc: torch.Tensor
+        cls, prefill_metadata: Any, builder_state: Any, prefill_query_start_loc: Tensor
     ) -> None:
         cls.log.append("post")
         builder_state.backend_state["batches"] += 1
         prefill_metadata.steps = f"batch {builder_state.backend_state['batches']} of {prefill_query_start_loc[-1]}"
 
     @classmethod
-    def finalize_attention_metadata(
-        cls,
-        attn_metadata: Any,
-        builder_state: Any,
-        num_prefills: int,
-        num_heads: int,
-        kv_cache_spec: Any,
-        mla_dims: Any,
-        model_config: Any,
-    ) -> None:
+    def finalize_attention_metadata(cls, attn_metadata: Any, builder_state: Any, *asked: Any, **named: Any) -> None:
         cls.log.append("finalize")
-        attn_metadata.prefill.steps += f", {num_prefills} prefills of {num_heads} heads, {mla_dims.v_head_dim}"
-        assert model_config.dtype is torch.bfloat16
+        names = ("num_prefills", "num_heads", "kv_cache_spec", "mla_dims", "model_config")
+        told = dict(zip(names, asked, strict=False)) | named
+        attn_metadata.prefill.steps += f", {told['num_prefills']} prefills of {told['num_heads']} heads"
+        assert told["mla_dims"].v_head_dim == 16 and told["model_config"].dtype is torch.bfloat16
 
 
 def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_every_batch() -> None:
@@ -292,40 +245,25 @@ def test_a_builder_of_the_earlier_generation_makes_its_state_once_and_finishes_e
     for queries in ([3, 4], [5]):
         backend.prepare_metadata(metadata(queries, ()))
     assert Builder.log == ["state", "post", "finalize", "post", "finalize"]
-    assert backend._prefill_metadata.steps == "batch 2 of 5, 1 prefills of 2 heads, 16"
+    assert backend._prefill_metadata.steps == "batch 2 of 5, 1 prefills of 2 heads"
 
 
 def test_a_backend_of_r1_dims_only_says_so() -> None:
-    class Only(EarlierEagerPrefillBackend):
-        requires_r1_mla_dimensions = True
-
-    backend = as_backend(Only)
+    backend = as_backend(type("Only", (EarlierEagerPrefillBackend,), {"requires_r1_mla_dimensions": True}))
     assert backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, PRESETS["r1"].head)) == []
     (reason,) = backend.validate_configuration(None, MLAPrefillSelectorConfig(torch.bfloat16, SMALL))
     assert reason.startswith("MLA dimensions not supported")
     assert not backend.supports_mla_dimensions(SMALL)
 
 
-def test_a_class_is_adapted_once_and_one_of_ours_not_at_all() -> None:
-    assert as_backend(EagerPrefillBackend) is EagerPrefillBackend
-    assert as_backend(Spy) is as_backend(Spy)
-    assert as_backend(3) == 3
-
-
 @pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (
-            "from mla_conformance.backends.generations.present import MLAPrefillBackend",
-            "lacks get_name, run_prefill_new_tokens",
-        ),
-        ("from mla_conformance.backends.generations.earlier import MLAPrefillBackend", "lacks get_name$"),
-    ],
+    ("generation", "said"), [("present", "lacks get_name, run_prefill_new_tokens"), ("earlier", "lacks get_name$")]
 )
-def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, source: str, said: str) -> None:
+def test_what_a_class_of_another_generation_lacks_is_named(tmp_path: Path, generation: str, said: str) -> None:
+    source = f"from mla_conformance.backends.generations.{generation} import MLAPrefillBackend\n"
     body = "    def run_prefill_context_chunk(self, chunk, q, k, v, out=None): ...\n"
-    body += "    def get_prefill_impl_cls(): ...\n" if "earlier" in source else ""
-    (tmp_path / "mine.py").write_text(f"{source}\nclass Mine(MLAPrefillBackend):\n{body}")
+    body += "    def get_prefill_impl_cls(): ...\n" if generation == "earlier" else ""
+    (tmp_path / "mine.py").write_text(f"{source}class Mine(MLAPrefillBackend):\n{body}")
     with pytest.raises(BackendReferenceError, match=said):
         load_backend(parse_reference(f"{tmp_path / 'mine.py'}:Mine"))
 
@@ -338,13 +276,11 @@ def test_a_class_of_vllm_is_asked_in_vllms_own_types(installed: Any) -> None:
         v_head_dim: int
 
     base = "vllm.v1.attention.backends.mla.prefill.base"
-    parts = base.split(".")
-    for depth in range(1, len(parts)):
-        installed(".".join(parts[:depth]))
-    installed(base, MLADimensions=TheirDimensions)
     keys = "vllm.model_executor.layers.quantization.utils.quant_utils"
-    for depth in range(2, len(keys.split("."))):
-        installed(".".join(keys.split(".")[:depth]))
+    for name in (base, keys):
+        for parents in accumulate(name.split(".")[:-1], "{}.{}".format):
+            installed(parents)
+    installed(base, MLADimensions=TheirDimensions)
     installed(keys, kFp8StaticTensorSym="their key")
     members = {
         "__module__": base,

@@ -1,4 +1,4 @@
-"""What adapters say of a library that is there without their kernel, that swallowed an error, or that is missing."""
+"""Installed, missing and broken libraries are told apart, and builds without a kernel; asking imports nothing."""
 
 import os
 import re
@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from mla_conformance.backends import dependencies
 from mla_conformance.backends.aiter_triton import aiter_library
-from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.interpreted import InterpretedLibrary
+from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.references import known_variants, parse_reference
 from mla_conformance.backends.roles import Role
 
 _FLASH_MLA = r".*pip install 'mla-conformance\[flashmla\]'"
@@ -28,20 +32,19 @@ def _dense(q: Any, k_cache: Any, is_fp8_kvcache: bool = False) -> None: ...
 def _fork(q: Any, k_cache: Any, is_fp8_kvcache: Any = None, use_legacy: bool = False) -> None: ...
 
 
-def _schedule(*args: Any) -> None: ...
+def _schedule(cache_seqlens: Any, num_heads_k: int) -> None: ...
 
 
-def _schedule_of_lengths(cache_seqlens: Any, num_heads_k: int) -> None: ...
-
-
-def _flash_mla(decode: Any, schedule: Any = _schedule, legacy: bool = False) -> dict[str, dict[str, Any]]:
+def _flash_mla(decode: Any, schedule: Any = lambda *args: None, legacy: bool = False) -> dict[str, dict[str, Any]]:
     functions = {"flash_mla_with_kvcache": decode, "get_mla_metadata": schedule, "has_legacy": lambda: legacy}
     return {"flash_mla": functions}
 
 
 def _fa3(**flags: bool) -> dict[str, dict[str, Any]]:
-    """Flags as tokenspeed-fa3 spells them, or as fa3-fwd does."""
-    config = {"CONFIG": {"build_flags": flags}, "__spec__": "found"}
+    """Flags as tokenspeed-fa3 spells them, or one of them as fa3-fwd does."""
+    names = {name: "FLASH_ATTENTION" if name == "HDIMDIFF64" else "FLASHATTENTION" for name in flags}
+    built = {f"{names[name]}_DISABLE_{name}": without for name, without in flags.items()}
+    config = {"CONFIG": {"build_flags": built}, "__spec__": "found"}
     return {"flash_attn_interface": {}, "flash_attn_config": config}
 
 
@@ -49,33 +52,29 @@ def _tokenspeed(**contents: Any) -> dict[str, dict[str, Any]]:
     return {"cutlass": {}, "tokenspeed_triton": {}, "tvm_ffi": {}, "tokenspeed_mla": contents}
 
 
-_FA3_OF_VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
+_UNSUPPORTED = {"fa_version_unsupported_reason": lambda version: f"no extension {version}"}
+_FA3_OF_VLLM: dict[str, dict[str, Any]] = {"vllm.vllm_flash_attn.flash_attn_interface": _UNSUPPORTED}
 _SWALLOWED = {"_IMPORT_ERROR": ModuleNotFoundError("No module named 'cutlass'")}
 BUILDS: list[tuple[str, Role, dict[str, dict[str, Any]], str]] = [
     ("FLASHMLA", Role.DECODE, _flash_mla(_sparse), "^package flash-mla .*and later ones have no dense" + _FLASH_MLA),
     ("FLASHMLA", Role.DECODE, _flash_mla(_fork), "sgl-flash-mla .*built without its legacy kernels" + _FLASH_MLA),
-    ("FLASHMLA", Role.DECODE, _flash_mla(_dense, _schedule_of_lengths), "get_mla_metadata takes lengths" + _FLASH_MLA),
+    ("FLASHMLA", Role.DECODE, _flash_mla(_dense, _schedule), "get_mla_metadata takes lengths" + _FLASH_MLA),
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_fork), "sgl-flash-mla .* built without its legacy" + _FLASH_MLA),
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_dense), "drives sgl-flash-mla" + _FLASH_MLA),
     ("FLASHMLA_SPARSE", Role.SPARSE, _flash_mla(_fork, legacy=True), ""),
     (
         "FLASH_ATTN_MLA[upstream]",
         Role.DECODE,
-        _fa3(FLASHATTENTION_DISABLE_PAGEDKV=False, FLASH_ATTENTION_DISABLE_HDIMDIFF64=True),
-        r"built without the head dims \(64, 512\); build FlashAttention's folder hopper",
+        _fa3(PAGEDKV=False, HDIMDIFF64=True),
+        r"the head dims \(64, 512\); build",
     ),
-    (
-        "FLASH_ATTN_MLA[upstream]",
-        Role.DECODE,
-        _fa3(FLASHATTENTION_DISABLE_PAGEDKV=True, FLASHATTENTION_DISABLE_FP8=True),
-        "built without paged KV;",
-    ),
-    ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(FLASHATTENTION_DISABLE_BACKWARD=True), ""),
+    ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(PAGEDKV=True, FP8=True), "built without paged KV;"),
+    ("FLASH_ATTN_MLA[upstream]", Role.DECODE, _fa3(BACKWARD=True), ""),
     (
         "FLASH_ATTN_MLA[vllm]",
         Role.DECODE,
-        {_FA3_OF_VLLM: {"fa_version_unsupported_reason": lambda version: f"no extension {version}"}},
-        "^package vllm is installed, but has no FlashAttention 3: no extension 3$",
+        _FA3_OF_VLLM,
+        "^package vllm is installed, .* FlashAttention 3: no extension 3$",
     ),
     ("CUTLASS_MLA", Role.DECODE, {"vllm._custom_ops": {}}, "lack sm100_cutlass_mla_decode"),
     ("TOKENSPEED_MLA", Role.PREFILL, _tokenspeed(**_SWALLOWED), "cannot run: No module named 'cutlass'"),
@@ -114,23 +113,105 @@ def test_says_how_to_install_it(name: str, role: Role, said: str, monkeypatch: A
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
-    """``package("name.of.module", source)``: it stands on the path, and nothing of its package was imported."""
-    tops = []
+    """``package("name.of.module", source)``: it stands on the path, and nothing of its package was imported.
+
+    What was, as Triton may be, goes as a whole and comes back as a whole: its extension is not imported twice.
+    """
+    real: dict[str, Any] = {}
+
+    def loaded(top: str) -> list[str]:
+        return [each for each in sys.modules if each.partition(".")[0] == top]
 
     def make(name: str, source: str) -> None:
         module = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
-        module.parent.mkdir(parents=True)
+        module.parent.mkdir(parents=True, exist_ok=True)
         for folder in list(module.relative_to(tmp_path).parents)[:-1]:
             (tmp_path / folder / "__init__.py").touch()
         module.write_text(source)
-        tops.append(name.partition(".")[0])
-        for loaded in [each for each in sys.modules if each.partition(".")[0] in tops]:
-            monkeypatch.delitem(sys.modules, loaded)
+        real.setdefault(top := name.partition(".")[0], {each: sys.modules.pop(each) for each in loaded(top)})
 
     monkeypatch.syspath_prepend(tmp_path)
     yield make
-    for loaded in [each for each in sys.modules if each.partition(".")[0] in tops]:
-        del sys.modules[loaded]
+    for top, modules in real.items():
+        for each in loaded(top):
+            del sys.modules[each]
+        sys.modules.update(modules)
+
+
+def _library(module: str) -> Library:
+    return Library(module, "the-library", extra("the-extra"), "a note")
+
+
+def test_missing_names_the_command_and_the_note() -> None:
+    missing = _library("no_such_library")
+    assert missing.missing() == ["package the-library not installed (pip install 'mla-conformance[the-extra]'); a note"]
+    assert missing.broken() == [] and missing.version() == "not installed as a distribution"
+
+
+def test_a_part_is_found_without_importing_the_rest(package: Any, tmp_path: Path) -> None:
+    package("sound_library.part", "answer = 42")
+    top = tmp_path / "sound_library" / "__init__.py"
+    top.write_text("raise SystemError('imported')")
+    assert _library("sound_library.part").missing() == [] != _library("sound_library.other").missing()
+    assert "sound_library" not in sys.modules
+    top.unlink()  # a namespace package
+    assert _library("sound_library.part").missing() == [] != _library("sound_library.interface").missing()
+    assert _library("sound_library.part").broken() == [] and _library("sound_library.part").load().answer == 42
+
+
+def test_a_broken_install_is_told_apart_with_its_error_and_a_version_that_was_never_tried(
+    package: Any, monkeypatch: Any
+) -> None:
+    package("broken_library", "raise OSError('libcudart.so.13: cannot open shared object file')")
+    library = _library("broken_library")
+    said = (
+        "package the-library is installed, but broken_library does not import: OSError: libcudart.so.13: cannot open "
+    )
+    said += "shared object file"
+    assert library.missing() == [] and library.broken() == [said]
+    monkeypatch.setattr(dependencies, "_version", lambda distribution: "1.4, never tried (the-library<1.4 was)")
+    assert library.broken() == [f"{said}; the installed version is 1.4, never tried (the-library<1.4 was)"]
+
+
+@pytest.mark.parametrize(("found", "said"), [("1.6rc1", "1.6rc1"), ("2.0", "2.0, never tried (the-library<2,>=1 was)")])
+def test_a_version_that_was_never_tried_says_so(found: str, said: str, monkeypatch: Any) -> None:
+    required = ["torch>=2.9", 'The_Library>=1,<2; extra == "x"']
+    dependencies._version.cache_clear()
+    monkeypatch.setattr(dependencies, "version", lambda distribution: found)
+    monkeypatch.setattr(dependencies, "requires", lambda distribution: required)
+    assert _library("no_such_library").version() == said
+    dependencies._version.cache_clear()
+    del required[1]
+    assert _library("no_such_library").version() == found  # of a library without an extra nothing is known
+    dependencies._version.cache_clear()
+
+
+def test_triton_interprets_what_is_defined_meanwhile_and_nothing_of_it_stays(package: Any, monkeypatch: Any) -> None:
+    """And a Triton that compiles already is told."""
+    package("triton.experimental.gluon", "")
+    package("triton_engine", "import os\nfound = os.environ.get('TRITON_INTERPRET')\n")
+    library = InterpretedLibrary("triton_engine", "triton-engine", "pip install triton-engine")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert library.load().found == "1"
+    assert "TRITON_INTERPRET" not in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] == "3"
+    monkeypatch.delitem(sys.modules, "triton_engine")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(language=SimpleNamespace(sum=len)))
+    (reason,) = library.broken()
+    assert "Triton was imported before, to compile" in reason
+
+
+@pytest.mark.parametrize("reference", [each for each in known_variants() if "interpreted" in each.name], ids=str)
+def test_an_interpreted_kernel_is_for_a_cpu_and_never_certified(reference: Any) -> None:
+    for role in roles_of(reference):
+        variant = load_role(reference, role)
+        compiled = variant.__bases__[1]
+        said = unavailable_reasons(reference, DeviceCapability(9, 0), role)[0]
+        assert said.startswith("needs compute capability none")
+        assert variant.supports_compute_capability(None) and variant.declaration.emulated
+        assert "not certified" in variant.declaration.deviations[0].adapter and not compiled.declaration.emulated
+        assert [library.module for library in variant.libraries] == [library.module for library in compiled.libraries]
+        assert all(isinstance(library, InterpretedLibrary) for library in variant.libraries)
 
 
 def test_a_vllm_without_its_compiled_extension_says_what_is_missing(package: Any) -> None:

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,10 @@ from mla_conformance.backends.roles import Role
 
 IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
 DECODE = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n"
+
+
+MINE, DECODES = IMPORT + "class Mine(EagerPrefillBackend): ", DECODE + "class Mine(EagerDecodeBackend): "
+ABSTRACT = "from mla_conformance.backends.interface import MLAPrefillBackend\nclass Mine(MLAPrefillBackend): ..."
 
 
 def written(folder: Path, source: str) -> str:
@@ -37,76 +42,42 @@ class EntryPoint:
         return self.loaded
 
 
-def test_a_name_is_a_member_of_the_enumeration() -> None:
-    assert load_backend(parse_reference("EAGER")) is EagerPrefillBackend
-    names = [backend.name for backend in known_backends()]
-    assert {"EAGER", "TORCH_SDPA", "FLASH_ATTN"} <= set(names) and "CUSTOM" not in names
-
-
 def test_a_name_stands_for_a_class_in_each_role() -> None:
-    eager, ragged, latent = (BackendReference(name, name) for name in ("EAGER", "FLASH_ATTN[fa3]", "FLASHMLA"))
+    eager, ragged, latent = map(parse_reference, ("EAGER", "FLASH_ATTN[fa3]", "FLASHMLA"))
+    assert {"EAGER", "TORCH_SDPA", "FLASH_ATTN", "CUSTOM"} - {each.name for each in known_backends()} == {"CUSTOM"}
     assert roles_of(eager) == tuple(role for role in Role if role is not Role.LAYER)
     assert (roles_of(ragged), roles_of(latent)) == ((Role.PREFILL,), (Role.DECODE,))
-    assert load_role(eager, Role.PREFILL) is EagerPrefillBackend and load_role(ragged, Role.DECODE) is None
-    assert load_role(eager, Role.DECODE).get_name() == "EAGER"
-
-
-def test_a_class_has_the_role_of_its_methods_and_names_siblings(tmp_path: Path) -> None:
-    decode = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n"
-    alone = parse_reference(f"{written(tmp_path, decode + 'class Mine(EagerDecodeBackend): ...')}:Mine")
-    assert roles_of(alone) == (Role.DECODE,) and load_backend(alone) is load_role(alone, Role.DECODE)
-    (tmp_path / "both").mkdir()
-    source = IMPORT + decode + "class Mine(EagerDecodeBackend): prefill_backend = EagerPrefillBackend\n"
-    both = parse_reference(f"{written(tmp_path / 'both', source)}:Mine")
-    assert roles_of(both) == (Role.PREFILL, Role.DECODE)
-    assert load_role(both, Role.PREFILL) is EagerPrefillBackend and load_backend(both).__name__ == "Mine"
-
-
-def test_a_sibling_is_checked_like_a_backend(tmp_path: Path) -> None:
-    reference = parse_reference(
-        f"{written(tmp_path, IMPORT + 'class Mine(EagerPrefillBackend): decode_backend = 3')}:Mine"
-    )
-    with pytest.raises(BackendReferenceError, match="expected a class, got int"):
-        load_role(reference, Role.DECODE)
-
-
-def test_a_decode_class_without_its_methods_says_which(tmp_path: Path) -> None:
-    source = "class Mine:\n    def run_decode(self): ...\n"
-    with pytest.raises(BackendReferenceError, match=r"class Mine lacks get_name, is_available, prepare_metadata, supp"):
-        load_backend(parse_reference(f"{written(tmp_path, source)}:Mine"))
-
-
-def test_an_unknown_name_lists_names_and_forms() -> None:
+    assert load_backend(eager) is load_role(eager, Role.PREFILL) is EagerPrefillBackend
+    assert load_role(ragged, Role.DECODE) is None and load_role(eager, Role.DECODE).get_name() == "EAGER"
     with pytest.raises(BackendReferenceError, match=r"'NOPE'; expected one of EAGER, TORCH_SDPA, .*file\.py:Class"):
         parse_reference("NOPE")
 
 
-def test_a_class_of_a_module_is_loaded() -> None:
+def test_a_class_has_the_role_of_its_methods_and_names_siblings(tmp_path: Path) -> None:
+    alone = parse_reference(f"{written(tmp_path, DECODE + 'class Mine(EagerDecodeBackend): ...')}:Mine")
+    assert roles_of(alone) == (Role.DECODE,) and load_backend(alone) is load_role(alone, Role.DECODE)
+    (tmp_path / "both").mkdir()
+    source = "class Mine(EagerDecodeBackend): prefill_backend, sparse_backend = EagerPrefillBackend, 3\n"
+    both = parse_reference(f"{written(tmp_path / 'both', IMPORT + DECODE + source)}:Mine")
+    assert roles_of(both)[:2] == (Role.PREFILL, Role.DECODE)
+    assert load_role(both, Role.PREFILL) is EagerPrefillBackend and load_backend(both).__name__ == "Mine"
+    with pytest.raises(BackendReferenceError, match="expected a class, got int"):
+        load_role(both, Role.SPARSE)
+
+
+def test_a_class_is_loaded_from_a_module_or_from_a_file_of_any_folder(tmp_path: Path, monkeypatch: Any) -> None:
     backend = parse_reference("mla_conformance.backends.eager:EagerPrefillBackend")
-    assert backend.name == "EagerPrefillBackend"
-    assert load_backend(backend) is EagerPrefillBackend
-
-
-def test_a_class_of_a_file_is_loaded_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, IMPORT + "class Mine(EagerPrefillBackend): ...\n")
-    monkeypatch.chdir(tmp_path)
-    backend = parse_reference("mine.py:Mine")
-    monkeypatch.chdir("/")
-    assert backend.reference == f"{tmp_path / 'mine.py'}:Mine"
-    assert issubclass(load_backend(backend), EagerPrefillBackend)
-    assert load_backend(backend) is load_backend(backend)
-
-
-def test_files_of_one_name_do_not_meet(tmp_path: Path) -> None:
+    assert (backend.name, load_backend(backend)) == ("EagerPrefillBackend", EagerPrefillBackend)
     loaded = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-        path = written(folder, IMPORT + f"class Mine(EagerPrefillBackend): home = {folder.name!r}\n")
-        loaded.append(load_backend(parse_reference(f"{path}:Mine")))
-    assert [getattr(cls, "home", "") for cls in loaded] == ["a", "b"]
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+        written(folder, IMPORT + f"class Mine(EagerPrefillBackend): home = {folder.name!r}\n")
+        monkeypatch.chdir(folder)
+        loaded.append(parse_reference("mine.py:Mine"))
+    monkeypatch.chdir("/")
+    assert [each.reference for each in loaded] == [f"{tmp_path / name / 'mine.py'}:Mine" for name in "ab"]
+    assert [load_backend(each).home for each in loaded] == ["a", "b"]
+    assert load_backend(loaded[0]) is load_backend(loaded[0])
     with pytest.raises(BackendReferenceError, match=r"no file .*gone\.py"):
         parse_reference(f"{tmp_path / 'gone.py'}:Mine")
 
@@ -116,40 +87,28 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     [
         ("import no_such_library", "does not import: ModuleNotFoundError: No module named 'no_such_library'"),
         ("def broken(:", "does not import: SyntaxError"),
-        ("import torch\ntorch.no_such_attribute", "does not import: AttributeError.*no_such_attribute"),
-        ("raise SystemExit(0)", "does not import: SystemExit: 0"),
         ("other = 1", "no class Mine in .*mine.py"),
         ("Mine = 3", "expected a class, got int"),
-        ("def Mine(): ...", "expected a class, got function"),
-        ("class Mine: ...", "class Mine lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk"),
-        (
-            IMPORT + "class Mine(EagerPrefillBackend): supported_dtypes = []",
-            "Mine.supported_dtypes: expected torch dtypes, got none, so that nothing is left to judge",
-        ),
-        (IMPORT + "class Mine(EagerPrefillBackend): supported_dtypes = ['bfloat16']", "torch dtypes, got 'bfloat16'"),
-        (
-            DECODE + "class Mine(EagerDecodeBackend): supported_kv_cache_dtypes = ['fp9']",
-            "supported_kv_cache_dtypes: expected some of auto, fp8, fp8_ds_mla, .*, got 'fp9'",
-        ),
-        (DECODE + "class Mine(EagerDecodeBackend): supported_query_len = 0", "a positive number or None, got 0"),
-        (
-            DECODE + "class Mine(EagerDecodeBackend): supported_query_len = 1",
-            "supports_nonuniform_queries: expected False where supported_query_len is 1, got True",
-        ),
-        (IMPORT + "class Mine(EagerPrefillBackend): prepare_metadata = None", "class Mine lacks prepare_metadata$"),
-        (
-            IMPORT + "class Mine(EagerPrefillBackend): declaration = {'emulated': True}",
-            "must be a Declaration, got dict",
-        ),
-        (
-            "from mla_conformance.backends.interface import MLAPrefillBackend\nclass Mine(MLAPrefillBackend): ...",
-            "class Mine lacks get_name, run_prefill_context_chunk, run_prefill_new_tokens",
-        ),
+        ("class Mine:\n    def run_decode(self): ...\n", "Mine lacks get_name, is_available, prepare_metadata, supp"),
+        (MINE + "supported_dtypes = []", "Mine.supported_dtypes: expected torch dtypes, got none, so that nothing is"),
+        (MINE + "supported_dtypes = ['bfloat16']", "torch dtypes, got 'bfloat16'"),
+        (MINE + "prepare_metadata = None", "class Mine lacks prepare_metadata$"),
+        (MINE + "declaration = {'emulated': True}", "must be a Declaration, got dict"),
+        (DECODES + "supported_kv_cache_dtypes = ['fp9']", "expected some of auto, fp8, fp8_ds_mla, .*, got 'fp9'"),
+        (DECODES + "supported_query_len = 0", "a positive number or None, got 0"),
+        (DECODES + "supported_query_len = 1", "supports_nonuniform_queries: expected False where .* is 1, got True"),
+        (ABSTRACT, "class Mine lacks get_name, run_prefill_context_chunk, run_prefill_new_tokens"),
     ],
 )
 def test_a_file_without_a_backend_says_why(tmp_path: Path, source: str, said: str) -> None:
     with pytest.raises(BackendReferenceError, match=said):
         load_backend(parse_reference(f"{written(tmp_path, source)}:Mine"))
+
+
+def test_a_module_without_a_backend_says_why() -> None:
+    for reference in ("no_such_module:Mine", "mla_conformance.backends.eager:Nope", ":Mine", "a..b:C"):
+        with pytest.raises(BackendReferenceError, match=r"does not import|no class"):
+            load_backend(parse_reference(reference))
 
 
 def test_a_file_is_read_again_after_it_did_not_import(tmp_path: Path) -> None:
@@ -160,43 +119,27 @@ def test_a_file_is_read_again_after_it_did_not_import(tmp_path: Path) -> None:
     assert load_backend(parse_reference(reference)).get_name() == "EAGER"
 
 
-@pytest.mark.parametrize("reference", ["no_such_module:Mine", "mla_conformance.backends.eager:Nope", ":Mine", "a..b:C"])
-def test_a_module_without_a_backend_says_why(reference: str) -> None:
-    with pytest.raises(BackendReferenceError, match=r"does not import|no class"):
-        load_backend(parse_reference(reference))
-
-
-def test_an_entry_point_is_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_point_is_a_backend_and_a_broken_one_is_unavailable_and_refuses_no_run(monkeypatch: Any) -> None:
     monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(EagerPrefillBackend)])
     assert BackendReference("THEIRS", "THEIRS") in known_backends()
     assert load_backend(parse_reference("THEIRS")) is EagerPrefillBackend
-
-
-@pytest.mark.parametrize(
-    ("loaded", "said"),
-    [
-        (
-            AttributeError("no Backend"),
-            "entry point THEIRS = theirs:Backend does not import: AttributeError: no Backend",
-        ),
-        (ImportError("libcuda.so.1"), "entry point THEIRS = theirs:Backend does not import: ImportError: libcuda.so.1"),
+    for loaded, said in (
+        (AttributeError("no Backend"), "entry point THEIRS = theirs:Backend does not import: AttributeError: no Back"),
         (OSError("libcuda.so.1"), "entry point THEIRS = theirs:Backend does not import: OSError: libcuda.so.1"),
-        (3, "'THEIRS': expected a class, got int"),
         (object, "'THEIRS': class object lacks get_name, is_available, prepare_metadata, run_prefill_context_chunk, "),
-    ],
-)
-def test_a_broken_entry_point_is_unavailable_and_refuses_no_run(
-    monkeypatch: pytest.MonkeyPatch, loaded: object, said: str
-) -> None:
-    monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(loaded)])
-    (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)
-    assert reason.startswith(said)
+    ):
+        monkeypatch.setattr(references, "entry_points", lambda group, loaded=loaded: [EntryPoint(loaded)])
+        (reason,) = unavailable_reasons(parse_reference("THEIRS"), None)
+        assert reason.startswith(said)
 
 
-def test_a_device_that_a_backend_does_not_serve_is_a_reason() -> None:
+def test_a_device_that_a_backend_does_not_serve_and_what_it_misses_are_reasons(monkeypatch: Any) -> None:
     assert unavailable_reasons(parse_reference("EAGER"), None) == []
     (reason,) = unavailable_reasons(parse_reference("TORCH_SDPA"), DeviceCapability(9, 0), Role.PREFILL)
     assert reason == "compute capability not supported: this device has 9.0"
+    mine = type("Mine", (EagerPrefillBackend,), {"missing_dependencies": classmethod(lambda cls: ["install x"])})
+    monkeypatch.setattr(references, "entry_points", lambda group: [EntryPoint(mine)])
+    assert unavailable_reasons(parse_reference("THEIRS"), None) == ["install x"]
 
 
 @pytest.mark.parametrize(
@@ -204,16 +147,11 @@ def test_a_device_that_a_backend_does_not_serve_is_a_reason() -> None:
     [
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("raise GeneratorExit", "GeneratorExit"),
-        ("raise ExceptionGroup('several', [OSError(1), OSError(2)])", "ExceptionGroup: several (2 sub-exceptions)"),
-        ("raise BaseExceptionGroup('all', [SystemExit(1)])", "BaseExceptionGroup: all (1 sub-exception)"),
         ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded"),
         ("raise OSError('two\\nlines')", "OSError: two lines"),
     ],
 )
-def test_whatever_a_module_raises_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, raised: str
-) -> None:
+def test_whatever_a_module_raises_is_one_line(tmp_path: Path, monkeypatch: Any, body: str, raised: str) -> None:
     path = written(tmp_path, body)
     with pytest.raises(BackendReferenceError) as caught:
         unavailable_reasons(parse_reference(f"{path}:Mine"), None)
@@ -247,12 +185,10 @@ def test_an_interrupt_of_the_user_is_no_fault_of_the_backend(heeded: None, tmp_p
     ("method", "answer", "said"),
     [
         ("is_available", "1 / 0", "it raised ZeroDivisionError: division by zero"),
-        ("is_available", "sys.exit(1)", "it raised SystemExit: 1"),
+        ("supports_compute_capability", "sys.exit(1)", "it raised SystemExit: 1"),
         ("is_available", "None", "is_available returned None, expected True or False"),
-        ("supports_compute_capability", "1 / 0", "it raised ZeroDivisionError: division by zero"),
         ("supports_compute_capability", "'9.0'", "supports_compute_capability returned '9.0', expected True or False"),
         ("broken_dependencies", "'gone'", "broken_dependencies returned 'gone', expected a list of reasons (strings)"),
-        ("broken_dependencies", "[1]", "broken_dependencies returned a list of int, expected a list of reasons"),
     ],
 )
 def test_a_backend_that_cannot_say_whether_it_can_run_is_unavailable(
@@ -261,9 +197,3 @@ def test_a_backend_that_cannot_say_whether_it_can_run_is_unavailable(
     source = f"import sys\n{IMPORT}class Mine(EagerPrefillBackend):\n    {method} = lambda *_: {answer}\n"
     (reason,) = unavailable_reasons(parse_reference(f"{written(tmp_path, source)}:Mine"), None)
     assert reason.startswith(f"asked whether it can run here, {said}")
-
-
-def test_missing_dependencies_are_reasons(tmp_path: Path) -> None:
-    method = "    missing_dependencies = classmethod(lambda cls: ['install x with: pip install x'])\n"
-    path = written(tmp_path, IMPORT + "class Mine(EagerPrefillBackend):\n" + method)
-    assert unavailable_reasons(parse_reference(f"{path}:Mine"), None) == ["install x with: pip install x"]

@@ -1,101 +1,169 @@
-"""The registry: class paths, overrides, and errors that name what exists."""
+"""Names: members, variants, overrides, which device and kernel a selector takes, and errors that name what exists."""
 
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mla_conformance.backends import registry
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.loading import load_backend, unavailable_reasons
+from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.references import BackendReferenceError, known_variants, parse_reference
 from mla_conformance.backends.registry import (
     ENUMS,
     MLADecodeBackendEnum,
     MLAPrefillBackendEnum,
     register_mla_decode_backend,
     register_mla_prefill_backend,
-    resolve_obj_by_qualname,
 )
+from mla_conformance.backends.selector import get_mla_prefill_backend, priorities, select_mla_prefill_backend
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
+from mla_conformance.reference.dimensions import PRESETS
 
 PATH = "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend"
-
-
-class Decorated(EagerPrefillBackend):
-    """Registered by the decorator."""
+CPU = torch.device("cpu")
+HOPPER, BLACKWELL = DeviceCapability(9, 0), DeviceCapability(10, 0)
+R1, GLM = PRESETS["r1"].head, PRESETS["glm"].head
 
 
 @pytest.fixture
 def overridden() -> Iterator[MLAPrefillBackendEnum]:
     """A member whose override is taken back after the test."""
-    yield MLAPrefillBackendEnum.EAGER
-    MLAPrefillBackendEnum.EAGER.clear_override()
+    yield MLAPrefillBackendEnum.FLASH_ATTN
+    MLAPrefillBackendEnum.FLASH_ATTN.clear_override()
 
 
-def test_members_are_classes_by_path() -> None:
-    assert MLAPrefillBackendEnum.TORCH_SDPA.get_path() == PATH
-    assert MLAPrefillBackendEnum.TORCH_SDPA.get_class() is TorchSDPAPrefillBackend
-    assert MLAPrefillBackendEnum["EAGER"].get_class().get_name() == "EAGER"
-
-
-def test_an_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(ValueError, match=r"backend: 'NOPE'.*EAGER, TORCH_SDPA, .*FLASH_ATTN, .*CUSTOM"):
-        MLAPrefillBackendEnum["NOPE"]
-
-
-def test_an_override_by_path_lasts_until_it_is_cleared(overridden: MLAPrefillBackendEnum) -> None:
+def test_an_override_lasts_until_it_is_cleared(overridden: MLAPrefillBackendEnum) -> None:
+    """By a path, which has no variants, or by the decorator, which returns its class."""
+    ours = overridden.get_path()
     register_mla_prefill_backend(overridden, PATH)
     assert overridden.is_overridden() and overridden.get_class() is TorchSDPAPrefillBackend
+    assert not overridden.variants()
+    decorated = type("Decorated", (EagerPrefillBackend,), {"__module__": __name__})
+    assert register_mla_prefill_backend(overridden)(decorated) is decorated
+    assert overridden.get_path() == f"{__name__}.Decorated"
     overridden.clear_override()
-    assert not overridden.is_overridden() and overridden.get_class() is EagerPrefillBackend
+    assert not overridden.is_overridden() and overridden.get_path() == ours and overridden.variants()
 
 
-def test_the_decorator_registers_its_class_and_returns_it(overridden: MLAPrefillBackendEnum) -> None:
-    assert register_mla_prefill_backend(overridden)(Decorated) is Decorated
-    assert overridden.get_path() == f"{Decorated.__module__}.Decorated"
-
-
-def test_decode_backends_have_an_enumeration_of_their_own() -> None:
+def test_roles_have_enumerations_of_their_own_whose_errors_name_what_exists() -> None:
     register_mla_decode_backend(MLADecodeBackendEnum.CUSTOM, PATH)
     try:
         assert MLADecodeBackendEnum.CUSTOM.is_overridden() and not MLAPrefillBackendEnum.CUSTOM.is_overridden()
         assert MLADecodeBackendEnum.CUSTOM.get_path() == PATH
     finally:
         MLADecodeBackendEnum.CUSTOM.clear_override()
-    with pytest.raises(ValueError, match=r"MLA decode backend CUSTOM .*register_mla_decode_backend\(MLADecodeBackendE"):
-        MLADecodeBackendEnum.CUSTOM.get_class()
+    with pytest.raises(ValueError, match=r"backend: 'NOPE'.*EAGER, TORCH_SDPA, .*FLASH_ATTN, .*CUSTOM"):
+        MLAPrefillBackendEnum["NOPE"]
     with pytest.raises(ValueError, match=r"Unknown MLA decode backend: 'FLASH_ATTN'.*EAGER, TORCH_SDPA"):
         MLADecodeBackendEnum["FLASH_ATTN"]
-
-
-@pytest.mark.parametrize("enum", [enum for enum in ENUMS if "CUSTOM" in enum.__members__])
-def test_custom_must_be_registered_first_by_a_function_that_there_is(enum: Any) -> None:
-    with pytest.raises(ValueError, match="CUSTOM must be registered before use: register_mla_") as raised:
-        enum.CUSTOM.get_class()
-    function = str(raised.value).partition("before use: ")[2].partition("(")[0]
-    assert callable(getattr(registry, function))
+    for enum in (enum for enum in ENUMS if "CUSTOM" in enum.__members__):
+        with pytest.raises(ValueError, match="CUSTOM must be registered before use: register_mla_") as raised:
+            enum.CUSTOM.get_class()  # type: ignore[attr-defined]
+        function = str(raised.value).partition("before use: ")[2].partition("(")[0]
+        assert callable(getattr(registry, function))
 
 
 @pytest.mark.parametrize(
     ("path", "said"),
     [("no_such_module.Class", "no_such_module"), ("mla_conformance.backends.eager.Nope", "eager has no 'Nope'")],
 )
-def test_a_path_that_leads_nowhere_is_an_import_error(path: str, said: str) -> None:
+def test_a_path_that_leads_nowhere_is_an_import_error(path: str, said: str, overridden: MLAPrefillBackendEnum) -> None:
+    register_mla_prefill_backend(overridden, path)
     with pytest.raises(ImportError, match=said):
-        resolve_obj_by_qualname(path)
+        overridden.get_class()
+
+
+def test_the_registry_lists_exactly_the_variants_that_the_adapters_define() -> None:
+    for member in (member for enum in ENUMS for member in enum if member.name != "CUSTOM"):
+        assert set(getattr(member.get_class(), "variants", ())) <= set(member.variants())
+        assert all(member.get_variant(variant).variant == variant for variant in member.variants())
+    for reference in known_variants():
+        assert parse_reference(reference.name) == reference
+        assert f"[{load_backend(reference).variant}]" in reference.name
+    with pytest.raises(BackendReferenceError, match=r"did you mean FLASH_ATTN\[fa4\]"):
+        parse_reference("FLASH_ATTN[fa5]")
+
+
+@pytest.mark.parametrize(
+    ("name", "needed", "devices"),
+    [
+        ("VLLM_TOPK[decode]", "7.5 or newer", "7.5 8.0 8.9 9.0 10.3 12.0"),
+        ("TRITON_MLA", "8.0 or newer", "8.0 8.9 9.0 10.3 12.0"),
+        ("TRITON_ATTN", "8.9 or newer", "8.9 9.0 10.3 12.0"),
+        ("VLLM_TOPK[cooperative]", "9.0 or newer, but not 12.x", "9.0 10.3"),
+        ("FLASHMLA", "9.0", "9.0"),
+        ("FLASHINFER[cutlass]", "10.x", "10.3"),
+        ("TRTLLM_RAGGED", "10.x", "10.3"),
+        ("TOKENSPEED_MLA", "10.x", "10.3"),
+    ],
+)
+def test_a_kernel_runs_on_the_devices_that_it_says(name: str, needed: str, devices: str) -> None:
+    backend, every = parse_reference(name), [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)]
+    loaded = load_backend(backend)
+    found = [c for c in every if loaded.supports_compute_capability(DeviceCapability(*c))]
+    assert " ".join(f"{major}.{minor}" for major, minor in found) == devices
+    said = unavailable_reasons(backend, DeviceCapability(7, 0))[0]
+    assert said == f"needs compute capability {needed}: this device has 7.0"
 
 
 CHECK = """
 import sys
+import mla_conformance.fixtures
 from mla_conformance.backends.references import known_variants, parse_reference
 from mla_conformance.backends.registry import MLAPrefillBackendEnum
+from mla_conformance.reference import chunking, dimensions
 assert [parse_reference(each.name) for each in known_variants()] == known_variants()
 assert MLAPrefillBackendEnum["FLASH_ATTN"].get_path().endswith("FlashAttnPrefillBackend")
 print("torch" in sys.modules)
 """
 
 
-def test_checking_references_imports_no_torch() -> None:
+def test_references_sizes_plans_and_golden_files_need_no_torch() -> None:
     done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.stderr) == ("False", "")
+
+
+def vllm_config(backend: MLAPrefillBackendEnum | None = None) -> SimpleNamespace:
+    """The attributes of a vLLM configuration that the selector reads."""
+    model = SimpleNamespace(dtype=torch.bfloat16, hf_text_config=GLM)
+    return SimpleNamespace(model_config=model, attention_config=SimpleNamespace(mla_prefill_backend=backend))
+
+
+def test_a_cpu_selects_the_kernel_that_it_has_and_an_explicit_choice_is_taken() -> None:
+    assert get_mla_prefill_backend(vllm_config(), CPU) is TorchSDPAPrefillBackend
+    assert get_mla_prefill_backend(vllm_config(MLAPrefillBackendEnum.EAGER), CPU).get_name() == "EAGER"
+    with pytest.raises(ValueError, match=r"CUSTOM: .*must be registered before use"):
+        get_mla_prefill_backend(vllm_config(MLAPrefillBackendEnum.CUSTOM), CPU)
+
+
+def test_an_invalid_explicit_choice_gives_all_its_reasons_and_nobody_elses() -> None:
+    config = MLAPrefillSelectorConfig(torch.float64, R1)
+    with pytest.raises(ValueError, match="requested MLA prefill backend is not valid") as caught:
+        select_mla_prefill_backend(HOPPER, config, MLAPrefillBackendEnum.TORCH_SDPA)
+    assert "TORCH_SDPA: compute capability 9.0 not supported; dtype torch.float64 not supported" in str(caught.value)
+    assert "FLASH" not in str(caught.value)
+
+
+@pytest.mark.parametrize("capability", [None, HOPPER, BLACKWELL])
+def test_without_a_valid_backend_every_candidate_gives_its_reason(capability: Any) -> None:
+    config = MLAPrefillSelectorConfig(torch.float64, R1)  # which no library's kernel takes
+    with pytest.raises(ValueError, match="no valid MLA prefill backend for") as caught:
+        select_mla_prefill_backend(capability, config)
+    _, *lines = str(caught.value).splitlines()
+    names, reasons = zip(*(line.strip().split(": ", maxsplit=1) for line in lines), strict=True)
+    assert list(names) == [backend.name for backend in priorities(capability, R1)]
+    assert all(reasons)
+
+
+def test_priorities_follow_the_device_and_the_model() -> None:
+    first = [priorities(*each)[0].name for each in ((HOPPER, R1), (BLACKWELL, R1), (BLACKWELL, GLM))]
+    assert first == ["FLASH_ATTN", "FLASH_ATTN", "TRTLLM_RAGGED"]
+    assert "TRTLLM_RAGGED" not in [backend.name for backend in priorities(HOPPER, R1)]
+    assert set(priorities(BLACKWELL, GLM)) == set(priorities(BLACKWELL, R1))

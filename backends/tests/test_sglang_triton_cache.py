@@ -33,7 +33,7 @@ class _Writer:
         rows[loc[loc >= 0]] = torch.cat(parts, dim=1)[loc >= 0]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def library(recorded: Any, installed: Any, monkeypatch: Any) -> None:
     """Writing in two steps, gathering of listed rows."""
     monkeypatch.setattr(SGLangTritonCacheBackend, "supports_compute_capability", lambda *_: True)
@@ -71,7 +71,6 @@ def _cache(layout: str) -> torch.Tensor:
     return both.to(cache_dtype(layout, torch.bfloat16))[:, 1]
 
 
-@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla"])
 def test_writes_as_eager_does(layout: str) -> None:
     wide = torch.randn(9, LATENT + ROPE + 3, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -83,7 +82,6 @@ def test_writes_as_eager_does(layout: str) -> None:
     assert torch.equal(found, expected) and not torch.equal(found, _cache(layout))
 
 
-@pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla"])
 def test_gathers_as_eager_does(layout: str) -> None:
     cache, expected = _cache(layout), torch.zeros(40, LATENT + ROPE, dtype=torch.bfloat16)
@@ -99,7 +97,6 @@ def test_gathers_as_eager_does(layout: str) -> None:
     assert torch.equal(found, expected) and bool(found[:37].any()) and not found[37:].any()
 
 
-@pytest.mark.usefixtures("library")
 def test_what_is_not_declared_is_refused_before_it_is_written() -> None:
     cache = torch.zeros(2, PAGE, LATENT + ROPE, dtype=torch.float32)
     backend = SGLangTritonCacheBackend(LATENT, ROPE, "auto", "float32", None)

@@ -1,17 +1,25 @@
-"""Blocks, masks, dtypes and refusals of `attention`."""
+"""`attention` and merging: against arbitrary precision, in blocks, beside bad numbers, and what is refused."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
+import mpmath  # type: ignore[import-untyped]
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpmath import mpf
 from torch import Tensor
 
 import mla_conformance.reference.attention as attention_module
-from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.attention import AttentionState, attention, merge, merge_states
 
 Normal = Callable[..., Tensor]
 BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 9), "key_start_loc": (0, 7, 9, 12), "scale": 0.4}
+TERMS = ("magnitude", "score", "squares", "peak")
+INF = float("inf")
+mpmath.mp.dps = 40
 
 
 @pytest.fixture
@@ -22,6 +30,99 @@ def qkv(normal: Normal) -> tuple[Tensor, Tensor, Tensor]:
 def assert_same(a: AttentionState, b: AttentionState, tolerance: float = 0.0) -> None:
     torch.testing.assert_close(a.output, b.output, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(a.lse, b.lse, rtol=tolerance, atol=tolerance)
+
+
+def exact_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, list[mpf]]:
+    """One query [D] over its visible keys [S, D] and values [S, V], straight from the definition."""
+    rows = [([mpf(x) for x in key], [mpf(x) for x in value]) for key, value in zip(k.tolist(), v.tolist(), strict=True)]
+    if not rows:
+        return {**dict.fromkeys(("output", *TERMS), [mpf(0)] * v.shape[1]), "lse": [-mpmath.inf], "lse_score": [mpf(0)]}
+    query = [mpf(x) for x in q.tolist()]
+    logits = [scale * mpmath.fdot(query, key) for key, _ in rows]
+    sizes = [abs(scale) * mpmath.fdot([abs(x) for x in query], [abs(x) for x in key]) for key, _ in rows]
+    lse = mpmath.log(mpmath.fsum(mpmath.exp(logit) for logit in logits))
+    p = [mpmath.exp(logit - lse) for logit in logits]
+
+    def columns(term: Callable[[int, mpf], mpf]) -> list[mpf]:
+        return [mpmath.fsum(term(s, value[c]) for s, (_, value) in enumerate(rows)) for c in range(v.shape[1])]
+
+    return {
+        "output": columns(lambda s, x: p[s] * x),
+        "magnitude": columns(lambda s, x: p[s] * abs(x)),
+        "score": columns(lambda s, x: p[s] * sizes[s] * abs(x)),
+        "squares": columns(lambda s, x: p[s] ** 2 * x**2),
+        "peak": columns(lambda _, x: max(p) * abs(x)),
+        "lse": [lse],
+        "lse_score": [mpmath.fdot(p, sizes)],
+    }
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=3),
+    scale=st.sampled_from((0.31, -0.5, 0.0, 200.0)),
+    causal=st.booleans(),
+    shared=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_every_row_is_the_definition_in_arbitrary_precision(
+    normal: Normal, lens: list[tuple[int, int]], scale: float, causal: bool, shared: bool, seed: int
+) -> None:
+    queries, keys = ([0, *accumulate(each)] for each in zip(*lens, strict=True))
+    heads = 1 if shared else 2
+    q, k = normal(seed, queries[-1], 2, 4), normal(seed + 1, keys[-1], heads, 4)
+    v, tolerance = normal(seed + 2, keys[-1], heads, 3), 1e-11 if scale == 200.0 else 1e-14
+    starts: dict[str, Any] = {"query_start_loc": queries, "key_start_loc": keys}
+    state = attention(q, k, v, **starts, scale=scale, causal=causal, with_terms=True)
+    assert state.terms is not None
+    tnv = {"output": state.output} | {name: getattr(state.terms, name) for name in TERMS}
+    nt = {"lse": state.lse, "lse_score": state.terms.lse_score}
+    for request in range(len(lens)):
+        for t in range(queries[request], queries[request + 1]):
+            end = keys[request + 1]
+            seen = slice(keys[request], max(keys[request], end - queries[request + 1] + t + 1) if causal else end)
+            for n in range(2):
+                exact = exact_row(q[t, n], k[seen, n % heads], v[seen, n % heads], scale)
+                golden = {x: y[t, n] for x, y in tnv.items()} | {x: y[n, t : t + 1] for x, y in nt.items()}
+                for name, numbers in exact.items():
+                    want = torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+                    torch.testing.assert_close(golden[name], want, rtol=tolerance, atol=tolerance, msg=f"{name} {t}")
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**16), q_len=st.integers(1, 5), first=st.lists(st.booleans(), max_size=9))
+def test_merging_any_split_of_the_keys(normal: Normal, seed: int, q_len: int, first: list[bool]) -> None:
+    q, k, v = normal(seed, q_len, 2, 3), normal(seed + 1, len(first), 2, 3), normal(seed + 2, len(first), 2, 4)
+    chosen = torch.tensor(first, dtype=torch.bool)
+
+    def of(keys: Tensor) -> AttentionState:
+        starts: dict[str, Any] = {"query_start_loc": (0, q_len), "key_start_loc": (0, int(keys.sum()))}
+        return attention(q, k[keys], v[keys], **starts, scale=0.7, causal=False)
+
+    a, b, whole = of(chosen), of(~chosen), of(torch.ones_like(chosen))
+    for merged in (merge_states(a, b), merge_states(b, a)):
+        assert_same(merged, whole, 1e-12)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), INF, -INF, 1e30])
+def test_an_empty_part_is_ignored_whatever_it_holds(garbage: float) -> None:
+    empty, full = torch.full((2, 3, 4), garbage), torch.ones(2, 3, 4)
+    none, some = torch.full((3, 2), -INF), torch.full((3, 2), 0.5)
+    for output, lse in (merge(empty, none, full, some), merge(full, some, empty, none)):
+        assert (output == 1).all() and (lse == 0.5).all()
+    output, lse = merge(empty, none, empty, none)
+    assert (output == 0).all() and (lse == -INF).all()
+
+
+def test_a_merge_hides_no_nan_is_exact_at_extreme_lse_and_refuses_other_shapes() -> None:
+    one, lse = torch.ones(1, 1, 1), torch.full((1, 1), 1e5)
+    assert merge(one * torch.nan, lse, one, lse)[0].isnan().all()
+    output, merged = merge(one, lse, 3 * one, lse)
+    assert output.dtype == merged.dtype == torch.float64
+    assert output.item() == pytest.approx(2.0, rel=1e-10)
+    assert merged.item() == pytest.approx(1e5 + 0.6931471805599453, rel=1e-15)
+    with pytest.raises(ValueError, match="same queries"):
+        merge(torch.zeros(2, 3, 4), torch.zeros(2, 3), torch.zeros(2, 3, 4), torch.zeros(3, 2))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -68,37 +169,25 @@ def test_invisible_keys_have_no_influence(qkv: tuple[Tensor, ...], poison: float
     assert state.terms is not None and not state.terms.score[seen].isnan().any()
 
 
-def test_rows_past_the_requests(qkv: tuple[Tensor, ...]) -> None:
-    padded = [torch.cat((x, torch.full_like(x[:3], torch.nan))) for x in qkv]
-    assert_same(attention(*padded, **BATCH, causal=True), attention(*qkv, **BATCH, causal=True))
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_one_shared_head_is_the_same_head_for_all(qkv: tuple[Tensor, ...], causal: bool) -> None:
-    q, k, v = qkv[0], qkv[1][:, :1], qkv[2][:, :1]
-    everywhere = attention(q, k.expand(-1, 4, -1), v.expand(-1, 4, -1), **BATCH, causal=causal)
-    assert_same(attention(q, k, v, **BATCH, causal=causal), everywhere, 1e-14)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn])
-def test_inputs_are_widened_exactly(qkv: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-    narrow = [x.to(dtype) for x in qkv]
+def test_inputs_are_widened_exactly_may_have_rows_behind_and_stay_untouched(
+    qkv: tuple[Tensor, ...], dtype: torch.dtype
+) -> None:
+    narrow = [torch.cat((x, torch.full_like(x[:3], torch.nan))).to(dtype) for x in qkv]
+    before = [x.view(torch.uint8).clone() for x in narrow]
     state = attention(*narrow, **BATCH, causal=True)
     assert state.output.dtype == state.lse.dtype == torch.float64
-    assert_same(state, attention(*(x.to(torch.float64) for x in narrow), **BATCH, causal=True))
+    wide = (x[: len(y)].to(torch.float64) for x, y in zip(narrow, qkv, strict=True))
+    assert_same(state, attention(*wide, **BATCH, causal=True))
+    assert all(torch.equal(x.view(torch.uint8), y) for x, y in zip(narrow, before, strict=True))
 
 
-def test_inputs_may_be_strided_and_stay_untouched(normal: Normal) -> None:
+def test_inputs_may_be_strided(normal: Normal) -> None:
     wide = normal(5, 12, 4, 11)
     k, v = wide[..., :6], wide[..., 6:]
-    before = wide.clone()
-    state = attention(k, k, v, query_start_loc=(0, 12), key_start_loc=(0, 12), scale=0.4, causal=True)
-    dense = attention(
-        k.contiguous(), k.contiguous(), v.contiguous(), query_start_loc=(0, 12), key_start_loc=(0, 12), scale=0.4,
-        causal=True,
-    )  # fmt: skip
-    assert_same(state, dense, 1e-14)
-    assert torch.equal(wide, before)
+    starts: dict[str, Any] = {"query_start_loc": (0, 12), "key_start_loc": (0, 12), "scale": 0.4, "causal": True}
+    dense = attention(k.contiguous(), k.contiguous(), v.contiguous(), **starts)
+    assert_same(attention(k, k, v, **starts), dense, 1e-14)
 
 
 @pytest.mark.parametrize(
@@ -109,22 +198,14 @@ def test_inputs_may_be_strided_and_stay_untouched(normal: Normal) -> None:
         ({"query_start_loc": (1, 4, 4, 9)}, "query_start_loc must start at 0"),
         ({"query_start_loc": (0, 4, 3, 9)}, "query_start_loc .* never descend"),
         ({"key_start_loc": (0, 7, 9, 13)}, "key_start_loc .* 12 rows"),
+        ({"q": (9, 4)}, "three dimensions"),
+        ({"q": (9, 4, 5)}, "one width"),
+        ({"v": (11, 4, 5)}, "one number of tokens"),
+        ({"k": (12, 2, 6)}, "4 heads"),
     ],
 )
-def test_start_locations_are_checked(qkv: tuple[Tensor, ...], change: dict[str, Any], message: str) -> None:
+def test_shapes_and_start_locations_are_checked(change: dict[str, Any], message: str) -> None:
+    shapes = {"q": (9, 4, 6), "k": (12, 4, 6), "v": (12, 4, 5)}
+    operands: dict[str, Any] = {name: torch.zeros(change.get(name, shape)) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
-        attention(*qkv, **(BATCH | change), causal=True)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "message"),
-    [
-        (((9, 4), (12, 4, 6), (12, 4, 5)), "three dimensions"),
-        (((9, 4, 5), (12, 4, 6), (12, 4, 5)), "one width"),
-        (((9, 4, 6), (12, 4, 6), (11, 4, 5)), "one number of tokens"),
-        (((9, 4, 6), (12, 2, 6), (12, 4, 5)), "4 heads"),
-    ],
-)
-def test_shapes_are_checked(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        attention(*(torch.zeros(shape) for shape in shapes), **BATCH, causal=True)
+        attention(**operands, **{name: change.get(name, value) for name, value in BATCH.items()}, causal=True)

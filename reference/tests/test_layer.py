@@ -16,6 +16,7 @@ from mla_conformance.reference.rope import Rotation
 from mla_conformance.reference.yarn import Yarn
 
 SMALL = PRESETS["small"]
+PATHS: Any = ("compute_friendly", "data_movement_friendly", "chunked_prefill")
 PLAIN = LayerSpec(model="M-1", dims=SMALL, scale=0.2, rotation=Rotation.plain(8, interleaved=True))
 POSITIONS = torch.tensor([11, 12, 13, 14, 0, 1, 5, 6, 7])
 """Of the new tokens behind the three contexts of the batch."""
@@ -73,7 +74,7 @@ def test_every_part_of_a_spec_changes_the_result(prefill: Any, normal: Any) -> N
         assert (run(EVERYTHING, shifted, prefill, normal, "compute_friendly") - whole).abs().max() > 1e-4, name
 
 
-@pytest.mark.parametrize("path", ["compute_friendly", "data_movement_friendly", "chunked_prefill"])
+@pytest.mark.parametrize("path", PATHS)
 def test_a_window_shows_a_row_itself_and_those_right_before(path: Any, normal: Any) -> None:
     """Each row is what it would be with its window alone; what stands before has no influence, NaN included."""
     spec, window = replace(PLAIN, window=3), 3
@@ -101,7 +102,7 @@ def test_all_tokens_selected_is_no_selection(prefill: Any, normal: Any) -> None:
     every = every.masked_fill(every > own, -1)
     for window in (None, 4):
         seen, listed = replace(PLAIN, window=window), replace(PLAIN, window=window, selects=True)
-        for path in ("compute_friendly", "data_movement_friendly", "chunked_prefill"):
+        for path in PATHS:
             got = run(listed, weights, prefill, normal, path, selected=every)
             torch.testing.assert_close(got, run(seen, weights, prefill, normal, path), rtol=1e-12, atol=1e-12)
 
@@ -146,24 +147,43 @@ def test_what_needs_a_latent_query_is_refused_without() -> None:
 def test_weights_of_another_layer_and_lists_are_refused(prefill: Any, normal: Any) -> None:
     weights = weights_of(PLAIN, normal)
     listed = replace(PLAIN, selects=True)
-    for spec, expected in (
-        (replace(PLAIN, kv_norm=1e-6), r"M-1: expected kv_norm of shape \(32,\), got None"),
-        (replace(PLAIN, gate="hidden"), r"M-1: expected W_G of shape \(64, 4, 16\) or \(64, 4, 1\), got None"),
-        (replace(PLAIN, dims=replace(SMALL, q_lora_rank=None)), r"M-1: expected W_DQ of shape None, got \(64, 24\)"),
-        (listed, "M-1: expected lists of selected tokens"),
+    lists = torch.full((9, 2), -1)
+    wrong = lists.clone()
+    wrong[4, 1] = 1
+    for spec, selected, expected in (
+        (replace(PLAIN, kv_norm=1e-6), None, r"M-1: expected kv_norm of shape \(32,\), got None"),
+        (replace(PLAIN, gate="hidden"), None, r"M-1: expected W_G of shape \(64, 4, 16\) or \(64, 4, 1\), got None"),
+        (replace(PLAIN, dims=replace(SMALL, q_lora_rank=None)), None, r"expected W_DQ of shape None, got \(64, 24\)"),
+        (listed, None, "M-1: expected lists of selected tokens"),
+        (PLAIN, lists, "M-1: expected no lists of selected tokens"),
+        (listed, lists[1:], r"a list of integers for each of 9 rows, got torch.int64 \(8, 2\)"),
+        (listed, wrong, r"row 4 sees 0 to 0 and lists \[1\]"),
     ):
         with pytest.raises(ValueError, match=expected):
-            run(spec, weights, prefill, normal, "compute_friendly")
-    lists = torch.full((9, 2), -1)
-    with pytest.raises(ValueError, match="M-1: expected no lists of selected tokens"):
-        run(PLAIN, weights, prefill, normal, "compute_friendly", selected=lists)
-    with pytest.raises(ValueError, match=r"a list of integers for each of 9 rows, got torch.int64 \(8, 2\)"):
-        run(listed, weights, prefill, normal, "compute_friendly", selected=lists[1:])
-    lists[4, 1] = 1
-    with pytest.raises(ValueError, match=r"row 4 sees 0 to 0 and lists \[1\]"):
-        run(listed, weights, prefill, normal, "compute_friendly", selected=lists)
+            run(spec, weights, prefill, normal, "compute_friendly", selected=selected)
     with pytest.raises(ValueError, match="compute_friendly, data_movement_friendly, chunked_prefill, got 'fast'"):
         run(PLAIN, weights, prefill, normal, "fast")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"qk_nope_head_dim": -2}, "qk_nope_head_dim must be .* got -2"),
+        ({"qk_nope_head_dim": 1.5}, "got 1.5"),
+        ({"qk_rope_head_dim": True}, "qk_rope_head_dim must be .* got True"),
+        ({"qk_rope_head_dim": 63}, "even"),
+        ({"v_head_dim": 0}, "v_head_dim must be a positive int, got 0"),
+        ({"v_head_dim": "64"}, "got '64'"),
+    ],
+)
+def test_sizes_are_positive_ints(change: dict[str, Any], said: str) -> None:
+    head = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+    made = MLADimensions(**head)
+    assert made.qk_head_dim == 192 and MLADimensions(**head | {"qk_rope_head_dim": 0}).qk_head_dim == 128
+    with pytest.raises(ValueError, match=said):
+        MLADimensions(**head | change)
+    with pytest.raises(ValueError, match="num_heads"):
+        ModelDimensions(hidden_size=1, num_heads=0, q_lora_rank=1, kv_lora_rank=1, head=made)
 
 
 def test_growth_of_queries() -> None:

@@ -43,12 +43,8 @@ def test_the_transform_is_its_own_inverse_and_puts_a_constant_into_one_column() 
     assert torch.allclose(hadamard(hadamard(x)).values, x.values, rtol=0, atol=1e-13)
     spike = hadamard(Prepared.of(torch.ones(1, 128))).values
     assert spike[0, 0] == pytest.approx(128**0.5) and spike[0, 1:].abs().max() < 1e-12
-    assert sylvester(4, torch.device("cpu")).mul(2).tolist() == [
-        [1, 1, 1, 1],
-        [1, -1, 1, -1],
-        [1, 1, -1, -1],
-        [1, -1, -1, 1],
-    ]
+    signs = sylvester(4, torch.device("cpu")).mul(2).tolist()
+    assert signs == [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     with pytest.raises(ValueError, match="expected a power of two, got 96"):
         sylvester(96, torch.device("cpu"))
 

@@ -50,15 +50,12 @@ def test_every_code_is_the_correctly_rounded_one(scale: float) -> None:
     points = [x * sign for x in probes() for sign in (1, -1) if x * scale / scale == x and x != 0]
     codes = quantize_e4m3(torch.tensor(points, dtype=torch.float64) * scale, scale).view(torch.uint8)
     assert codes.tolist() == [nearest_code(Fraction(x)) for x in points]
+    ends = torch.tensor([math.inf, -math.inf, 1.7e308, -0.0, math.nan], dtype=torch.float64)
+    *found, nan = quantize_e4m3(ends, 1e-300).view(torch.uint8).tolist()
+    assert found == [0x7E, 0xFE, 0x7E, 0x80] and nan & 0x7F == 0x7F
 
 
-def test_finite_never_becomes_nan_and_nan_stays() -> None:
-    x = torch.tensor([math.inf, -math.inf, 1.7e308, -0.0, math.nan], dtype=torch.float64)
-    codes = quantize_e4m3(x, 1e-300).view(torch.uint8).tolist()
-    assert codes[:4] == [0x7E, 0xFE, 0x7E, 0x80] and codes[4] & 0x7F == 0x7F
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_inputs_round_once(dtype: torch.dtype) -> None:
     x = torch.linspace(-500, 500, 4001, dtype=torch.float64).to(dtype)
     codes = quantize_e4m3(x, 1.0).view(torch.uint8).tolist()
@@ -76,13 +73,7 @@ def test_ordinals_count_the_codes_in_the_order_of_their_values() -> None:
     assert values[:127].tolist() == [float(value) for value in VALUES]
 
 
-def test_dequantize_inverts_quantize_on_codes() -> None:
-    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    again = quantize_e4m3(dequantize_e4m3(codes, 0.3), 0.3)
-    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
-
-
-def test_refusals() -> None:
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     nan = torch.tensor([0x7F], dtype=torch.uint8).view(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="got NaN"):
         e4m3_ordinal(nan)
@@ -91,9 +82,6 @@ def test_refusals() -> None:
     for scale in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(ValueError, match="positive finite scale"):
             quantize_e4m3(torch.ones(1), scale)
-
-
-def test_a_torch_without_float8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "float8_e4m3fn")
     with pytest.raises(ValueError, match="without it; install"):
         require_float8()

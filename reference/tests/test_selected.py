@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import mla_conformance.reference.attention as definition
-from mla_conformance.reference.attention import AttentionState, attention, merge_states
+from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.selected import selected_attention, with_sink
 from mla_conformance.reference.selected_rows import RowsOverLists
 
@@ -49,65 +49,21 @@ def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> AttentionState:
     return attention(q, k, v, query_start_loc=starts[0], key_start_loc=starts[1], scale=0.4, causal=False, **options)
 
 
-def test_all_keys_selected_is_dense_attention_with_its_error_terms(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    everything = torch.arange(S).expand(T, S)
-    terms: Any = {"with_terms": True, "with_key_terms": True}
-    assert_same(selected(qkv, everything, **terms), dense(*qkv, **terms))
-
-
-def test_each_row_is_dense_attention_to_the_keys_of_its_list(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_each_row_is_dense_attention_to_the_keys_of_its_list(
+    qkv: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its error terms, and in whatever workspace."""
     q, k, v = qkv
-    chosen = lists(9)
-    state = selected(qkv, chosen, with_terms=True)
+    chosen, terms = lists(9), {"with_terms": True, "with_key_terms": True}
+    state = selected(qkv, chosen, **terms)
+    monkeypatch.setattr(definition, "WORKSPACE_ELEMENTS", 1)
+    assert_same(selected(qkv, chosen, **terms), state)
     for row in range(T):
         keys = chosen[row][chosen[row] >= 0]
-        alone = dense(q[row : row + 1], k[keys], v[keys], with_terms=True)
-        assert_same(alone, selected(qkv, chosen, with_terms=True, rows=[row]))
+        alone = dense(q[row : row + 1], k[keys], v[keys], **terms)
+        assert_same(alone, selected(qkv, chosen, **terms, rows=[row]))
         torch.testing.assert_close(state.output[row : row + 1], alone.output, rtol=1e-13, atol=1e-13)
     assert not state.output[2].any() and bool((state.lse[:, 2] == -torch.inf).all())
-
-
-def test_order_and_padding_of_a_list_do_not_matter(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    chosen = lists(9)
-    shuffled = torch.cat([chosen.flip(1), torch.full((T, 5), -1)], dim=1)
-    assert_same(selected(qkv, shuffled), selected(qkv, chosen))
-
-
-def test_disjoint_lists_merged_are_their_union(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    chosen = lists(10)
-    parts = merge_states(selected(qkv, chosen[:, :4]), selected(qkv, chosen[:, 4:]))
-    assert_same(parts, selected(qkv, chosen))
-
-
-def test_a_key_that_is_named_twice_counts_twice(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v = qkv
-    twice = torch.tensor([[4, 9, 4]]).expand(T, 3)
-    copied = torch.cat([k, k[4:5]]), torch.cat([v, v[4:5]])
-    assert_same(selected(qkv, twice), selected((q, *copied), torch.tensor([[4, 9, S]]).expand(T, 3)))
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
-def test_keys_that_no_list_names_have_no_influence(qkv: tuple[Tensor, Tensor, Tensor], poison: float) -> None:
-    q, k, v = qkv
-    chosen = lists(9).masked_fill(lists(9) == 3, -1)
-    k[3], v[3] = poison, poison
-    assert bool(selected((q, k, v), chosen, with_terms=True).output.isfinite().all())
-
-
-def test_the_workspace_does_not_show(qkv: tuple[Tensor, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = lists(9)
-    whole = selected(qkv, chosen, with_terms=True, rows=[0, 2, 3, 6])
-    monkeypatch.setattr(definition, "WORKSPACE_ELEMENTS", 1)
-    assert_same(whole, selected(qkv, chosen, with_terms=True, rows=[0, 2, 3, 6]))
-
-
-def test_a_sink_is_a_key_without_a_value_that_the_lse_leaves_out(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    chosen, sink = lists(9), torch.tensor([-torch.inf, 0.3, torch.inf], dtype=torch.float64)
-    plain, sunk = selected(qkv, chosen), selected(qkv, chosen, sink=sink)
-    assert torch.equal(sunk.lse, plain.lse) and torch.equal(sunk.output[:, 0], plain.output[:, 0])
-    assert not sunk.output[:, 2].any()
-    weight = plain.lse[1].exp() / (plain.lse[1].exp() + torch.tensor(0.3, dtype=torch.float64).exp())
-    torch.testing.assert_close(sunk.output[:, 1], plain.output[:, 1] * weight.unsqueeze(1), rtol=1e-13, atol=1e-13)
 
 
 def test_the_terms_under_a_sink_bound_what_an_error_of_the_lse_does(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -140,9 +96,12 @@ def by_flash_mla(
 
 
 def test_the_definition_is_that_of_flash_mlas_own_tests(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+    """A key may be named twice, one that none names is NaN, and sinks are left out of the LSE."""
     chosen, length = lists(12), torch.tensor([12, 0, 12, 3, 7, 12, 1])
+    chosen = chosen.masked_fill(chosen == 3, -1)
+    chosen[0, 1], qkv[1][3], qkv[2][3] = chosen[0, 0], torch.nan, torch.nan
     chosen[4, 8:], chosen[5, 2] = 2**31 - 1, S  # behind the length, and beyond the keys
-    sink = torch.tensor([-torch.inf, 0.3, 4.0], dtype=torch.float64)
+    sink = torch.tensor([-torch.inf, 0.3, torch.inf], dtype=torch.float64)
     output, lse = by_flash_mla(*qkv, chosen, length, sink)
     counted = (chosen < S) & (torch.arange(12) < length.unsqueeze(1))
     state = selected(qkv, torch.where(counted, chosen, -1), sink=sink)
@@ -169,9 +128,11 @@ def test_operands_that_do_not_fit_are_refused(qkv: tuple[Tensor, Tensor, Tensor]
     assert message in str(error.value)
 
 
-def test_a_sink_of_another_shape_is_refused(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
+def test_sinks_of_another_shape_and_lists_of_no_rows_are_refused(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     with pytest.raises(ValueError, match=r"a sink for each of 3 heads, got shape \(2,\)"):
         selected(qkv, lists(4), sink=torch.zeros(2))
+    with pytest.raises(ValueError, match="expected at least one row"):
+        selected(qkv, lists(9), rows=[])
 
 
 def test_rows_over_lists_are_the_definition_and_their_terms_a_little_larger(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -187,15 +148,8 @@ def test_rows_over_lists_are_the_definition_and_their_terms_a_little_larger(qkv:
         assert bool((found >= term).all() and (found <= 1.05 * term).all()), name
 
 
-@pytest.mark.parametrize("change", ["nan", "beyond the range"])
-def test_rows_over_lists_leave_to_the_definition_what_they_cannot_hold(
-    qkv: tuple[Tensor, Tensor, Tensor], change: str
-) -> None:
+def test_rows_over_lists_leave_to_the_definition_what_they_cannot_hold(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v = qkv
-    q[3, 1] = torch.nan if change == "nan" else 1e4 * q[3, 1]
-    assert RowsOverLists(q, k[:, 0], v[:, 0], lists(9), 0.4).state() is None
-
-
-def test_lists_of_no_rows_are_refused(qkv: tuple[Tensor, Tensor, Tensor]) -> None:
-    with pytest.raises(ValueError, match="expected at least one row"):
-        selected(qkv, lists(9), rows=[])
+    for beyond in (1e4 * q[3, 1], torch.nan):
+        q[3, 1] = beyond
+        assert RowsOverLists(q, k[:, 0], v[:, 0], lists(9), 0.4).state() is None

@@ -1,7 +1,7 @@
 """A small MLA layer over EAGER's kernels, and batches for it; the suite compares its results with the golden ones."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,20 +92,11 @@ class World:
 
     def impl(self, **changes: Any) -> Any:
         unused = ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name", "q_lora_rank")
-        arguments: dict[str, Any] = dict.fromkeys(unused) | {
-            "num_heads": HEADS,
-            "head_size": LATENT + ROPE,
-            "scale": 0.31,
-            "num_kv_heads": 1,
-            "kv_cache_dtype": "auto",
-            "attn_type": "decoder",
-            "kv_lora_rank": LATENT,
-            "qk_nope_head_dim": NOPE,
-            "qk_rope_head_dim": ROPE,
-            "qk_head_dim": NOPE + ROPE,
-            "v_head_dim": VALUE,
-            "kv_b_proj": Linear(self.weight.flatten(1).mT.contiguous()),
-        }
+        arguments: dict[str, Any] = dict.fromkeys(unused) | {"num_heads": HEADS, "head_size": LATENT + ROPE}
+        arguments |= {"scale": 0.31, "num_kv_heads": 1, "kv_cache_dtype": "auto", "attn_type": "decoder"}
+        arguments |= {"kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE}
+        arguments |= {"qk_head_dim": NOPE + ROPE, "v_head_dim": VALUE}
+        arguments |= {"kv_b_proj": Linear(self.weight.flatten(1).mT.contiguous())}
         impl = self.backend.get_impl_cls()(**(arguments | changes))
         impl.process_weights_after_loading(torch.float32)
         return impl
@@ -126,6 +117,28 @@ class Batch:
     def common(self) -> CommonAttentionMetadata:
         """The batch for the second route, made of the first one's pieces."""
         return common_metadata(self.requests, padding=0, block_size=PAGE, device=CPU, sharding=Sharding())
+
+
+@pytest.fixture
+def same() -> Callable[..., None]:
+    """That two metadata agree in every field, their views included."""
+
+    def check(a: Any, b: Any, name: str = "metadata") -> None:
+        if isinstance(a, Tensor):
+            assert a.dtype == b.dtype and a.equal(b), name
+        elif is_dataclass(a):
+            names = [x.name for x in fields(a) if not x.name.startswith("_cached")]
+            names += [x for x in ("decode_metadata", "prefill_metadata") if hasattr(a, x)]
+            for x in names:
+                check(getattr(a, x), getattr(b, x), f"{name}.{x}")
+        elif isinstance(a, tuple):
+            assert len(a) == len(b)
+            for x, y in zip(a, b, strict=True):
+                check(x, y, name)
+        else:
+            assert a == b, name
+
+    return check
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """A layer on ranks that share the tokens: what each holds, what they exchange."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from mla_conformance.backends.layer.mla_batch import LayerRequest
 CPU = torch.device("cpu")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     contexts=st.lists(st.integers(0, 40), min_size=1, max_size=3).filter(any),
     page=st.integers(1, 8),
@@ -42,9 +43,10 @@ def test_shares_put_in_order_are_the_chunk(
         for rank, shares in enumerate(every):
             own = [(rank, *token) for token in _tokens(shares.starts[chunk], shares.cu_seq_lens[chunk].diff())]
             sent += own + [()] * (shares.rows[chunk] - len(own))
-        expected = [(r, *map(int, at)) for r, at in _owned(seen, lengths, Sharding(ranks, 0, interleave))]
+        tokens = _tokens(torch.tensor(seen), torch.tensor(lengths))
+        owned = [(r, *local_token(torch.tensor(at), Sharding(ranks, 0, interleave))) for r, at in tokens]
         for shares in every:
-            assert [sent[row] for row in shares.order[chunk].tolist()] == [(at[1], at[0], at[2]) for at in expected]
+            assert [sent[row] for row in shares.order[chunk].tolist()] == [(int(o), r, int(at)) for r, o, at in owned]
             assert max(shares.rows[chunk], len(shares.order[chunk])) <= workspace
         seen = [before + length for before, length in zip(seen, lengths, strict=True)]
     assert seen == contexts
@@ -56,24 +58,14 @@ def _tokens(starts: torch.Tensor, lengths: torch.Tensor) -> list[tuple[int, int]
     return [(request, start + at) for request, (start, length) in pairs for at in range(length)]
 
 
-def _owned(starts: list[int], lengths: list[int], sharding: Sharding) -> list[tuple[int, tuple[Any, Any]]]:
-    """(request, (owner, its number there)) of tokens by their positions."""
-    tokens = _tokens(torch.tensor(starts), torch.tensor(lengths))
-    return [(request, local_token(torch.tensor(position), sharding)) for request, position in tokens]
-
-
 def test_heads_are_gathered_in_the_order_of_ranks_and_each_rank_gets_its_own_back() -> None:
+    """Rank 1 alone sees keys; what the others return has no weight."""
     lockstep, normal = Lockstep(3), torch.randn(3, 5, 2, 4, generator=torch.Generator().manual_seed(1))
-    every = lockstep.run([lambda g=g: gather_heads(g, normal[g.rank]) for g in lockstep.groups])  # type: ignore[misc]
+    every = lockstep.run([partial(gather_heads, g, normal[g.rank]) for g in lockstep.groups])
     assert all(x.equal(normal.transpose(0, 1).flatten(1, 2)) for x in every)
-    # Rank 1 alone sees keys; what the others return has no weight.
-    lse = torch.full((3, 6, 5), -torch.inf)
-    lse[1] = 0.5
-    outputs = torch.zeros(3, 5, 6, 4)
-    outputs[1] = every[0]
-    merged = lockstep.run(
-        [lambda g=g: merge_over_ranks(g, outputs[g.rank], lse[g.rank]) for g in lockstep.groups]  # type: ignore[misc]
-    )
+    lse, outputs = torch.full((3, 6, 5), -torch.inf), torch.zeros(3, 5, 6, 4)
+    lse[1], outputs[1] = 0.5, every[0]
+    merged = lockstep.run([partial(merge_over_ranks, g, outputs[g.rank], lse[g.rank]) for g in lockstep.groups])
     assert all(x.equal(normal[rank]) for rank, x in enumerate(merged))
 
 

@@ -15,33 +15,12 @@ def inputs(tokens: int) -> Any:
     return SimpleNamespace(input_tokens=torch.zeros(tokens).long(), input_positions=torch.zeros(tokens).long())
 
 
-NUMBERS = (
-    *("num_prefills", "num_decodes", "num_prefill_tokens", "num_decode_tokens", "seq_lens", "context_plan"),
-    *("max_query_len", "max_decode_query_len", "max_prefill_seq_len", "max_decode_seq_len"),
-)
-TENSORS = (
-    *("slot_mapping", "seq_lens_tensor", "query_start_loc", "query_lens_cpu"),
-    *("seq_start_loc", "context_lens_tensor", "block_tables"),
-)
-
-
-def assert_is(metadata: Any, rebuilt: Any) -> None:
-    for name in NUMBERS:
-        assert getattr(metadata, name) == getattr(rebuilt, name), name
-    for name in TENSORS:
-        assert getattr(metadata, name).dtype == getattr(rebuilt, name).dtype, name
-        assert getattr(metadata, name).equal(getattr(rebuilt, name)), name
-    for name in ("seq_lens", "query_start_loc", "block_table", "seq_lens_cpu"):
-        assert getattr(metadata.decode_metadata, name).equal(getattr(rebuilt.decode_metadata, name)), name
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_advancing_is_rebuilding(seed: int, world: Any) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_advancing_is_rebuilding(seed: int, world: Any, same: Any) -> None:
     rng = random.Random(seed)
     prompts = rng.randint(0, 3)
-    lengths = [
-        (rng.randint(1, 9) if i < prompts else 1, rng.randint(0, 20)) for i in range(rng.randint(max(prompts, 1), 5))
-    ]
+    number = rng.randint(max(prompts, 1), 5)
+    lengths = [(rng.randint(1, 9) if i < prompts else 1, rng.randint(0, 20)) for i in range(number)]
     blocks = [rng.sample(range(64), 10) for _ in lengths]
     padding = rng.choice((-1, 0, 3)) if not prompts else -1
     builder, rows = world().builder(), len(lengths) + max(padding, 0)
@@ -55,17 +34,10 @@ def test_advancing_is_rebuilding(seed: int, world: Any) -> None:
         sampled = torch.arange(len(lengths)) + 10 * step
         metadata.advance_step(given, sampled, 4, rows, len(lengths), turn_prefills_into_decodes=step == 0)
         after = [LayerRequest(1, q + c + step, ids, False) for (q, c), ids in zip(lengths, blocks, strict=True)]
-        assert_is(metadata, builder.build_from_requests(after, padding))
+        same(metadata, builder.build_from_requests(after, padding))
         assert given.input_tokens[: len(lengths)].equal(sampled)
         assert given.input_positions[: len(lengths)].tolist() == [r.context_len for r in after]
     assert prompts or pointers == [metadata.slot_mapping.data_ptr(), metadata.seq_lens_tensor.data_ptr()]
-
-
-def test_sampled_tokens_may_stay_where_they_are(world: Any) -> None:
-    metadata = world().builder().build_from_requests([LayerRequest(1, 4, [0, 1], False)])
-    given = inputs(1)
-    metadata.advance_step(given, None, 4, 1, 1)
-    assert given.input_tokens.tolist() == [0] and given.input_positions.tolist() == [5]
 
 
 def test_a_step_moves_every_query_and_no_padding(world: Any) -> None:
@@ -80,74 +52,54 @@ def test_a_step_moves_every_query_and_no_padding(world: Any) -> None:
     assert metadata.slot_mapping.tolist() == [3, 12, *slots[2:]]
 
 
-def test_a_step_without_room_is_refused(world: Any) -> None:
-    requests = [LayerRequest(1, 2, [0], False), LayerRequest(1, 7, [5, 3], False)]
-    metadata = world().builder().build_from_requests(requests)
-    with pytest.raises(ValueError, match="next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"):
-        metadata.advance_step(inputs(2), None, 4, 2, 2)
-
-
 def test_what_is_no_decode_step_is_refused(world: Any) -> None:
-    builder = world().builder()
-    metadata = builder.build_from_requests([LayerRequest(4, 4, [0, 1], True)])
-    with pytest.raises(ValueError, match="a batch of decodes, got 1 prefills; pass turn_prefills_into_decodes"):
-        metadata.advance_step(inputs(1), None, 4, 1, 1)
-    metadata = builder.build_from_requests([LayerRequest(2, 4, [0, 1], False)])
-    with pytest.raises(ValueError, match="decodes of one token, got up to 2; build the next step's metadata"):
-        metadata.advance_step(inputs(1), None, 4, 1, 1)
-    metadata = builder.build_from_requests([LayerRequest(1, 4, [0, 1], False)])
-    for seqs, queries in ((2, 1), (1, 2)):
-        with pytest.raises(ValueError, match=f"num_seqs 1, .* got {seqs} and {queries}"):
+    plain: Any = [(1, 4, [0, 1], False)]
+    for requests, seqs, queries, ranks, said in (
+        ([(4, 4, [0, 1], True)], 1, 1, 1, "a batch of decodes, got 1 prefills; pass turn_prefills_into_decodes"),
+        ([(2, 4, [0, 1], False)], 1, 1, 1, "decodes of one token, got up to 2; build the next step's metadata"),
+        (plain, 2, 1, 1, "num_seqs 1, .* got 2 and 1"),
+        (plain, 1, 2, 1, "num_seqs 1, .* got 1 and 2"),
+        (plain, 1, 1, 2, "cannot advance on 2 context-parallel ranks"),
+        ([(1, 7, [5, 3], False)], 1, 1, 1, "next token of a sequence of 8 needs 3 blocks of 4 tokens, a row holds 2"),
+    ):
+        metadata = world(ranks=ranks).builder().build_from_requests([LayerRequest(*each) for each in requests])
+        with pytest.raises(ValueError, match=said):
             metadata.advance_step(inputs(1), None, 4, seqs, queries)
-    metadata = world(ranks=2).builder().build_from_requests([LayerRequest(1, 4, [0, 1], False)])
-    with pytest.raises(ValueError, match="cannot advance on 2 context-parallel ranks"):
-        metadata.advance_step(inputs(1), None, 4, 1, 1)
 
 
-class Captured:
-    """A batch of eight rows over a state's buffers, and replays of smaller batches on it."""
+@pytest.fixture
+def captured(world: Any) -> Any:
+    """A batch of eight rows over a state's buffers; ``load(*requests)`` fills them for a replay."""
+    w = world()
+    state = w.backend.get_state_cls()(w.runner(max_batch=8))
+    with state.graph_capture(8):
+        metadata = state.graph_capture_get_metadata_for_batch(8)
+    buffers = state.get_graph_input_buffers(metadata)
 
-    def __init__(self, world: Any) -> None:
-        self.world = world
-        self.state = world.backend.get_state_cls()(world.runner(max_batch=8))
-        with self.state.graph_capture(8):
-            self.metadata = self.state.graph_capture_get_metadata_for_batch(8)
-        self.buffers = self.state.get_graph_input_buffers(self.metadata)
+    def load(*requests: Any) -> None:
+        made = w.builder().build_from_requests([LayerRequest(*each) for each in requests])
+        state.prepare_graph_input_buffers(buffers, made)
 
-    def replay(self, batch: Any) -> None:
-        metadata = self.world.builder().build_from_requests(batch.requests)
-        self.state.prepare_graph_input_buffers(self.buffers, metadata)
-
-
-def test_the_buffers_hold_what_a_replay_brings(world: Any, batch: Any) -> None:
-    captured = Captured(world())
-    captured.replay(batch(captured.world, [(1, 7, False), (1, 4, False)]))
-    assert captured.buffers["seq_lens_tensor"].tolist() == captured.buffers["seq_lens_cpu"].tolist() == [8, 5, *[0] * 6]
-    assert (captured.buffers["slot_mapping"][2:] == -1).all() and (captured.buffers["block_tables"][2:] == -1).all()
+    return SimpleNamespace(state=state, metadata=metadata, buffers=buffers, load=load)
 
 
-def test_a_replay_that_does_not_fit_is_refused(world: Any, batch: Any) -> None:
-    captured = Captured(world())
-    with pytest.raises(ValueError, match="up to 8 decode tokens, as captured, got 0 prefills and 9 decode tokens"):
-        many = captured.world.builder().build_from_requests(batch(captured.world, [(1, 1, False)] * 9).requests)
-        captured.state.prepare_graph_input_buffers(captured.buffers, many)
-    prefill = captured.world.builder().build_from_requests([LayerRequest(2, 0, [0], True)])
-    with pytest.raises(ValueError, match="as captured, got 1 prefills and 0 decode tokens; run it without the graph"):
-        captured.state.prepare_graph_input_buffers(captured.buffers, prefill)
-    long = captured.world.builder().build_from_requests([LayerRequest(1, 64, list(range(17)), False)])
-    with pytest.raises(ValueError, match="sequences of up to 64 tokens, as captured, got 65"):
-        captured.state.prepare_graph_input_buffers(captured.buffers, long)
-
-
-def test_lookahead_blocks_need_no_room(world: Any) -> None:
-    captured = Captured(world())
-    metadata = captured.world.builder().build_from_requests([LayerRequest(1, 3, list(range(20)), False)])
-    captured.state.prepare_graph_input_buffers(captured.buffers, metadata)
+def test_a_replay_that_does_not_fit_is_refused(captured: Any) -> None:
+    """One that fits fills the buffers, of its blocks as many as they have room for."""
+    captured.load((1, 7, list(range(20)), False))
+    assert captured.buffers["seq_lens_tensor"].tolist() == captured.buffers["seq_lens_cpu"].tolist() == [8, *[0] * 7]
     assert captured.buffers["block_tables"][0].tolist() == list(range(16))
+    assert (captured.buffers["slot_mapping"][1:] == -1).all() and (captured.buffers["block_tables"][1:] == -1).all()
+    for requests, said in (
+        ([(1, 1, [0], False)] * 9, "up to 8 decode tokens, as captured, got 0 prefills and 9 decode tokens"),
+        ([(2, 0, [0], True)], "as captured, got 1 prefills and 0 decode tokens; run it without the graph"),
+        ([(1, 64, list(range(17)), False)], "sequences of up to 64 tokens, as captured, got 65"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            captured.load(*requests)
 
 
-def test_capturing_has_an_inside_and_an_outside(world: Any) -> None:
-    state = Captured(world()).state
+def test_capturing_has_an_inside_and_an_outside_and_serves_decoders_alone(captured: Any) -> None:
+    state = captured.state
     for call in (state.graph_clone, state.graph_capture_get_metadata_for_batch):
         with pytest.raises(ValueError, match="graph buffers exist inside of"):
             call(1)
@@ -157,17 +109,13 @@ def test_capturing_has_an_inside_and_an_outside(world: Any) -> None:
         for rows in (0, 5):
             with pytest.raises(ValueError, match=f"a batch of 1..4 requests, the captured buffers', got {rows}"):
                 state.graph_capture_get_metadata_for_batch(rows)
-
-
-def test_encoder_decoder_models_are_refused(world: Any) -> None:
-    captured = Captured(world())
-    for call in (
-        lambda: captured.state.get_graph_input_buffers(captured.metadata, True),
-        lambda: captured.state.prepare_graph_input_buffers(captured.buffers, captured.metadata, True),
-        lambda: captured.state.graph_capture_get_metadata_for_batch(1, True),
+    for call, *given in (
+        (state.get_graph_input_buffers, captured.metadata),
+        (state.prepare_graph_input_buffers, captured.buffers, captured.metadata),
+        (state.graph_capture_get_metadata_for_batch, 1),
     ):
         with pytest.raises(NotImplementedError, match="does not serve encoder-decoder models"):
-            call()
+            call(*given, True)
 
 
 def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
@@ -179,18 +127,8 @@ def test_the_workspace_is_allocated_once_and_bound(world: Any) -> None:
         state.begin_forward(SimpleNamespace(attn_metadata=metadata, input_tokens=torch.zeros(1)))
         bound.append(metadata.prefill_metadata.chunked_context.workspace)
     assert bound[0] is bound[1] and bound[0].shape == (64, 40) and bound[0].dtype == torch.float32
-
-
-def test_another_workspace_replaces_the_one_before(world: Any) -> None:
-    metadata = world().builder().build_from_requests([LayerRequest(4, 5, [0, 1, 2], True)])
-    for workspace in (torch.empty(64, 40), torch.empty(64, 40)):
-        metadata.bind_workspace(workspace)
-        assert metadata.prefill_metadata.chunked_context.workspace is workspace
-
-
-def test_without_chunks_there_is_no_workspace(world: Any) -> None:
-    runner = world().runner()
+    runner = w.runner()
     runner.scheduler_config = SchedulerConfig(max_num_seqs=4, chunked_prefill_enabled=False)
-    state = world().backend.get_state_cls()(runner)
+    state = w.backend.get_state_cls()(runner)
     state.begin_forward(SimpleNamespace())
     assert state.context_chunk_workspace is None and state.context_chunk_workspace_size == 0

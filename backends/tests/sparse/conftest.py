@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.latent_entries import dequantise, gather
@@ -22,14 +23,14 @@ _KEYLESS, _HUGE = 2, 2**30
 class Lists(NamedTuple):
     """Keys [S, D] float64, the cache that holds them, the lists [T, K] of its slots, and their lengths, if any."""
 
-    keys: torch.Tensor
-    cache: torch.Tensor
-    slots: torch.Tensor
-    indices: torch.Tensor
-    length: torch.Tensor | None
+    keys: Tensor
+    cache: Tensor
+    slots: Tensor
+    indices: Tensor
+    length: Tensor | None
 
     @property
-    def numbers(self) -> torch.Tensor:
+    def numbers(self) -> Tensor:
         """[T, K] int64: which key each entry names, or -1."""
         number = torch.full((int(self.slots.max()) + 1,), NO_KEY)
         number[self.slots] = torch.arange(len(self.slots))
@@ -37,84 +38,80 @@ class Lists(NamedTuple):
         return torch.where(named, number[self.indices.long().masked_fill(~named, 0)], NO_KEY)
 
 
-def attended(
-    q: torch.Tensor, keys: torch.Tensor, lists: torch.Tensor, scale: float, sink: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(q: Tensor, keys: Tensor, lists: Tensor, scale: float, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Of q [T, N, D], keys [S, D] and numbers of them [T, K], or -1: output [T, N, L] of q's dtype, LSE [T, N]."""
     state = selected_attention(q, keys[:, None], keys[:, None, :LATENT], lists, scale=scale, sink=sink)
     return state.output.to(q.dtype), state.lse.mT.float()
 
 
 @pytest.fixture
-def sparse_kernel() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def sparse_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     """:func:`attended`."""
     return attended
 
 
 @pytest.fixture
-def slots_of() -> Callable[[torch.Tensor, str], torch.Tensor]:
+def slots_of() -> Callable[[Tensor, str], Tensor]:
     """Every slot of a cache [blocks, page, width] of a layout, as a kernel reads it: [S, D]."""
 
-    def read(cache: torch.Tensor, layout: str) -> torch.Tensor:
+    def read(cache: Tensor, layout: str) -> Tensor:
         slots = torch.arange(cache.shape[0] * cache.shape[1])
         return dequantise(gather(cache, slots, layout), layout, torch.tensor(1.0), torch.bfloat16)
 
     return read
 
 
-@pytest.fixture
-def selects(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLASparseBackend]:
-    """Drive a sparse adapter and hold what it returns against the definition.
+class Asked(NamedTuple):
+    """What an adapter is asked for; a layout of None is gathered keys.
 
-    Args of the result: the class; ``layout`` of the cache, or None for gathered keys, and ``page``; ``heads``,
-    ``topk``, ``rope``; ``length``, ``sink`` and ``extra``: what is handed over besides; ``keyless``: whether one list
-    names nothing; ``lse``: whether it is asked for.
+    ``length``, ``sink`` and ``extra`` are handed over besides, ``keyless`` says whether one list names nothing.
     """
 
-    def check(
-        backend_class: type[MLASparseBackend],
-        layout: str | None,
-        page: int = 64,
-        heads: int = 64,
-        topk: int = 128,
-        rope: int = 64,
-        length: bool = False,
-        sink: bool = False,
-        extra: bool = False,
-        keyless: bool = True,
-        lse: bool = True,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> MLASparseBackend:
+    layout: str | None
+    page: int = 64
+    heads: int = 64
+    topk: int = 128
+    rope: int = 64
+    length: bool = False
+    sink: bool = False
+    extra: bool = False
+    keyless: bool = True
+    lse: bool = True
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def stored(self) -> str:
+        """The layout of what is read."""
+        return self.layout or "auto"
+
+
+@pytest.fixture
+def selects(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLASparseBackend]:
+    """``selects(class, layout, …)``: drive a sparse adapter, of :class:`Asked`, and compare with the definition."""
+
+    def check(backend_class: type[MLASparseBackend], layout: str | None, **others: Any) -> MLASparseBackend:
         # The stand-in is all that the adapter needs, and it runs on a CPU.
         monkeypatch.setattr(backend_class, "missing_dependencies", list)
         monkeypatch.setattr(backend_class, "supports_compute_capability", lambda device_capability: True)
-        stored, second = layout or "auto", layout if extra else None
-        backend = backend_class(heads, SCALE, LATENT, 128, rope, 128, stored, None, second)
-        generator = torch.Generator().manual_seed(topk + heads)
-        q = torch.randn(TOKENS, heads, LATENT + rope, generator=generator).to(dtype)
-        sources = [_drawn(stored, page if layout else 1, topk, rope, length, keyless, dtype, generator)]
-        if extra:
-            sources.append(_drawn(stored, 2 * page, topk // 2, rope, length, keyless, dtype, generator))
-        sinks = torch.randn(heads, generator=generator) if sink else None
+        asked = Asked(layout, **others)
+        second = layout if asked.extra else None
+        backend = backend_class(asked.heads, SCALE, LATENT, 128, asked.rope, 128, asked.stored, None, second)
+        generator = torch.Generator().manual_seed(asked.topk + asked.heads)
+        q = torch.randn(TOKENS, asked.heads, LATENT + asked.rope, generator=generator).to(asked.dtype)
+        sources = [_drawn(asked, asked.page if layout else 1, asked.topk, generator)]
+        if asked.extra:
+            sources.append(_drawn(asked, 2 * asked.page, asked.topk // 2, generator))
+        sink = torch.randn(asked.heads, generator=generator) if asked.sink else None
         backend.prepare_metadata(_metadata(paged=layout is not None))
-        output, got = _called(backend, q, sources, sinks, layout is not None, lse)
-        _agrees(output, got, q, sources, sinks)
+        _agrees(*_called(backend, q, sources, sink, asked), q, sources, sink)
         return backend
 
     return check
 
 
-def _drawn(
-    layout: str,
-    page: int,
-    topk: int,
-    rope: int,
-    length: bool,
-    keyless: bool,
-    dtype: torch.dtype,
-    generator: torch.Generator,
-) -> Lists:
+def _drawn(asked: Asked, page: int, topk: int, generator: torch.Generator) -> Lists:
     """Keys at shuffled slots of a cache that is poison elsewhere, and lists with holes; behind lengths huge numbers."""
+    layout, rope, dtype = asked.stored, asked.rope, asked.dtype
     latents = torch.randn(KEYS, LATENT + rope, generator=generator).to(dtype)
     rows = encode(latents[:, :LATENT], latents[:, LATENT:], layout, K_SCALE, "pow2" if rope else "float32")
     slots = torch.randperm(2 * KEYS, generator=generator)[:KEYS]
@@ -124,15 +121,15 @@ def _drawn(
     counts = torch.randint(1, topk + 1, (TOKENS,), generator=generator)
     for token in range(TOKENS):
         columns = torch.randperm(int(counts[token]), generator=generator)[: KEYS // 2]
-        if token != _KEYLESS or not keyless:
+        if token != _KEYLESS or not asked.keyless:
             indices[token, columns] = slots[torch.randperm(KEYS, generator=generator)[: len(columns)]].int()
-    if length:
+    if asked.length:
         indices[torch.arange(topk) >= counts[:, None]] = _HUGE
     keys = torch.cat(decode_rows(rows, layout, K_SCALE, LATENT, rope, dtype), dim=-1)
-    return Lists(keys, cache, slots, indices, counts.int() if length else None)
+    return Lists(keys, cache, slots, indices, counts.int() if asked.length else None)
 
 
-def _poisoned(layout: str, page: int, blocks: int, rope: int, dtype: torch.dtype) -> torch.Tensor:
+def _poisoned(layout: str, page: int, blocks: int, rope: int, dtype: torch.dtype) -> Tensor:
     """[blocks, page, width] of NaN, each block with what rounds a page up behind it."""
     stored, width = cache_dtype(layout, dtype), entry_width(layout, LATENT, rope)
     form = TILED_FORMATS.get(layout)
@@ -162,32 +159,21 @@ def _metadata(paged: bool) -> MLASparseMetadata:
 
 
 def _called(
-    backend: MLASparseBackend,
-    q: torch.Tensor,
-    sources: list[Lists],
-    sink: torch.Tensor | None,
-    paged: bool,
-    lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    backend: MLASparseBackend, q: Tensor, sources: list[Lists], sink: Tensor | None, asked: Asked
+) -> tuple[Tensor, Tensor | None]:
     main, given = sources[0], {} if sink is None else {"attn_sink": sink}
     given |= {} if main.length is None else {"topk_length": main.length}
     for extra in sources[1:]:
         given |= {"extra_kv_cache": extra.cache, "extra_topk_indices": extra.indices}
         given |= {} if extra.length is None else {"extra_topk_length": extra.length}
-    if paged:
-        found: Any = backend.run_sparse_decode(q, main.cache, torch.tensor(K_SCALE), main.indices, lse, **given)
+    if asked.layout:
+        found: Any = backend.run_sparse_decode(q, main.cache, torch.tensor(K_SCALE), main.indices, asked.lse, **given)
     else:
-        found = backend.run_sparse_prefill(q, main.cache, main.indices, lse, **given)
-    return found if lse else (found, None)
+        found = backend.run_sparse_prefill(q, main.cache, main.indices, asked.lse, **given)
+    return found if asked.lse else (found, None)
 
 
-def _agrees(
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    sources: list[Lists],
-    sink: torch.Tensor | None,
-) -> None:
+def _agrees(output: Tensor, lse: Tensor | None, q: Tensor, sources: list[Lists], sink: Tensor | None) -> None:
     keys, numbers = sources[0].keys, sources[0].numbers
     for extra in sources[1:]:
         behind = extra.numbers

@@ -1,13 +1,17 @@
-"""vLLM's cache kernels against stand-ins behind the schemas of its compiled library, which do as its sources say."""
+"""vLLM's cache and top-k kernels against stand-ins behind the schemas of its compiled library, as its sources say."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.eager_cache import EagerCacheBackend
+from mla_conformance.backends.eager_topk import EagerTopKBackend
+from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.backends.vllm_cache import VllmCacheBackend
+from mla_conformance.backends.vllm_topk import VllmTopKBackend
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 BF16, INT, ONE = torch.bfloat16, torch.int32, torch.tensor(1.0)
@@ -26,7 +30,17 @@ _SCHEMAS = {
     "cp_gather_indexer_k_quant_cache": "(Tensor kv_cache, Tensor! dst_k, Tensor! dst_scale, Tensor block_table, "
     "Tensor cu_seq_lens) -> ()",
 }
+_WORKSPACE = "(Tensor logits, Tensor lengths, Tensor! output, Tensor workspace, int k, int max_seq_len) -> ()"
+_TOPK_SCHEMAS = {
+    "top_k_per_row_prefill": "(Tensor logits, Tensor rowStarts, Tensor rowEnds, Tensor! indices, int numRows, "
+    "int stride0, int stride1, int topK) -> ()",
+    "top_k_per_row_decode": "(Tensor logits, int next_n, Tensor seq_lens, Tensor! indices, int numRows, int stride0, "
+    "int stride1, int topK) -> ()",
+    "persistent_topk": _WORKSPACE,
+    "cooperative_topk": _WORKSPACE,
+}
 """As the wheel of vLLM 0.33.0 registers them."""
+_VARIANTS: Any = VllmTopKBackend.variants
 
 
 def _eager(latent: int, rope: int, layout: str, scales: str = "pow2") -> EagerCacheBackend:
@@ -75,20 +89,55 @@ def _gather_index(cache: Any, k: Any, scales: Any, table: Any, starts: Any) -> N
     _eager(128, 0, "fp8_index").run_gather_index(cache, k, scales.view(torch.float32)[:, 0], table, starts, first)
 
 
+def _fill(logits: Tensor, starts: Tensor, lengths: Tensor, output: Tensor) -> None:
+    """As many columns as a row has, which count from its start; what is behind them stays."""
+    assert starts.dtype == lengths.dtype == torch.int32 and starts.is_contiguous() and lengths.is_contiguous()
+    assert bool((output == -1).all())
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        found = logits[row, start : start + length].topk(min(length, output.shape[1])).indices
+        output[row, : len(found)] = found.int()
+
+
+def _prefill(logits: Any, starts: Any, ends: Any, output: Any, rows: int, stride0: int, stride1: int, k: int) -> None:
+    assert (rows, stride0, stride1, k) == (len(logits), logits.stride(0), 1, output.shape[1])
+    _fill(logits, starts, ends - starts, output)
+
+
+def _decode(logits: Any, next_n: int, lengths: Any, output: Any, rows: int, stride0: int, stride1: int, k: int) -> None:
+    assert next_n == 1
+    _prefill(logits, torch.zeros_like(lengths), lengths, output, rows, stride0, stride1, k)
+
+
+def _persistent(logits: Any, lengths: Any, output: Any, workspace: Any, k: int, max_seq_len: int) -> None:
+    assert workspace.shape == (1 << 20,) and workspace.dtype == torch.uint8 and output.shape == (len(logits), k)
+    assert int(lengths.max()) <= max_seq_len <= logits.shape[1]
+    _fill(logits, torch.zeros_like(lengths), lengths, output)
+
+
+def _cooperative(logits: Any, lengths: Any, output: Any, workspace: Any, k: int, max_seq_len: int) -> None:
+    assert len(logits) <= 64 and logits.stride(0) % 4 == 0 and logits.data_ptr() % 16 == 0
+    _persistent(logits, lengths, output, workspace, k, max_seq_len)
+
+
 @pytest.fixture(autouse=True)
 def library(installed: Any, monkeypatch: Any) -> Iterator[None]:
     installed("vllm._C_stable_libtorch")
-    monkeypatch.setattr(VllmCacheBackend, "supports_compute_capability", lambda *_: True)
-    registered = torch.library.Library("_C_cache_ops", "FRAGMENT")
-    kernels = (_write, _write_index, _dequant, _copy, _upconvert, _gather_index)
-    for (name, schema), kernel in zip(_SCHEMAS.items(), kernels, strict=True):
-        registered.define(name + schema)
-        registered.impl(name, kernel, "CPU")
+    for adapter in (VllmCacheBackend, VllmTopKBackend, _VARIANTS["cooperative"]):
+        monkeypatch.setattr(adapter, "supports_compute_capability", lambda *_: True)
+    both: list[Any] = [("_C_cache_ops", _SCHEMAS, (_write, _write_index, _dequant, _copy, _upconvert, _gather_index))]
+    both += [("_C", _TOPK_SCHEMAS, (_prefill, _decode, _persistent, _cooperative))]
+    registered = []
+    for namespace, schemas, kernels in both:
+        registered.append(torch.library.Library(namespace, "FRAGMENT"))
+        for (name, schema), kernel in zip(schemas.items(), kernels, strict=True):
+            registered[-1].define(name + schema)
+            registered[-1].impl(name, kernel, "CPU")
     yield
-    registered._destroy()
+    for each in registered:
+        each._destroy()
 
 
-def _random(*shape: int) -> torch.Tensor:
+def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(BF16)
 
 
@@ -116,12 +165,8 @@ def test_latents_are_written(layout: str, latent: int, rope: int) -> None:
         "k_scale": torch.tensor(0.25),
     }
     _both(layout, latent, rope, "pow2", "run_write_latent", given, ["kv_cache"])
-
-
-def test_nothing_is_launched_without_slots() -> None:
-    cache, none = torch.zeros(2, 16, 12, dtype=BF16), torch.tensor([], dtype=torch.int64)
-    VllmCacheBackend(8, 4, "auto", "pow2", None).run_write_latent(_random(3, 8), _random(3, 4), cache, none, ONE)
-    assert not cache.any()
+    nowhere = given | {"slot_mapping": given["slot_mapping"][:0]}
+    VllmCacheBackend(latent, rope, layout, "pow2", None).run_write_latent(**nowhere)  # is no launch
 
 
 @pytest.mark.parametrize("scales", ["pow2", "float32"])
@@ -131,7 +176,7 @@ def test_index_keys_are_written(scales: str) -> None:
     _both("fp8_index", 128, 0, scales, "run_write_index", given, ["kv_cache"])
 
 
-def _gather(cache: torch.Tensor, ratio: int = 1) -> dict[str, Any]:
+def _gather(cache: Tensor, ratio: int = 1) -> dict[str, Any]:
     """Three requests, of which one has no entry; starts inside of pages; no block where nothing is gathered."""
     return {
         "kv_cache": cache,
@@ -144,14 +189,7 @@ def _gather(cache: torch.Tensor, ratio: int = 1) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "latent", "rope", "dequantise"),
-    [
-        ("auto", 8, 4, False),
-        ("auto", 512, 64, False),
-        ("fp8", 512, 64, True),
-        ("fp8", 512, 64, False),
-        ("fp8_ds_mla", 512, 64, True),
-        ("fp8_ds_mla", 512, 64, False),
-    ],
+    [("auto", 8, 4, False), *((layout, 512, 64, x) for layout in ("fp8", "fp8_ds_mla") for x in (True, False))],
 )
 def test_latents_are_gathered(layout: str, latent: int, rope: int, dequantise: bool) -> None:
     cache = torch.zeros(3, 64, entry_width(layout, latent, rope)).to(cache_dtype(layout, BF16))
@@ -167,3 +205,18 @@ def test_index_keys_are_gathered_from_any_token_on() -> None:
     _eager(128, 0, "fp8_index").run_write_index(_random(192, 128), cache, torch.arange(192))
     given = {**_gather(cache, ratio=2), "k": torch.zeros(77, 128).to(torch.float8_e4m3fn), "k_scale": torch.zeros(77)}
     _both("fp8_index", 128, 0, "pow2", "run_gather_index", given, ["k", "k_scale"])
+
+
+@pytest.mark.parametrize("variant", _VARIANTS)
+def test_top_k_conventions(variant: str) -> None:
+    """130 rows of an odd number of columns, of which some see fewer than are selected, and some none."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(130, 700, generator=generator)[:, :667]
+    lengths = torch.randint(0, 640, (130, 2), generator=generator).int()[:, 0]
+    starts = torch.arange(130, dtype=torch.int32) % 27 if variant == "prefill" else None
+    found = []
+    for kernel in (_VARIANTS[variant], EagerTopKBackend):
+        backend = kernel(vllm_config=None)
+        backend.prepare_metadata(TopKMetadata(lengths, starts, 640))
+        found.append(backend.run_top_k_per_row(logits, 512))
+    assert torch.equal(*found)

@@ -1,16 +1,19 @@
-"""Indexers: EAGER's refusals, and DeepGEMM's and LMDeploy's adapters against stand-ins that follow their kernels."""
+"""Indexers and preparations: EAGER's refusals, and DeepGEMM's and LMDeploy's adapters against stand-ins."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
+from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployTopKBackend
+from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
+from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.reference.cache_layout import encode
@@ -26,6 +29,7 @@ PACKAGES: Any = {
     ),
 }
 QUERIES, LENGTHS = (1, 3), (70, 130)
+PREPARATION = IndexPreparation(DIM, 64, True, True, False, "pow2", True, 1e-6)
 
 
 def metadata(queries: tuple[int, ...], paged: bool) -> MLASparseMetadata:
@@ -45,7 +49,7 @@ def metadata(queries: tuple[int, ...], paged: bool) -> MLASparseMetadata:
     )
 
 
-def operands(queries: tuple[int, ...], paged: bool) -> dict[str, torch.Tensor]:
+def operands(queries: tuple[int, ...], paged: bool) -> dict[str, Tensor]:
     """What a call takes, every key but those of the requests NaN."""
     generator = torch.Generator().manual_seed(0)
     made = metadata(queries, paged)
@@ -71,7 +75,7 @@ def prepared(kernel: type[MLAIndexerBackend], queries: tuple[int, ...], paged: b
     return backend
 
 
-def scores(q: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, width: int) -> torch.Tensor:
+def scores(q: Tensor, weights: Tensor, k: Tensor, width: int) -> Tensor:
     found = torch.einsum("h,hs->s", weights, (q.float() @ k.mT).relu())
     return torch.nn.functional.pad(found, (0, width - len(found)), value=torch.nan)
 
@@ -87,12 +91,12 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
     in_vllm = kernel is DeepGemmIndexerVllm
     monkeypatch.setattr(kernel, "supports_compute_capability", lambda *_: True)
 
-    def queries(a: Any) -> torch.Tensor:
+    def queries(a: Any) -> Tensor:
         assert not in_vllm or a["q"][1] is None
-        found: torch.Tensor = a["q"][0] if in_vllm else a["q"]
+        found: Tensor = a["q"][0] if in_vllm else a["q"]
         return found
 
-    def gathered(a: Any) -> torch.Tensor:
+    def gathered(a: Any) -> Tensor:
         codes, scales = a["kv"]
         assert all(a[name].dtype == torch.int32 for name in ("cu_seq_len_k_start", "cu_seq_len_k_end"))
         ends = zip(a["cu_seq_len_k_start"].tolist(), a["cu_seq_len_k_end"].tolist(), strict=True)
@@ -100,7 +104,7 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
         rows = zip(queries(a), a["weights"], keys, strict=True)
         return torch.stack([scores(*row, a["max_seqlen_k"]) for row in rows])
 
-    def paged(a: Any) -> torch.Tensor:
+    def paged(a: Any) -> Tensor:
         cache, lengths, q = a["kv_cache"], a["context_lens"], queries(a)
         shares = 66 if lengths.shape[1] == 4 else 132
         assert cache.shape[1:] == (PAGE, 1, DIM + 4) and a["schedule_meta"] == (list(lengths.shape), PAGE, shares)
@@ -116,7 +120,7 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
                 found.append(scores(q[request, row], weights[request, row], keys[:length], a["max_context_len"]))
         return torch.stack(found)
 
-    def schedule(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> Any:
+    def schedule(context_lens: Tensor, block_kv: int, num_sms: int) -> Any:
         return list(context_lens.shape), block_kv, num_sms
 
     def recorded_schedule(a: Any) -> Any:
@@ -150,15 +154,17 @@ def test_deep_gemm_is_called_as_it_documents(queries: tuple[int, ...], paged: bo
 @pytest.fixture
 def lmdeploy(recorded: Any, installed: Any, monkeypatch: Any) -> None:
     """A kernel a module, as on a GPU."""
-    folder = "lmdeploy/pytorch/kernels/cuda"
-    for adapter in (LmdeployTopKBackend, LmdeployIndexerBackend):
+    for adapter in (LmdeployTopKBackend, LmdeployIndexerBackend, LmdeployPrepareBackend):
         monkeypatch.setattr(adapter, "supports_compute_capability", lambda *_: True)
-    for module, name, call in (("bitonic_topk", "bitonic_topk", _topk), ("ds_index", "fp8_index", _scores)):
-        function = recorded("lmdeploy 0.18.0", f"{folder}/{module}.py:{name}", call)
-        installed(f"{folder}/{module}".replace("/", "."), **{name: function})
+    modules: dict[str, dict[str, Any]] = {"bitonic_topk": {"bitonic_topk": _topk}, "ds_index": {"fp8_index": _scores}}
+    modules["dsa_indexer_preprocess"] = {"prepare_dsa_indexer_q": _query, "prepare_dsa_indexer_k_cache": _keys}
+    for name, calls in modules.items():
+        module = f"lmdeploy/pytorch/kernels/cuda/{name}"
+        functions = {each: recorded("lmdeploy 0.18.0", f"{module}.py:{each}", call) for each, call in calls.items()}
+        installed(module.replace("/", "."), **functions)
 
 
-def _topk(a: Any) -> torch.Tensor:
+def _topk(a: Any) -> Tensor:
     """The largest first, of those above a threshold."""
     scores, lengths, k = a["scores"], a["kv_seqlens"], a["k"]
     assert scores.is_contiguous() and len(lengths) == len(scores)
@@ -167,7 +173,7 @@ def _topk(a: Any) -> torch.Tensor:
     return best.indices.masked_fill(best.values <= -1e6, -1).int()
 
 
-def _scores(a: Any) -> torch.Tensor:
+def _scores(a: Any) -> Tensor:
     """Of each row those up to its own token, -inf behind; nothing further than the request's last."""
     codes, scales, start = a["k_cache"], a["k_s_cache"], a["cu_seqlen_q"].tolist()
     assert codes.shape[1:] == (PAGE, DIM) and codes.stride(1) == DIM and scales.shape == codes.shape[:2]
@@ -182,6 +188,41 @@ def _scores(a: Any) -> torch.Tensor:
             found[length - start[request + 1] + row + 1 :] = -torch.inf
             out[row, :length] = found
     return out
+
+
+def _prepared(tokens: int, a: Any, heads: int = 1) -> EagerPrepareBackend:
+    """Who turns and quantises what the kernels are given, by the table that they are given."""
+    interleaved, eps = a["rope_interleaved"], a.get("eps", 1e-6)
+    asked = PREPARATION._replace(is_neox_style=not interleaved, fold_scales=False, eps=eps)
+    backend = EagerPrepareBackend(heads, 1.0, asked, None)
+    assert a["cos"].shape == a["sin"].shape == (tokens, 64)
+    table = torch.cat((a["cos"][:, :32], a["sin"][:, :32]), dim=1)
+    assert torch.equal(a["cos"][:, 32:], a["cos"][:, :32])
+    backend.prepare_metadata(PrepareMetadata(torch.arange(tokens), table))
+    return backend
+
+
+def _query(a: Any) -> tuple[Tensor, Tensor]:
+    q, weights = a["q"], a["weights"]
+    assert q.dtype == torch.bfloat16 and q.stride(-1) == weights.stride(-1) == 1
+    backend = _prepared(len(q), a, q.shape[1])
+    codes, scale = backend._quantised(backend._turned(q.float()))
+    return codes, scale[..., 0] * weights.float() * a["score_scale"]
+
+
+def _keys(a: Any) -> None:
+    """The tokens of requests to their pages, block · page + offset."""
+    k, cache = a["k"], a["k_cache"]
+    assert cache.shape[1:] == (PAGE, DIM) and a["k_s_cache"].shape == cache.shape[:2]
+    assert a["cu_seqlen_q"].tolist() == [0, len(k)] and a["kv_seqlens"].tolist() == [len(k)]
+    assert a["max_q_seqlen"] == len(k) and len(a["block_offsets"]) == 1
+    backend = _prepared(len(k), a)
+    normed = backend._normed(k.float(), a["norm_weight"], a["norm_bias"])
+    codes, scale = backend._quantised(backend._turned(normed.unsqueeze(1)))
+    token = torch.arange(len(k))
+    slots = a["block_offsets"][0, token // PAGE].long() * PAGE + token % PAGE
+    cache.view(torch.uint8).view(-1, DIM)[slots] = codes[:, 0].view(torch.uint8)
+    a["k_s_cache"].view(-1)[slots] = scale[:, 0, 0]
 
 
 @pytest.mark.usefixtures("lmdeploy")
@@ -207,29 +248,39 @@ def test_lmdeploys_indexer_is_called_as_its_source_says(queries: tuple[int, ...]
     assert torch.equal(best, wanted)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+@pytest.mark.usefixtures("lmdeploy")
+@pytest.mark.parametrize("is_neox_style", [True, False])
+def test_lmdeploys_preparation_is_called_as_its_source_says(is_neox_style: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, wide = (torch.randn(70, width, generator=generator).bfloat16() for width in (HEADS * DIM, DIM + 9, 2 * HEADS))
+    norm = torch.rand(2, DIM, generator=generator)
+    angles = torch.rand(99, 32, generator=generator)
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    asked = PREPARATION._replace(is_neox_style=is_neox_style)
+    positions = torch.arange(70).flip(0) + 20
+    results = []
+    for adapter in (LmdeployPrepareBackend, EagerPrepareBackend):
+        backend = adapter(HEADS, 0.3, asked, None)
+        backend.prepare_metadata(PrepareMetadata(positions, table))
+        results.append(backend.run_prepare_index(q.unflatten(1, (HEADS, DIM)), k[:, :DIM], wide[:, ::2], *norm))
+    for found, expected in zip(*results, strict=True):
+        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=1e-6, atol=0)
+
+
+def test_what_does_not_fit_or_is_not_declared_is_refused(library: Any) -> None:
+    given, gathered = operands(QUERIES, True), operands(QUERIES, False)
+    del gathered["k_scale"]
+    for change, said in (
         ({"q": torch.zeros(4, HEADS, DIM)}, r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got .* torch.float32"),
         ({"weights": torch.zeros(4, 1)}, r"weights: expected \[4, 32\] of torch.float32, got \[4, 1\]"),
-        ({"k": torch.zeros(5, PAGE, DIM, dtype=torch.uint8)}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
+        ({"k": torch.zeros(5, PAGE, DIM).byte()}, r"k: expected \[5, 64, 132\] .*, got \[5, 64, 128\]"),
         ({"k_scale": torch.zeros(4)}, r"k_scale: expected None, since no gathered codes were given, got \[4\]"),
-    ],
-)
-def test_operands_that_do_not_fit_are_refused(change: dict[str, torch.Tensor], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        prepared(EagerIndexerBackend, QUERIES, True).run_index_logits(**{**operands(QUERIES, True), **change})
-
-
-def test_gathered_codes_need_their_scales() -> None:
-    given = operands(QUERIES, False)
-    del given["k_scale"]
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepared(EagerIndexerBackend, QUERIES, True).run_index_logits(**{**given, **change})
     with pytest.raises(ValueError, match="k_scale: expected the scales of gathered codes, got None"):
-        prepared(EagerIndexerBackend, QUERIES, False).run_index_logits(**given)
-
-
-def test_nothing_and_what_is_not_declared_cannot_be_selected(library: Any) -> None:
-    given = operands(QUERIES, True)
+        prepared(EagerIndexerBackend, QUERIES, False).run_index_logits(**gathered)
     with pytest.raises(ValueError, match="topk_tokens: expected a positive number, got 0"):
         prepared(EagerIndexerBackend, QUERIES, True).run_index_topk(**given, topk_tokens=0)
     with pytest.raises(UnsupportedConfiguration, match="DEEPGEMM_INDEXER: topk not supported"):
