@@ -54,7 +54,7 @@ def test_threads():
     with ThreadPoolExecutor(2) as pool:
         failures = [each.exception() for each in [pool.submit(conforms) for _ in range(2)]]
     print(*failures)
-    assert not any(failures)
+    assert all(each is None for each in failures)
 """
 ENDED = "explanation ended by signal 11 (Segmentation fault)"
 
