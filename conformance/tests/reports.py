@@ -1,8 +1,12 @@
-"""Reports of runs whose records are given."""
+"""Reports of runs whose records are given, and scripts of ci/ as modules."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
+
+import pytest
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.judging.record import BackendFacts, Record
@@ -33,3 +37,10 @@ def write_run(
     told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}
     write_json(path, report_json(RunSummary(told, tuple(summaries), listed, shard, code=code)))
     return path
+
+
+def script(name: str) -> Any:
+    """A script of ci/, which is no package, as a module; they import each other by their names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "ci")
+        return importlib.import_module(name)

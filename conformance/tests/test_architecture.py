@@ -114,24 +114,14 @@ def test_a_floor_imports_from_below_only(floor: str) -> None:
         assert all(name.startswith(FLOORS[floor]) for name in ours), f"{path.name} imports {ours}"
 
 
-def test_dimensions_and_chunking_and_the_vocabulary_need_no_torch() -> None:
-    for name in (
-        "reference/dimensions.py",
-        "reference/chunking.py",
-        "reference/yarn.py",
-        *(f"conformance/cases/{path.name}" for path in (ROOT / "conformance" / "cases").glob("*.py")),
-        *(f"conformance/roles/{role}/case.py" for role in Role),
-        "conformance/vocabulary/capabilities.py",
-    ):
-        assert "torch" not in imported(ROOT / name), name
-
-
-def test_records_and_reports_are_read_and_judged_without_torch() -> None:
-    rooms = [path for room in ("report", "gating", "expectations", "files") for path in sources(f"conformance/{room}")]
-    rooms += [ROOT / "conformance" / "commands" / "gating.py"]
-    rooms += [ROOT / "conformance" / "judging" / f"{name}.py" for name in ("record", "verdict")]
-    names = [f"mla_conformance.{path.parent.name}.{path.stem}" for path in rooms if path.stem != "__init__"]
-    code = "".join(f"import {name}\n" for name in names) + "import sys\nassert 'torch' not in sys.modules"
+def test_cases_records_and_reports_are_read_and_judged_without_torch() -> None:
+    rooms = ("report", "gating", "expectations", "files", "cases")
+    paths = [path for room in rooms for path in sources(f"conformance/{room}")]
+    paths += [ROOT / "conformance" / "roles" / role / "case.py" for role in Role]
+    further = "commands/gating", "judging/record", "judging/verdict", "vocabulary/capabilities"
+    paths += [ROOT / "conformance" / f"{name}.py" for name in further]
+    paths += [ROOT / "reference" / f"{name}.py" for name in ("dimensions", "chunking", "yarn")]
+    code = "".join(f"import {module_of(path)}\n" for path in paths) + "import sys\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

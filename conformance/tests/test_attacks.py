@@ -1,26 +1,37 @@
-"""A kernel that attacks the run is the only one that fails, and what is reported is what was judged."""
+"""Kernels that attack the run fail alone, and cheats fare as their classes say, which the threat model shows."""
 
 import contextlib
 import hashlib
 import io
-import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from mla_conformance.cases.case import Case
+from mla_conformance.cli import main
+from mla_conformance.commands import options
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import Completed, Journal, Reported
 from mla_conformance.engine.limits import LACKED_MEMORY
+from mla_conformance.engine.messages import Judge, Setup
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import Supervisor
+from mla_conformance.engine.tasks import Tasks
+from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
+from mla_conformance.tests.cheats.cheat import Cheat, cheats
+from mla_conformance.tests.cheats.report import SALT, deciding_digest, markdown, sentence, stored
 from mla_conformance.tests.unexplained import unexplained
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 NEW = ["new_tokens:dims=small;q=[5];lse=0", "new_tokens:dims=small;q=[3]"]
 CHUNKS = [Case.parse(f"context_chunk:call=context_chunk;dims=small;q=[{n}];kv=[9]").id for n in (1, 2, 3, 4)]
@@ -126,7 +137,53 @@ def test_a_process_without_memory_to_begin_with_fails_nobody(run: tuple[Records,
     assert found.status is Status.UNAVAILABLE and found.message.endswith(f"exit status {LACKED_MEMORY}, out of memory")
 
 
-def test_what_was_loaded_stands_in_the_journal(folder: Path, run: tuple[Records, str]) -> None:
-    events = [json.loads(line) for line in (folder / "out" / "journal.jsonl").read_text().splitlines()]
-    loaded = [event["loaded"]["found"] for event in events if event["event"] == "loaded"]
-    assert any(str((folder / "attacking.py").resolve()) in found for found in loaded)
+PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
+CHEATS = cheats()
+DECIDED = [
+    CHEATS[name] for name in ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "ForgesTheAnswer")
+]
+"""Those that a judge in the kernel's process would let through, by what they reach for."""
+RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
+
+
+def test_where_there_are_no_tests_it_is_said_where_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(options, "files", lambda package: tmp_path)
+    assert main(["cheats"]) == 2
+    assert "pip install -e ." in capsys.readouterr().err
+
+
+def test_the_stored_report_is_that_of_this_code() -> None:
+    assert stored().digest == deciding_digest(), f"the stored report is stale; {RENEW}"
+
+
+def test_every_cheat_fared_as_expected() -> None:
+    assert stored().outcomes.keys() == CHEATS.keys() and stored().unexpected == []
+
+
+def test_the_threat_model_holds_the_stored_table() -> None:
+    assert Section.of(PAGE, "cheats").content.strip() == markdown(stored()), f"the table is stale; {RENEW}"
+
+
+@pytest.fixture(scope="module")
+def said(keepers_started_anew: None) -> dict[str, str]:
+    """By reference, what is said of each cheat, in processes that have judged nothing else."""
+    with Supervisor(60.0) as supervisor:
+        supervisor.add_place(Setup("cpu"), {})
+        tasks = Tasks([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
+        return {
+            each.task.reference: sentence(each.answer.record) for each in supervisor.run(tasks) if each.answer.record
+        }
+
+
+@pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)
+def test_what_reaches_for_the_judge_is_caught(entry: Cheat, said: dict[str, str]) -> None:
+    assert entry.caught in said[entry.reference]
+
+
+@pytest.mark.parametrize("entry", [entry for entry in CHEATS.values() if entry.salted], ids=lambda entry: entry.name)
+def test_what_was_recorded_beforehand_answers_nothing_that_is_drawn_with_a_salt(entry: Cheat) -> None:
+    subject, case = Subject.of(entry.reference, torch.device("cpu")), Case.parse(entry.case)
+    assert entry.caught in sentence(judge_one(subject, case, Context(SALT)))
+    assert sentence(judge_one(subject, case, Context())) == ""

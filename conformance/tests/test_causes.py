@@ -1,6 +1,7 @@
-"""Failures by cause: what is told once, what is kept apart, and how much of it a terminal shows."""
+"""Failures by cause: what is told once, what is kept apart, in which cases it occurs, and how much a terminal shows."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
@@ -9,8 +10,7 @@ import pytest
 from mla_conformance.judging.record import UNLIKE, BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes, raised_at
-from mla_conformance.report.ci_views import annotations, markdown
-from mla_conformance.report.json_report import report_form
+from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.outcome import cause_lines, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
@@ -98,11 +98,6 @@ def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
     assert numbers == ["1.", "2.", "3."] and both.causes[1].example.case == "lse:q=[6]"
 
 
-def test_without_a_likely_cause_none_is_counted() -> None:
-    lines = list(cause_lines(run(failure(), failure("lse:q=[3]", check="output")), 80))
-    assert lines[0] == "wrong: B, 2 cases" and lines[1].startswith("    1. 1 case: the LSE is wrong, ")
-
-
 @pytest.mark.parametrize(
     ("one", "other", "alike"),
     [
@@ -183,8 +178,46 @@ def test_reasons_are_said_where_one_kernel_is_asked_for() -> None:
     assert not any("no 1" in line for line in outcome_lines(two, 140))
 
 
-def test_views_tell_a_cause_once() -> None:
-    many = run(*(failure(f"lse:q=[{n}]", explanation=BASE_2) for n in range(1, 53)))
-    assert annotations(many).count("::error") == 1 and markdown(many).count("mla-conformance replay") == 1
-    (form,) = report_form(many).backends["B"].causes
-    assert len(form.cases) == 52 and form.example == "lse:q=[1]" and form.used == (9.0, 9.0)
+def only(failing: Iterable[str], passing: Iterable[str]) -> str:
+    """What is said of the one cause of these failures."""
+    records = [failure(f"decode:call=decode;{case}", check="output") for case in failing]
+    passed = {"status": "pass", "check": "", "message": ""}
+    (cause,) = causes([*records, *(failure(f"decode:call=decode;{case}", **passed) for case in passing)])
+    return cause.only
+
+
+CODES = [f"cache=fp8;q=[1];kv=[{length}]" for length in (5, 6, 7)]
+PLAIN = [f"q=[1];kv=[{length}]" for length in (5, 6, 7)]
+SEVERAL = [f"q=[2];kv=[{length}]" for length in (5, 6, 7)]
+LONG = [f"q=[1];kv=[{length}]" for length in (399, 1000, 500)]
+WIDE = [f"heads={heads};q=[1];kv=[5]" for heads in (20, 40, 24)]
+BOTH = [f"cache=fp8;q=[2];kv=[{length}]" for length in (5, 6, 7)]
+
+
+@pytest.mark.parametrize(
+    ("failing", "passing", "said"),
+    [
+        (CODES, PLAIN, "only with cache=fp8: 3 such cases fail so, 0 pass"),
+        (CODES[:2] + BOTH, [*PLAIN, CODES[2]], "only with cache=fp8: 5 such cases fail so, 1 pass"),
+        (SEVERAL, PLAIN, "only with several query tokens: 3 such cases fail so, 0 pass"),
+        (LONG, PLAIN, "only with 400 keys or more: 3 such cases fail so, 0 pass"),
+        (WIDE, PLAIN, "only with 20 heads or more: 3 such cases fail so, 0 pass"),
+        (BOTH, CODES + SEVERAL + PLAIN, "only with cache=fp8 and several query tokens: 3 such cases fail so, 0 pass"),
+    ],
+)
+def test_the_kind_of_failing_cases_is_told_with_its_number(failing: list[str], passing: list[str], said: str) -> None:
+    assert only(failing, passing) == said
+
+
+@pytest.mark.parametrize(
+    ("failing", "passing"),
+    [
+        (CODES[:2], PLAIN),  # two failures
+        (CODES, []),  # nothing to tell them from
+        (PLAIN, [f"q=[1];kv=[{length}]" for length in range(20, 30)]),  # most such cases pass
+        (CODES, [CODES[0], *PLAIN[:2]]),  # a third of what passes
+        ([CODES[0], PLAIN[0], "q=[3];kv=[9];page=32"], [SEVERAL[0], "cache=fp8;q=[1];kv=[9];page=32"]),
+    ],
+)
+def test_what_tells_failures_from_nothing_is_not_told(failing: list[str], passing: list[str]) -> None:
+    assert only(failing, passing) == ""

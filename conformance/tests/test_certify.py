@@ -1,35 +1,34 @@
-"""``certify`` end to end: a wrong backend fails with a line that reproduces it, and a rerun loses nothing."""
+"""``certify`` and ``watch`` end to end: a wrong backend fails with a line that reproduces it, whenever it is saved."""
 
 import hashlib
+import itertools
 import json
+import os
+import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mla_conformance.cli import main
 from mla_conformance.report.loading import load_report
+from mla_conformance.tests.unexplained import unexplained
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 CERTIFY = ["certify", "--tier", "smoke", "--device", "cpu", "-n", "1", "--capability", "lse"]
 LSE_CASES = len(find_capability("lse").select(Tier.SMOKE))
-BASE_2 = """
-import math
-from mla_conformance.backends.eager import EagerPrefillBackend
-
-class Base2(EagerPrefillBackend):
-    def _finish(self, state):
-        output, lse = super()._finish(state)
-        return output, lse / math.log(2)
-"""
 
 
 def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "wrong.py").write_text(BASE_2)
-    assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Base2", "--out", str(tmp_path / "out")]) == 1
+    assert main([*CERTIFY, "--backend", f"{tmp_path / 'wrong.py'}:Mine", "--out", str(tmp_path / "out")]) == 1
     printed = capsys.readouterr().out
     digest = hashlib.sha256((tmp_path / "out" / "report.json").read_bytes()).hexdigest()
     report = f"report {tmp_path / 'out' / 'report.html'}, and report.json beside it, SHA-256 {digest}\n"
@@ -37,11 +36,12 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     assert " · judging 1 failure again, and looking for an explanation\n" in printed
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
-    assert f"wrong: Base2, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
+    assert f"wrong: Mine, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
     command, *arguments = shlex.split(line.partition("replay: ")[2])
-    assert command == "mla-conformance" and main(arguments) == 1
+    with unexplained():
+        assert command == "mla-conformance" and main(arguments) == 1
     printed = capsys.readouterr().out
-    assert "wrong: Base2, 1 likely cause, 1 case: The LSE is in base 2" in printed
+    assert "wrong: Mine, 1 likely cause, 1 case: the LSE is in base 2" in printed
     assert f" · suite {SUITE_VERSION} · 1 case · golden float64\n" in printed and "report.html" not in printed
 
 
@@ -68,12 +68,72 @@ def test_a_run_that_could_judge_nothing_is_no_success(tmp_path: Path, capsys: py
     assert mine["status"] == "unavailable" and "No module named 'no_such_module'" in mine["reasons"][0]
 
 
-def test_cases_of_a_role_that_a_backend_lacks_reach_no_process(tmp_path: Path) -> None:
-    wanted = ["--capability", "decode_lse", "--backend", "mla_conformance.backends.eager:EagerPrefillBackend"]
-    main([*CERTIFY, *wanted, "--out", str(tmp_path / "run")])
-    lines = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
-    started = {line["case"] for line in lines if line["event"] == "started"}
-    records = [line["record"] for line in lines if line["event"] == "verdict"]
-    lacking = [each for each in records if each["capability"] == "decode_lse"]
-    assert {(each["status"], each["message"]) for each in lacking} == {("unsupported", "prefill only")}
-    assert started and started.isdisjoint(each["case"] for each in lacking)
+COMMAND = Path(sys.executable).with_name("mla-conformance")
+RIGHT = """
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Mine(EagerPrefillBackend):
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse * 1.0
+"""
+BASE_2 = RIGHT.replace("* 1.0", "/ 0.6931471805599453")
+HANGING = RIGHT.replace("output, lse =", "open('hangs', 'w'), __import__('time').sleep(1000); output, lse =")
+WRONG = RIGHT.replace("1.0", "1.5")
+"""Of the same size; all are written within one second: what is cached of the one must not be taken for the other."""
+
+
+def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    moments = itertools.count(2 * 10**18, 10**6)
+
+    def save(text: str) -> None:
+        (tmp_path / "new").write_text(text)
+        os.utime(tmp_path / "new", ns=(0, next(moments)))
+        (tmp_path / "new").replace(source)
+
+    save(RIGHT)
+    options = ["--capability", "lse", "--device", "cpu"]
+    watching = subprocess.Popen(
+        [COMMAND, "watch", "mine.py:Mine", *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        # Who is started in the background inherits that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+    def reported() -> str:
+        assert watching.stdout is not None
+        return watching.stdout.readline()
+
+    def saved(text: str) -> str:
+        save(text)
+        return reported()
+
+    try:
+        assert re.fullmatch(r"[\d:]{8} Mine ✔ \d+ passed · 0 failed · .* of its budget · \d:\d\d\n", reported())
+        assert re.match(r"[\d:]{8} Mine ✘ \d+ passed · [1-9]\d* failed", saved(WRONG))
+        assert re.match(r"wrong: Mine, \d+ cases: the LSE is wrong, ", reported())
+        while "replay: " not in (line := reported()):
+            assert line.startswith("       ")
+        assert line.endswith(" --backend mine.py:Mine\n")
+        assert re.match(
+            r"[\d:]{8} Mine \? '\S+/mine.py:Mine' does not import: SyntaxError: .*\(mine.py, line 1\)\n",
+            saved("def" + RIGHT.lstrip()),
+        )
+        save(HANGING)
+        while not (tmp_path / "hangs").exists():
+            time.sleep(0.1)
+        assert " Mine ✔ " in saved(RIGHT)  # at once, and nothing of what hung
+    finally:
+        watching.send_signal(signal.SIGINT)
+        printed, complained = watching.communicate(timeout=60)
+    assert (watching.returncode, printed, complained) == (130, "", "")
+
+
+def test_only_a_file_can_be_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "EAGER"]) == 2
+    assert "expected a class in a file, as file.py:Class, got EAGER" in capsys.readouterr().err

@@ -1,16 +1,19 @@
-"""What a process keeps: made once for all backends, within so many bytes."""
+"""What a process keeps, and what a salt draws anew."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.golden import GoldenAttention
+from mla_conformance.cli import main
+from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.table import build_problem
 from mla_conformance.trials import context as kept
 from mla_conformance.trials.context import BoundedCache, Context
 from mla_conformance.trials.judge_one import judge_one
@@ -35,32 +38,13 @@ class SpoilsItsInputs(EagerPrefillBackend):
 """
 
 
-class Made:
-    """Everything that contexts of a test build and compute, which is what they keep."""
-
-    def __init__(self) -> None:
-        self.problems: list[Problem] = []
-        self.golden: list[GoldenAttention] = []
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        return len(self.problems), len(self.golden)
-
-
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Made:
-    made = Made()
-
-    def noting(notes: list[Any], make: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
-            notes.append(make(*arguments))
-            return notes[-1]
-
-        return noted
-
-    monkeypatch.setattr(kept, "build_problem", noting(made.problems, kept.build_problem))
-    monkeypatch.setattr(kept, "golden_of", noting(made.golden, kept.golden_of))
-    return made
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
+    """What builds problems and what computes golden results, which counts how often it did."""
+    makers = [Mock(wraps=kept.build_problem), Mock(wraps=kept.golden_of)]
+    monkeypatch.setattr(kept, "build_problem", makers[0])
+    monkeypatch.setattr(kept, "golden_of", makers[1])
+    return makers
 
 
 @pytest.fixture
@@ -73,65 +57,86 @@ def judged(context: Context, reference: str = "EAGER", started: Callable[[Case],
     return judge_one(Subject.of(reference, CPU), CASE, context, started)
 
 
-def test_inputs_and_golden_result_are_made_once_for_two_backends(made: Made) -> None:
+def test_inputs_and_golden_result_are_made_once_for_two_backends(made: list[Mock]) -> None:
     context = Context()
     assert [judged(context, name).status for name in ("EAGER", "TORCH_SDPA", "EAGER")] == [Status.PASS] * 3
-    assert made.counts == (1, 1)
-    assert judged(Context()).status is Status.PASS and made.counts == (2, 2)
+    assert [each.call_count for each in made] == [1, 1]
 
 
-def test_what_a_backend_writes_into_its_inputs_no_other_sees(made: Made, wrong: Callable[[str], str]) -> None:
+def test_what_a_backend_writes_into_its_inputs_no_other_sees(made: list[Mock], wrong: Callable[[str], str]) -> None:
     context = Context()
     assert judged(context, wrong("SpoilsItsInputs")).check == Check.MUTATED_INPUT
     assert judged(context).status is Status.PASS
-    assert made.counts == (1, 1)
+    assert [each.call_count for each in made] == [1, 1]
 
 
-def test_a_wrong_backend_is_tried_once(made: Made, wrong: Callable[[str], str]) -> None:
+def test_a_wrong_backend_is_tried_once(made: list[Mock], wrong: Callable[[str], str]) -> None:
     context, attempts = Context(), list[Case]()
     judged(context)
     record = judged(context, wrong("AddsOne"), attempts.append)
     assert (record.status, record.check) == (Status.FAIL, Check.OUTPUT)
-    assert len(attempts) == 1 and made.counts == (1, 1)
+    assert len(attempts) == 1 and [each.call_count for each in made] == [1, 1]
 
 
-def test_inputs_above_the_limit_are_built_for_each_backend(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "PROBLEM_BYTES", {"cpu": 100})
-    context = Context()
-    assert [judged(context).status for _ in range(2)] == [Status.PASS] * 2
-    assert made.counts == (2, 1)
-
-
-def values_of(values: BoundedCache[str]) -> list[str]:
-    return [value for value, _ in values._entries.values()]
-
-
-def keep(values: BoundedCache[str], name: str, elements: int, limit: int = 100) -> torch.Tensor:
-    tensor = torch.zeros(elements, dtype=torch.uint8)
-    values.keep((name, "cpu"), name, [tensor], limit)
-    return tensor
-
-
-def test_what_was_used_longest_ago_makes_room() -> None:
+def test_what_was_used_longest_ago_makes_room_and_the_last_one_is_kept_whatever_its_size() -> None:
     values = BoundedCache[str]()
-    for name in "abc":
-        keep(values, name, 30)
+
+    def kept_after(name: str, size: int) -> str:
+        values.keep((name, "cpu"), name, [torch.zeros(size, dtype=torch.uint8)], 100)
+        return "".join(each for each in "abcde" if values.find((each, "cpu")))
+
+    assert [kept_after(name, 30) for name in "abc"] == ["a", "ab", "abc"]
     assert values.find(("a", "cpu")) == "a"
-    keep(values, "d", 30)
-    assert values_of(values) == ["c", "a", "d"] and values.find(("b", "cpu")) is None
+    assert (kept_after("d", 30), kept_after("e", 300)) == ("acd", "e")
 
 
-def test_the_last_one_is_kept_whatever_its_size() -> None:
-    values = BoundedCache[str]()
-    keep(values, "a", 30)
-    keep(values, "b", 300)
-    assert values_of(values) == ["b"]
-    keep(values, "c", 30)
-    assert values_of(values) == ["c"]
+OF_EACH_ROLE = [
+    "lse:dims=small;heads=2;q=[5,9]",
+    "chunked_context:call=chunked_context;dims=small;heads=2;q=[3];kv=[40];page=16;workspace=32",
+    "decode:call=decode;dims=small;heads=2;q=[1,1];kv=[40,9];page=16",
+    "mixed_batch:call=layer;dims=small;heads=2;q=[4,1];kv=[0,9];decodes=1;page=16",
+    "sparse_decode:call=sparse_decode;heads=16;q=[1];kv=[40];page=16;topk=16",
+    "indexer_logits:call=index_logits;q=[1];kv=[40];page=16",
+]
 
 
-def test_memory_that_tensors_share_counts_once() -> None:
-    values, shared = BoundedCache[str](), torch.zeros(60, dtype=torch.uint8)
-    values.keep(("a", "cpu"), "a", [shared[:30], shared[30:]], 100)
-    keep(values, "b", 40)
-    assert values_of(values) == ["a", "b"]
+def contents(case: str, salt: str) -> list[bytes]:
+    problem = build_problem(Case.parse(case), CPU, salt)
+    return [
+        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in problem.tensors() if tensor.dim()
+    ]
+
+
+@pytest.mark.parametrize("case", OF_EACH_ROLE)
+def test_every_role_draws_by_the_salt(case: str) -> None:
+    one, again, other = contents(case, "one"), contents(case, "one"), contents(case, "other")
+    assert one == again and one != other != contents(case, "") != one
+    keys = [build_problem(Case.parse(case), CPU, salt).key for salt in ("", "one", "other")]
+    assert keys[0] == Case.parse(case).id and len(set(keys)) == 3
+
+
+@pytest.mark.parametrize("salt", ["two words", "ä", "x" * 65, "a/b", "\n"])
+def test_a_salt_that_no_command_line_would_carry_is_refused(salt: str) -> None:
+    with pytest.raises(RequestError, match="expected a salt of up to 64 letters"):
+        RunRequest.of(salt=salt)
+
+
+TELLS_ITS_QUERIES = """
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Wrong(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, q, k, v, **options):
+        raise RuntimeError(f"it begins with {float(q.flatten()[0])}")
+"""
+
+
+def test_a_worker_draws_by_the_salt_and_the_replay_line_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.py").write_text(TELLS_ITS_QUERIES)
+    named = ["--backend", f"{tmp_path / 'wrong.py'}:Wrong", "--salt", "s1"]
+    assert main(["replay", "lse:q=[4]", *named, "--device", "cpu"]) == 1
+    said = capsys.readouterr().out
+    first = float(build_problem(Case.parse("lse:q=[4]"), CPU, "s1").calls[0].q.flatten()[0])
+    assert f"it begins with {first}" in said
+    assert "· salt s1" in said and f"replay: mla-conformance replay 'lse:q=[4]' {' '.join(named)}" in said

@@ -1,19 +1,18 @@
-"""Known defects die where they should, their honest bases live, and the published figures are of this very code."""
+"""Known defects die where they should, in every generation, and honest bases live; the stored figures are of it."""
 
-from functools import cache
-from importlib import import_module
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.work import work_of
 from mla_conformance.cli import main
 from mla_conformance.defects.honest import HONEST
-from mla_conformance.defects.known import DefectError, KnownDefect, defects, known_defects, reported_bugs
+from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.defects.report import (
     DefectReport,
     deciding_digest,
@@ -25,17 +24,20 @@ from mla_conformance.defects.report import (
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.context import Context
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.roles.prefill.case import PrefillCase
+from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
 ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()
-CONTEXT = Context()
 REGENERATE = "run `mla-conformance defects --out fixtures/defects.json --page docs/known-defects.md`"
-ENTRIES_OF_THESE_LAYERS = 227
-"""Reported bugs of everything that has a role, merging, quantised output, selectors and ranks among them."""
+
+
+ONE_OF_EACH = {
+    (CAPABILITIES[entry.killed_by].procedure, entry.roles): entry
+    for entry in sorted(DEFECTS.values(), key=lambda each: -work_of(Case.parse(stored().killing_cases[each.id])))
+}
+"""The one whose case takes least."""
 
 
 def honest_base(kernel: type) -> type:
@@ -43,15 +45,8 @@ def honest_base(kernel: type) -> type:
     return next(cls for cls in kernel.__mro__ if cls in (*HONEST, EagerDecodeBackend))
 
 
-@cache
-def judged(kernel: type, case: str) -> Record:
-    """A kernel's record of a case; many defects share their base and their case."""
-    subject = Subject.of(f"{kernel.__module__}:{kernel.__name__}", torch.device("cpu"))
-    return judge_one(subject, Case.parse(case), CONTEXT)
-
-
-@pytest.mark.parametrize("entry", {entry.killed_by: entry for entry in DEFECTS.values()}.values(), ids=lambda e: e.id)
-def test_a_known_defect_of_each_capability_is_killed_by_its_case_which_its_honest_base_passes(
+@pytest.mark.parametrize("entry", ONE_OF_EACH.values(), ids=lambda entry: entry.id)
+def test_a_known_defect_of_each_procedure_and_role_is_killed_by_its_case_which_its_honest_base_passes(
     entry: KnownDefect,
 ) -> None:
     """One of each: the digest of the stored report says that `defects` saw all of them die by this very code."""
@@ -59,36 +54,6 @@ def test_a_known_defect_of_each_capability_is_killed_by_its_case_which_its_hones
     assert Case.parse(case).capability == entry.killed_by
     assert judged(entry.kernel, case).failed, f"{case} does not kill it; {REGENERATE}"
     assert judged(honest_base(entry.kernel), case).status is Status.PASS
-
-
-def test_every_honest_kernel_is_judged() -> None:
-    names = ("honest", "honest_decode", "honest_sparse", "honest_tiles")
-    rooms = [import_module(f"mla_conformance.defects.{name}") for name in names]
-    own = {each for room in rooms for each in vars(room).values() if getattr(each, "__module__", "") == room.__name__}
-    assert {each for each in own if isinstance(each, type) and not each.__name__.startswith("_")} <= set(HONEST)
-
-
-@pytest.mark.parametrize(
-    ("name", "step", "killed_by", "said"),
-    [
-        ("odd__behind_finish", lambda self, output, lse, *, colour: None, "lse", "arguments of _finish, got colour"),
-        ("odd", lambda self: None, "lse", "expected the site behind a kernel's name"),
-        ("odd__finish", lambda self, state: None, "colours", "no capability 'colours'"),
-        ("odd__finish", lambda self, state: None, "lse", "expected a docstring"),
-        ("fa4_zero_len_k_hang_nan", type("odd", (), {"__module__": __name__}), "lse", "the id is taken by"),
-    ],
-)
-def test_a_defect_that_is_declared_wrongly_is_refused(name: str, step: object, killed_by: str, said: str) -> None:
-    with pytest.raises((DefectError, TypeError), match=said):
-        defects(killed_by)(type("_Group", (EagerPrefillBackend,), {name: step}))
-
-
-def test_what_is_not_emulated_has_a_reason() -> None:
-    left_out = reported_bugs().not_emulated
-    assert all(len(reason) > 20 for reason in left_out.values())
-    assert not left_out.keys() & DEFECTS.keys()
-    reported = [entry for entry in DEFECTS.values() if entry.sources]
-    assert len(left_out) + len(reported) == ENTRIES_OF_THESE_LAYERS
 
 
 def test_the_stored_report_is_that_of_this_code() -> None:
@@ -142,27 +107,6 @@ def outcomes(killed: dict[str, set[str]]) -> list[Record]:
     ]
 
 
-def test_survivors_and_false_alarms_are_counted() -> None:
-    (entry, *_) = DEFECTS.values()
-    report = summarise(outcomes({entry.id: {entry.killed_by, "refusals"}}), "full", "0")
-    assert entry.id not in report.survivors and report.kills[entry.id] == [entry.killed_by, "refusals"]
-    assert report.killing_cases == {entry.id: f"{entry.killed_by}:q=[1]"}
-    assert report.false_alarms == [] and report.honest_pairs == 2 * len(CAPABILITIES)
-    assert any(line.startswith(f"✔ {entry.family}") for line in terminal_lines(report))
-
-
-def test_the_smoke_tier_promises_most_kills_by_any_capability_and_no_false_alarm() -> None:
-    ids = list(DEFECTS)
-    spared = len(ids) // 20
-    kills = {id: [] if number < spared else ["refusals"] for number, id in enumerate(ids)}
-    smoke = DefectReport(["0"], "smoke", kills, {}, [], 9)
-    assert smoke.holds and smoke.survivors == ids[:spared]
-    assert f"ALIVE {ids[0]}" in list(terminal_lines(smoke)) and "which promises 95%" in list(terminal_lines(smoke))[-1]
-    assert not msgspec.structs.replace(smoke, kills={**kills, ids[spared]: []}).holds
-    assert not msgspec.structs.replace(smoke, false_alarms=["EAGER on lse:q=[3]: wrong"]).holds
-    assert not msgspec.structs.replace(smoke, tier="full").holds
-
-
 def test_an_unrelated_kill_makes_a_survivor_and_an_honest_one_a_false_alarm() -> None:
     (entry, *_) = DEFECTS.values()
     unrelated = next(name for name in CAPABILITIES if name not in (entry.killed_by, *entry.related))
@@ -172,3 +116,86 @@ def test_an_unrelated_kill_makes_a_survivor_and_an_honest_one_a_false_alarm() ->
     )
     assert entry.id in report.survivors and len(report.false_alarms) == 2
     assert any(line.startswith("FALSE ALARM EagerPrefillBackend on new_tokens") for line in terminal_lines(report))
+
+
+KILLING_CASES = stored().killing_cases
+INEXPRESSIBLE = {
+    "earlier": ("out_tensor", "merge_states", "quant_output_fp8", "cuda_graph"),
+    "present": ("empty_rows", "cuda_graph"),
+}
+"""Faults that a generation's interface has no room for: the earlier one has no output tensor, no output scale and no
+merge of its own; the present one is never given a row without keys; neither lets a prefill declare graphs."""
+OUT_OF_REACH = {
+    "earlier": ("refusal-after-the-output-was-cleared",),
+    "present": ("nan-spreads-across-rows-in-output-quant", "prefill-empty-context-advances-odd-strides"),
+}
+"""Defects in what a generation does not hand over: an output tensor, rows that the metadata does not count, and rows of
+contexts without keys."""
+PREFILLING = {
+    entry.procedure: name
+    for name, entry in CAPABILITIES.items()
+    if {case.role for case in entry.cases} == {Role.PREFILL}
+}
+"""A capability of each procedure."""
+DEFECT = {
+    "present": "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
+    "earlier": (
+        "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"
+        "class Wrong(EarlierEagerPrefillBackend):\n    get_prefill_impl_cls = staticmethod(lambda: Impl)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("capability", PREFILLING.values())
+def test_eager_has_the_same_verdict_in_every_generation(capability: str) -> None:
+    case = min(CAPABILITIES[capability].select(Tier.SMOKE), key=work_of)
+    names = ("EAGER", "EAGER[present]", "EAGER[earlier]")
+    plain, present, earlier = (judged(name, case).status for name in names)
+    assert present is plain
+    assert isinstance(case, PrefillCase)
+    lacking = case.own_merge or case.quant != "none"
+    assert earlier is (Status.UNSUPPORTED if lacking else plain)
+
+
+def expressible(entry: KnownDefect, generation: str) -> bool:
+    """Whether the generation has room for the fault, and calls the method that it stands in."""
+    lineage = entry.kernel.__mro__[: entry.kernel.__mro__.index(EagerPrefillBackend)]
+    # The present generation's chunks are other calls; the earlier one hands the metadata over with every call.
+    absent = {"present": "run_prefill_context_chunk", "earlier": "prepare_metadata"}[generation]
+    if entry.id in OUT_OF_REACH[generation] or any(absent in vars(cls) for cls in lineage):
+        return False
+    case = Case.parse(KILLING_CASES[entry.id])
+    # What the earlier generation has no argument for.
+    needs = isinstance(case, PrefillCase) and (case.out or case.own_merge or case.quant != "none")
+    if generation == "earlier" and needs:
+        return False
+    return entry.killed_by not in INEXPRESSIBLE[generation]
+
+
+# The last of a kind stays, whose case takes least.
+IN_EACH_GENERATION = {
+    (generation, CAPABILITIES[entry.killed_by].procedure): entry
+    for generation in DEFECT
+    for entry in sorted(known_defects().values(), key=lambda each: -work_of(Case.parse(KILLING_CASES[each.id])))
+    if Role.PREFILL in entry.roles and expressible(entry, generation)
+}
+
+
+@pytest.mark.parametrize(
+    ("generation", "entry"),
+    [
+        pytest.param(generation, entry, id=f"{generation}-{entry.id}")
+        for (generation, _), entry in IN_EACH_GENERATION.items()
+    ],
+)
+def test_a_known_defect_of_each_procedure_dies_in_every_generation(
+    generation: str, entry: KnownDefect, tmp_path: Path
+) -> None:
+    kernel = entry.kernel
+    source = (
+        "from mla_conformance.backends.eager_generations import *\n"
+        f"from {kernel.__module__} import {kernel.__name__}\n" + DEFECT[generation].format(kernel=kernel.__name__)
+    )
+    path = tmp_path / f"{generation}_{kernel.__name__}.py"
+    path.write_text(source, encoding="utf-8")
+    assert judged(f"{path}:Wrong", KILLING_CASES[entry.id]).failed

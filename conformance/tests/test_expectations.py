@@ -211,11 +211,6 @@ def test_an_entry_of_several_cases_loses_those_that_pass(
     assert [(e.case, e.reason, e.check) for e in written] == [(first, "base 2", "lse"), ((third, fourth), "", "output")]
 
 
-def test_a_list_without_a_query_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected a case query, or a list of some, got none"):
-        replace(KNOWN, case=())
-
-
 def test_a_run_applies_expectations(tmp_path: Path) -> None:
     facts = BackendFacts("MINE", "MINE", versions={"flash-attn": "2.8.0b1"})
     known = Expectations((replace(KNOWN, when="flash-attn < 2.8"),))

@@ -8,13 +8,9 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.cases.case import Case
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.context import Context
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.tests.drawn import judged
 
-CONTEXT = Context()
 LAYER = "mixed_batch:call=layer;dtype=fp16;heads=16"
 ALARMS = {
     "logits closer than P is rounded": "decode:dims=small;heads=16;q=[2,2];kv=[128,33];scale=1;"
@@ -40,12 +36,12 @@ MERGED = (
 @pytest.mark.parametrize("backend", ["EAGER", "TORCH_SDPA"])
 @pytest.mark.parametrize("case", ALARMS.values(), ids=list(ALARMS))
 def test_right_kernels_pass(case: str, backend: str) -> None:
-    record = judge_one(Subject.of(backend, torch.device("cpu")), Case.parse(case), CONTEXT)
+    record = judged(backend, case)
     assert record.status is Status.PASS, record.message
 
 
 def test_a_merge_of_subnormal_parts_passes() -> None:
-    record = judge_one(Subject.of("EAGER", torch.device("cpu")), Case.parse(MERGED), CONTEXT)
+    record = judged("EAGER", MERGED)
     assert record.status is Status.PASS, record.message
 
 
@@ -85,6 +81,6 @@ class LosesOneInSixteenThousand(AddsWeightsOneByOne):
     ],
 )
 def test_weights_that_are_added_one_by_one(kernel: type[AddsWeightsOneByOne], data: str, status: Status) -> None:
-    case = Case.parse(f"context_chunk:dims=small;heads=1;q=[5];kv=[16384];data={data}")
-    record = judge_one(Subject.of(f"{__name__}:{kernel.__name__}", torch.device("cpu")), case, CONTEXT)
+    case = f"context_chunk:dims=small;heads=1;q=[5];kv=[16384];data={data}"
+    record = judged(kernel, case)
     assert record.status is status, record.message

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.cases.case import Case
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import KEPT_BYTES, LOG_NAME, RunFolder
 from mla_conformance.engine.journal import Journal
@@ -17,10 +16,8 @@ from mla_conformance.engine.run import Run
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.loading import load_report
+from mla_conformance.tests.drawn import judged
 from mla_conformance.tests.unexplained import unexplained
-from mla_conformance.trials.context import Context
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
 
 FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]")
 PASS, CRASH, TIMEOUT = (Status.PASS, ""), (Status.CRASH, ""), (Status.TIMEOUT, "")
@@ -64,8 +61,7 @@ MEMORY = 4 * 2**30
 
 @pytest.mark.parametrize("name", OF_CALLS)
 def test_a_fault_that_leaves_the_process_is_told_by_the_judge(name: str) -> None:
-    subject = Subject.of(f"{Path(__file__).with_name('faults.py')}:{name}", torch.device("cpu"))
-    record = judge_one(subject, Case.parse(FAULTY), Context())
+    record = judged(f"{Path(__file__).with_name('faults.py')}:{name}", FAULTY)
     check, said = OF_CALLS[name]
     assert (record.status, record.check) == (Status.FAIL, check) and said in record.message
 
@@ -150,3 +146,41 @@ def test_nothing_is_left_but_bounded_files(folder: Path) -> None:
     names = {path.name for path in (folder / "out").iterdir() if not path.is_fifo()}
     assert names == {"journal.jsonl", LOG_NAME, "report.json", "report.html"}
     assert (folder / "out" / LOG_NAME).stat().st_size <= KEPT_BYTES
+
+
+GPU = pytest.mark.skipif(
+    not (torch.cuda.is_available() and hasattr(torch.cuda, "_compile_kernel")),
+    reason="needs a CUDA device and torch 2.9, which compiles kernels",
+)
+
+GPU_CASES = ["no_side_effects:q=[5,3]", "no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]"]
+FAULTY_ON_A_GPU = GPU_CASES[1]
+OF_A_GPU: dict[str, tuple[Status, str, str]] = {
+    "IllegalAddress": (Status.FAIL, Check.CALL, "illegal memory access"),
+    "Misaligned": (Status.FAIL, Check.CALL, "misaligned address"),
+    "DeviceAssert": (Status.FAIL, Check.CALL, "device-side assert"),
+    "FailsAfterItReturned": (Status.FAIL, Check.CALL, "launch failure"),
+    "NeverLaunches": (Status.FAIL, Check.MASK, "NaN"),
+}
+
+
+@pytest.fixture(scope="module")
+def gpu_records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Record]:
+    """One run over all of them."""
+    folder = tmp_path_factory.mktemp("gpu_faults")
+    source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
+    request = RunRequest.of([f"{source}:{name}" for name in OF_A_GPU], device="cuda", cases=GPU_CASES)
+    run = Run(request, RunFolder.claim(folder / "out"), Limits(workers=1, timeout=300))
+    assert run_and_report(run, as_json=True) == 1
+    found = run.summary().records
+    assert len({(record.reference, record.capability, record.case) for record in found}) == len(found)
+    return {(record.backend, record.case): record for record in found}
+
+
+@GPU
+def test_a_run_on_a_gpu_has_exactly_the_expected_verdicts(gpu_records: dict[tuple[str, str], Record]) -> None:
+    expected = {(name, case): (Status.PASS, "") for name in OF_A_GPU for case in GPU_CASES}
+    expected |= {(name, FAULTY_ON_A_GPU): (status, check) for name, (status, check, _) in OF_A_GPU.items()}
+    found = {key: (record.status, record.check) for key, record in gpu_records.items()}
+    assert found == expected, {key: record.message for key, record in gpu_records.items()}
+    assert all(said in gpu_records[name, FAULTY_ON_A_GPU].message for name, (_, _, said) in OF_A_GPU.items())

@@ -1,4 +1,4 @@
-"""The judge of an indexer: what it says of selections and scores that are wrong by one thing, and of ties."""
+"""The judges of an indexer, a top-k and a preparation: what is wrong by one thing, ties, and what may be declared."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,13 +6,18 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.declaration import Declaration
-from mla_conformance.cases.case import Case
+from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder, Ties
+from mla_conformance.backends.loading import resolve_backend
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.defects.known import known_defects
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.indexer.role import golden_scores
-from mla_conformance.roles.table import build_problem, judge
+from mla_conformance.roles.table import build_problem, definition_of, golden_of, judge
+from mla_conformance.roles.topk.role import PoolTokens
+from mla_conformance.tests.drawn import judged
 
 CPU = torch.device("cpu")
 TOPK = "indexer_topk:call=index_topk;heads=4;q=[2,1];kv=[20,3];topk=8"
@@ -26,9 +31,9 @@ def built(text: str) -> tuple[Problem, Any, torch.Tensor]:
     return problem, golden, best.indices.masked_fill(best.values == -torch.inf, -1).int()
 
 
-def verdict(problem: Problem, value: Any) -> Verdict:
+def verdict(problem: Problem, value: Any, declaration: Declaration | None = None) -> Verdict:
     observation = Observation((Returned(problem.calls[0], value),), None, ())
-    return judge(problem, golden_scores(problem), observation, Declaration())
+    return judge(problem, golden_of(problem), observation, declaration or Declaration())
 
 
 def test_the_order_of_a_selection_is_free() -> None:
@@ -36,37 +41,21 @@ def test_the_order_of_a_selection_is_free() -> None:
     assert verdict(problem, best).status is verdict(problem, best.flip(1)).status is Status.PASS
 
 
-def out_of_bound(best: torch.Tensor) -> None:
-    best[0, 3] = 21
-
-
-def foreign(best: torch.Tensor) -> None:
-    best[2, 1] = -7
-
-
-def twice(best: torch.Tensor) -> None:
-    best[1, 7] = best[1, 0]
-
-
-def missing(best: torch.Tensor) -> None:
-    best[1, 0] = -1
-
-
-def invented(best: torch.Tensor) -> None:
-    best[2, 7] = 4
+def put(row: int, column: int, value: int) -> Callable[[torch.Tensor], object]:
+    return lambda best: best[row].__setitem__(column, value)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (out_of_bound, "token 21 is selected, expected those below 21, at request 0, query 0"),
-        (foreign, "-7 is no token of the request, at request 1, query 0"),
-        (twice, "is selected twice, at request 0, query 1"),
-        (missing, "7 tokens are selected, expected 8 of 22, at request 0, query 1"),
-        (invented, "token 4 is selected, expected those below 4, at request 1, query 0"),
+        (put(0, 3, 21), "token 21 is selected, expected those below 21, at request 0, query 0"),
+        (put(2, 1, -7), "-7 is no token of the request, at request 1, query 0"),
+        (lambda best: best[1].__setitem__(7, best[1, 0]), "is selected twice, at request 0, query 1"),
+        (put(1, 0, -1), "7 tokens are selected, expected 8 of 22, at request 0, query 1"),
+        (put(2, 7, 4), "token 4 is selected, expected those below 4, at request 1, query 0"),
     ],
 )
-def test_what_is_named_is_judged_exactly(wrong: Callable[[torch.Tensor], None], said: str) -> None:
+def test_what_is_named_is_judged_exactly(wrong: Callable[[torch.Tensor], object], said: str) -> None:
     problem, _, best = built(TOPK)
     wrong(best)
     found = verdict(problem, best)
@@ -113,3 +102,131 @@ def test_scores_count_below_the_bound_alone() -> None:
     assert found.check is Check.SCORE and "score is nan of token 21 at request 0, query 1" in found.message
     assert verdict(problem, logits[:, :-1]).check is Check.SHAPE
     assert verdict(problem, logits.double()).check is Check.DTYPE
+
+
+ROWS = "select:q=[1,1,1];kv=[20,3,0];topk=8;data=integers;packed=1"
+TOKENS = "prepare_index:q=[2,1];kv=[5,0];heads=4"
+
+
+def returned_of(text: str) -> tuple[Problem, Any]:
+    """A problem, and what EAGER returns."""
+    case = Case.parse(text)
+    problem = build_problem(case, CPU)
+    kernel = definition_of(case.role).kernel(
+        resolve_backend(parse_reference("EAGER"), None, case.role), case, torch.bfloat16, CPU
+    )
+    (call,) = problem.calls
+    call.prepare(kernel)
+    return problem, call.invoke(kernel, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "said"),
+    [
+        (put(0, 3, 20), Check.SELECTION, "token 20 is selected, expected those below 20"),
+        (put(1, 1, -7), Check.SELECTION, "-7 is no token of the request"),
+        (put(2, 0, 0), Check.SELECTION, "token 0 is selected, expected those below 0"),
+        (put(0, 7, -1), Check.SELECTION, "7 tokens are selected, expected 8 of 20"),
+        (lambda best: best[0].__setitem__(7, best[0, 0]), Check.SELECTION, "is selected twice"),
+        (lambda best: best[1].copy_(best[1].flip(0)), Check.SELECTION, "-1 stands before a column"),
+    ],
+)
+def test_a_selection_that_is_wrong_by_one_thing(change: Callable[..., object], check: Check, said: str) -> None:
+    problem, best = returned_of(ROWS)
+    assert verdict(problem, best).status is Status.PASS
+    change(best)
+    wrong = verdict(problem, best)
+    assert wrong.check is check and said in wrong.message, wrong.message
+
+
+def test_a_left_out_logit_may_be_equal_and_not_greater() -> None:
+    problem, best = returned_of("select:q=[1];kv=[30];topk=4")
+    values = problem.calls[0].q[0]
+    worst = int(values.argmin())
+    best[0, 3] = worst
+    wrong = verdict(problem, best)
+    assert wrong.check is Check.SCORE and f"is left out for token {worst}" in wrong.message
+    problem, best = returned_of("select:q=[1];kv=[30];topk=4;data=ones")
+    assert verdict(problem, best.new_tensor([[29, 3, 8, 0]])).status is Status.PASS
+
+
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ({"order": SelectionOrder.ASCENDING}, "not in ascending order, which is declared"),
+        ({"order": SelectionOrder.DESCENDING}, "not in descending order, which is declared"),
+        ({"ties": Ties.FIRST}, "of equal logits not the first are taken"),
+        ({"ties": Ties.LAST}, "of equal logits not the last are taken"),
+        ({"relative": False}, "is no token of the request"),
+    ],
+)
+def test_what_is_declared_of_a_selection_holds(declared: dict[str, Any], said: str) -> None:
+    values = torch.tensor([[2.0, 1.0, 1.0, 1.0, 3.0, 0.0]])
+    problem, best = returned_of("select:q=[1,1];kv=[2,6];topk=3;packed=1")
+    problem.calls[0].q[1, 2:] = values
+    best[1] = best.new_tensor([0, 4, 2])
+    assert verdict(problem, best).status is Status.PASS
+    wrong = verdict(problem, best, Declaration(selection=SelectionForm(**declared)))
+    assert wrong.check is Check.SELECTION and said in wrong.message, wrong.message
+
+
+def test_codes_and_scales_that_are_wrong_by_one_thing() -> None:
+    problem, (q, k, k_scale, weights) = returned_of(TOKENS)
+    assert verdict(problem, (q, k, k_scale, weights)).status is Status.PASS
+    moved = q.view(torch.uint8).clone()
+    moved[1, 2, 3] ^= 2
+    results = {
+        "code of queries means": (moved.view(q.dtype), k, k_scale, weights),
+        "scale of keys is": (q, k, k_scale * 1.001, weights),
+        "scale of queries, as the weights have it, is": (q, k, k_scale, weights * 1.001),
+        "code of keys is NaN": (q, torch.full_like(k.float(), torch.nan).to(k.dtype), k_scale, weights),
+    }
+    for said, value in results.items():
+        wrong = verdict(problem, value)
+        assert wrong.check is Check.PREPARED and said in wrong.message, wrong.message
+    assert verdict(problem, (q, k, k_scale)).check is Check.SHAPE
+
+
+POOLED = "pooled_topk:call=select;q=[1,1];kv=[11,43];topk=16;pool=4;tail=1"
+
+
+def named(*tokens: int, seen: int = 11, tail: bool = True) -> list[str]:
+    """What is wrong with a row that sees 11 tokens in pools of 4."""
+    numbers = torch.tensor([[*tokens, *[-1] * (15 - len(tokens))]])
+    judged = PoolTokens(numbers, torch.tensor([seen]), 4, tail)
+    return [reason(0) for reason, wrong in judged.wrong() if bool(wrong.any())]
+
+
+def test_whole_pools_and_the_tail_are_right_in_any_order() -> None:
+    assert named(10, 3, 0, 2, 8, 1, -1, 9) == []
+    assert named(0, 1, 2, 3, tail=False) == []
+    assert named(seen=0) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ((0, 1, 2, 3, 8, 9, 10, 11), "11 is no token that it sees"),
+        ((0, 1, 2, 3, 8, 9, 10, -2), "-2 is no token that it sees"),
+        ((0, 1, 2, 3, 3, 8, 9, 10), "token 3 is named twice"),
+        ((0, 1, 2, 3, 8, 9), "2 tokens of the last pool are named, expected 3"),
+        ((4, 5, 6, 8, 9, 10), "not all tokens of pool 1 are named"),
+    ],
+)
+def test_what_is_wrong_with_pools_is_told(tokens: tuple[int, ...], said: str) -> None:
+    assert said in named(*tokens)
+
+
+def test_a_tail_that_nobody_asked_for_is_told() -> None:
+    assert named(0, 1, 2, 3, 8, tail=False) == ["1 tokens of the last pool are named, expected 0"]
+
+
+def test_a_better_pool_that_is_left_out_is_told() -> None:
+    record = judged(known_defects()["pools-as-many-as-tokens"].reference, POOLED)
+    assert "top-k of pools: 1 tokens are selected, expected 2 of 2" in record.message
+
+
+@pytest.mark.parametrize("fields", ["topk=10;pool=4", "topk=8;tail=1"])
+def test_a_case_selects_whole_pools(fields: str) -> None:
+    with pytest.raises(CaseError, match="expected whole pools"):
+        Case.parse(f"pooled_topk:call=select;q=[1];kv=[40];{fields}")

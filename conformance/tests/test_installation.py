@@ -74,7 +74,7 @@ def test_nobody_reads_what_a_kernel_writes_into_the_current_folder_or_the_instal
     source = ATTACKS.replace("NAMES", ", ".join(map(repr, sorted(NAMES)))).replace("WIDE", repr(WIDE))
     (tmp_path / "kernel.py").write_text(source)
     command = [sys.executable, "-m", "mla_conformance", "certify", "--backend", "kernel.py:Wrong"]
-    command += ["--capability", "new_tokens", "--tier", "smoke", "--device", "cpu", "-n1", "--out", "out"]
+    command += ["--capability", "softmax_scale", "--tier", "smoke", "--device", "cpu", "-n1", "--out", "out"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "wrong: Wrong" in done.stdout, done.stderr

@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, Data, Layout
+from mla_conformance.cases.case import Case, Data
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.regimes import REGIMES, Regime
+from mla_conformance.tests.drawn import little_work
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -320,34 +320,12 @@ def test_an_answer_that_is_no_list_of_reasons_fails(
     assert record.check == Check.CALL and record.message.startswith(said)
 
 
-@st.composite
-def plain_cases(draw: st.DrawFn) -> Case:
-    lengths = draw(st.lists(st.integers(0, 40), min_size=1, max_size=3))
-    context = st.lists(st.integers(0, 150), min_size=len(lengths), max_size=len(lengths))
-    return Case.of(
-        capability="new_tokens",
-        call=draw(st.sampled_from([Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT])),
-        dtype=draw(st.sampled_from(["bf16", "fp16", "fp32"])),
-        dims=draw(st.sampled_from(["small", "16-8-40-32", "64-0-32-32"])),
-        heads=draw(st.integers(1, 4)),
-        q=tuple(lengths),
-        kv=tuple(draw(context)),
-        workspace=draw(st.sampled_from([48, 64, 256])),
-        data=draw(st.sampled_from(["normal", "needle", "hot_tail", "ones", "large_logits"])),
-        layout=draw(st.sampled_from([Layout.KV_B_PROJ, Layout.PACKED, Layout.SLICED, Layout.HEADS_FIRST])),
-        scale=draw(st.sampled_from([50, 100, 159])),
-        out=draw(st.booleans()),
-        pad=draw(st.sampled_from([0, 3])),
-        seed=draw(st.integers(0, 1000)),
-    )
-
-
 @pytest.mark.parametrize("name", ["EAGER", "TORCH_SDPA"])
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(case=plain_cases())
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@given(case=little_work("combinations", heads=("1", "odd", "8")))
 def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
     record = judge_one(Subject.of(name, CPU), case, CONTEXT)
-    assert record.status is Status.PASS and max(record.shares.values()) <= 1, record.message
+    assert record.status is Status.PASS or (name, record.status) == ("TORCH_SDPA", Status.UNSUPPORTED), record.message
 
 
 def test_the_base_of_the_wrong_kernels_is_right() -> None:

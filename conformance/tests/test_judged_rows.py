@@ -8,11 +8,9 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.work import operations_of
 from mla_conformance.judging import judged_rows
-from mla_conformance.judging.diagnosis import Position
 from mla_conformance.judging.golden import golden_attention
-from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
+from mla_conformance.judging.judged_rows import choose_rows
 from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.attention import attention
@@ -40,12 +38,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 def judged(case: str, backend: type[EagerPrefillBackend] = EagerPrefillBackend) -> Record:
     subject = Subject(BackendReference(backend.__name__, f"{backend.__module__}:{backend.__qualname__}"), CPU)
     return judge_one(subject, Case.parse(case), Context())
-
-
-def test_every_row_is_judged_where_it_fits() -> None:
-    problem = build_problem(Case.parse(CASES[0]), CPU)
-    assert choose_rows(problem) == JudgedRows((0, 400, 400, 700))
-    assert choose_rows(problem).to_json() == {}
 
 
 @pytest.mark.usefixtures("few")
@@ -109,17 +101,3 @@ def test_a_wrong_row_is_named_by_its_place_in_the_batch_and_none_may_hold_nan() 
 def test_detection_counts_drawn_rows_only() -> None:
     assert detection(384, 0.01) == pytest.approx(0.979, abs=1e-3)
     assert detection(0, 0.5) == 0.0 and detection(10, 1.0) == 1.0
-
-
-def test_useful_operations_count_visible_pairs() -> None:
-    dims = 2 * (16 + 8 + 16) * 2
-    new, chunk, chunked = map(operations_of, map(Case.parse, CASES))
-    assert new == dims * (400 * 401 + 300 * 301) / 2
-    assert chunk == dims * (400 * 65 + 300 * 9)
-    assert chunked == 2 * dims * ((400 * 401 + 300 * 301) / 2 + 400 * 65)
-
-
-def test_places_count_from_the_request() -> None:
-    rows = JudgedRows((0, 400, 400, 700), (3, 399, 401), 1)
-    assert rows.start_loc == (0, 2, 2, 3)
-    assert str(Position.of(rows, [2, 1, 5])) == "request 2, query 1, head 1, column 5"

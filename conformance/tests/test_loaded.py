@@ -1,4 +1,4 @@
-"""What a backend's process loads is known by path and by the bytes that ran, however it was loaded."""
+"""What a backend's process loads and runs is known: files by path and the bytes that ran, kernels by name."""
 
 import hashlib
 import json
@@ -8,10 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from mla_conformance.driving.executor import IN_PROCESS
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.findings import LoadedCode
+from mla_conformance.engine.messages import Trace
+from mla_conformance.engine.worker import Worker
 from mla_conformance.files.installed import file_digest
+from mla_conformance.judging.record import Traced
+from mla_conformance.report.outcome import ran
+from mla_conformance.trials import trace
 
 LOADS = """
 import ctypes, importlib, importlib.util, json, os, py_compile, shutil, sys, threading, time, zipfile
@@ -136,11 +143,48 @@ def test_what_differs_from_what_was_loaded_is_named(
     assert code.changed() == [str(path)] * differs
 
 
-def test_a_module_is_called_alike_in_every_folder_that_it_is_imported_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("one", "other"):
-        folder = tmp_path / name
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        assert LoadedCode({str(folder / "mine" / "kernel.py"): name}).own == {"./mine/kernel.py": name}
+CPU = torch.device("cpu")
+FILL = "void at::native::vectorized_elementwise_kernel<4, FillFunctor>"
+
+
+def test_the_kernels_of_torch_itself_are_left_out_and_the_rest_is_named() -> None:
+    seen = Traced({"lse": ("Memset (Device)", "flash::fwd", FILL), "dcp": ("flash::fwd", "merge")})
+    assert seen.distinct == ("flash::fwd", "merge")
+    assert list(ran(seen)) == ["kernels seen: flash::fwd, merge"]
+    assert list(ran(Traced({"lse": ("a", "b", "c" * 200)}))) == ["kernels seen: a, b and 1 more"]
+    templated = "void flash::(anonymous namespace)::fwd_kernel<traits<192, 128>, bool>(params)"
+    assert list(ran(Traced({"lse": (templated, templated.replace("192", "64"))}))) == [
+        "kernels seen: flash::(anonymous namespace)::fwd_kernel"
+    ]
+    assert list(ran(Traced())) == []
+    assert list(ran(Traced({"lse": (FILL,)}))) == ["only generic kernels of torch were seen to run, none of a library"]
+
+
+def test_a_worker_measures_one_case_of_each_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, ...]:
+        call()
+        return ("seen",)
+
+    monkeypatch.setattr(trace, "kernels_of", kernels_of)
+    cases = {
+        "refusals": "refusals:q=[9];dtype=fp64;heads=2",
+        "lse": "lse:dims=small;heads=2;q=[5,9]",
+        "dtypes": "dtypes:dims=small;heads=2;q=[5];dtype=fp16",
+    }
+    answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", cases))
+    assert answer.traced and answer.traced.kernels == {"lse": ("seen",), "dtypes": ("seen",)} and answer.leaves
+
+    # A call that raises while it is measured takes nothing from the verdicts.
+    def raises(*_: object) -> Traced:
+        raise RuntimeError("the profiler is in use")
+
+    monkeypatch.setattr(trace, "traced", raises)
+    answer = Worker(CPU, None, lambda event: None, IN_PROCESS).answer(Trace("EAGER", {"lse": "lse:q=[4]"}))
+    assert answer.traced == Traced() and answer.leaves
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_tells_the_kernels_of_a_call() -> None:
+    a = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16)
+    names = trace.kernels_of(lambda: a @ a, a.device)
+    assert names and Traced({"product": names}).distinct

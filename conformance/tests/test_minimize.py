@@ -1,23 +1,29 @@
-"""Minimising a failure, and running it again from what a run left behind."""
+"""A failure made small, run again from what a run left behind, and told as a text that can be pasted."""
 
 import os
+import re
 import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
+from mla_conformance.certificate.records import KeptRecord, change_records, is_records, kept_records
 from mla_conformance.cli import main
 from mla_conformance.engine.confirm import NothingToMinimize, minimize
 from mla_conformance.engine.messages import Hello
 from mla_conformance.engine.supervisor import Supervisor
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.tests.reports import write_run
+from mla_conformance.tests.unexplained import unexplained
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -75,11 +81,6 @@ def test_only_the_same_failure_counts() -> None:
     assert sorted(minimum.case.kv) == [0, 20] and replace(minimum.case, kv=expected.kv) == expected
 
 
-def test_tries_are_limited() -> None:
-    minimum = minimize(LARGE, record, limit=3)
-    assert not minimum.complete and minimum.tries == 4
-
-
 def test_what_passes_is_not_minimised() -> None:
     with pytest.raises(NothingToMinimize, match="expected a case that fails, got pass of chunked_context"):
         minimize(LARGE, lambda case: record(case, Status.PASS), limit=3)
@@ -97,7 +98,8 @@ def test_minimising_survives_crashes_and_hangs(wrong: str, tmp_path: Path, capsy
     salted, plain = (judge_one(subject, read_case(found), Context(salt)).message for salt in ("s1", ""))
     assert f"fail: {salted}" in printed and "LSE is" in salted != plain
     command, *arguments = shlex.split(line.removeprefix("replay: "))
-    assert command == "mla-conformance" and main(arguments) == 1
+    with unexplained():
+        assert command == "mla-conformance" and main(arguments) == 1
     assert salted.partition(", expected")[0] in capsys.readouterr().out
 
 
@@ -117,7 +119,8 @@ def test_a_failure_of_a_report_runs_again(wrong: str, write_report: Callable[...
     cases = ("lse:q=[3]", "lse:q=[7]")
     records = [Record("Wrong", wrong, "lse", case, Status.FAIL, message=f"wrong in {case}") for case in cases]
     path = write_report("report.json", records)
-    assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
+    with unexplained():
+        assert main(["replay", "--report", str(path), "--failure", "2", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("wrong: Wrong, 1 case: ") == 1 and "replay 'lse:q=[7]'" in printed
     assert main(["replay", "--report", str(path), "--failure", "3"]) == 2
@@ -128,26 +131,6 @@ def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(tmp_path:
     assert main(["minimize", "lse:q=[4]", "--backend", "EAGER", "--device", "cpu", "--out", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert printed.err.endswith(f"{tmp_path}: expected a file, this is a folder\n") and not printed.out
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "cannot be read: No such file"),
-        ('{"id": "x", "case": {"format": 2}}', "expected case format 1, got 2"),
-        ('{"id": "x", "case": {"format": 1, "capability": "lse", "q": [1], "nope": 1}}', "unknown case field nope"),
-        ('{"id": "x", "case": {"format": 1, "capability": "lse", "q": "x"}}', "field q: expected a list of integers"),
-    ],
-)
-@pytest.mark.parametrize("command", ["replay", "minimize"])
-def test_a_file_without_a_case(tmp_path: Path, capsys: Capture, command: str, content: str | None, said: str) -> None:
-    path = tmp_path / "case.json"
-    if content is not None:
-        path.write_text(content)
-    assert main([command, str(path), "--backend", "EAGER", "--device", "cpu"]) == 2
-    message = capsys.readouterr().err
-    assert said in message and str(path) in message
-    assert content is None or path.read_text() == content
 
 
 @pytest.mark.parametrize(
@@ -163,6 +146,83 @@ def test_what_replay_is_asked_for(capsys: Capture, arguments: list[str], said: s
     assert said in capsys.readouterr().err
 
 
-def test_a_case_file_holds_its_case(tmp_path: Path) -> None:
-    write_case(tmp_path / "deeper" / "case.json", LARGE)
-    assert read_case(tmp_path / "deeper" / "case.json") == LARGE
+HANDED_IN = Path(__file__).parents[2] / "fixtures" / "records" / "2026.5.jsonl"
+CASE = "decode_lse:call=decode;q=[1];kv=[{}]"
+SEEN = "decode: LSE is 16.4 at request 2, query 0, head 1, expected 11.3: 4.83e+04 × its error budget, wrong in 1 row"
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    """A run in which two cases fail of one cause, and another is excused."""
+    cases = [CASE.format(keys) for keys in (9, 40, 70)]
+    said: dict[str, Any] = {
+        "message": SEEN,
+        "check": "lse",
+        "clause": "4.2",
+        "used": {"lse": 9.0},
+        "explanation": "The LSE is doubled",
+    }
+    records = [
+        *(Record("MINE", "mine.py:Mine", "decode_lse", case, Status.FAIL, **said) for case in cases[:2]),
+        Record(
+            "MINE", "mine.py:Mine", "decode_lse", cases[2], Status.EXPECTED_FAILURE,
+            **said | {"explanation": "Heads are rotated by one"}, judged=Status.FAIL, expectation="file: bug: known",
+        ),
+    ]  # fmt: skip
+    facts = BackendFacts("MINE", "mine.py:Mine", versions={"mine": "1.2"})
+    environment = {"suite": "2026.5", "device": "NVIDIA H200", "torch": "2.11.0"}
+    return write_run(tmp_path / "report.json", records, facts=[facts], environment=environment)
+
+
+def sections(text: str) -> dict[str, str]:
+    title, *parts = re.split(r"^#{1,2} (.*)$", text, flags=re.MULTILINE)[1:]
+    return {"title": title, **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(
+    report: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "--issue", str(report)]) == 0
+    issue = sections(capsys.readouterr().out)
+    assert issue["title"] == "MINE: The LSE is doubled, 9 × its budget (SPEC 4.2)"
+    assert "- mine 1.2\n- device NVIDIA H200\n- torch 2.11.0\n" in issue["Versions"]
+    assert f"mla-conformance replay '{CASE.format(9)}' --backend mine.py:Mine\n" in issue["Reproducer"]
+    assert "within its error budget" in issue["Expected"] and "Here: 11.3\n" in issue["Expected"]
+    assert SEEN in issue["Seen"] and "looks like: The LSE is doubled" in issue["Seen"]
+    assert f"1 more case fails in this way:\n\n```sh\nmla-conformance replay '{CASE.format(40)}'" in issue["Seen"]
+
+
+def test_what_is_excused_follows_and_a_number_too_large_lists_them(
+    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "issue.md"
+    assert main(["export", "--issue", str(report), "--failure", "2", "--out", str(out)]) == 0
+    assert sections(out.read_text("utf-8"))["title"].startswith("MINE: Heads are rotated by one")
+    assert main(["export", "--issue", str(report), "--failure", "3"]) == 2
+    assert "expected --failure 1 to 2, got 3: 1. MINE: The LSE is doubled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["record.json", "records.jsonl"])
+def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record,) = (each.certificate for each in kept_records(HANDED_IN) if each.certificate.backend == "TRITON_MLA")
+    if is_records(path := tmp_path / name):
+        change_records(path, lambda _: [KeptRecord(record)])
+    else:
+        path.write_bytes(msgspec.json.encode(record))
+    assert main(["export", "--issue", str(path)]) == 0
+    issue = sections(capsys.readouterr().out)
+    assert issue["title"].startswith("TRITON_MLA: bug: TritonMLAImpl.forward_mqa allocates the LSE in the query's")
+    assert "- vllm 0.33.0\n" in issue["Versions"] and "- device NVIDIA H100 80GB HBM3\n" in issue["Versions"]
+    assert "mla-conformance replay " in issue["Reproducer"] and "LSE is" in issue["Seen"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["lse:q=[4]", "--issue", "r.json"], "cannot be combined with a case or --backend"),
+        (["lse:q=[4]", "--backend", "EAGER"], "expected a case, --backend NAME and --out FILE.py, or --issue REPORT"),
+    ],
+)
+def test_what_export_lacks_is_said(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", *options]) == 2
+    assert said in capsys.readouterr().err

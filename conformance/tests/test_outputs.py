@@ -7,21 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.commands.console import _write_step_summary
-from mla_conformance.engine.limits import how_it_ends
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.case_files import write_case
 
-CPU = torch.device("cpu")
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 PASSED = Record("EAGER", "EAGER", "lse", CAPABILITIES["lse"].cases[0].id, Status.PASS)
 FAILED = PASSED.with_fields(status=Status.FAIL, check="lse", message="wrong")
@@ -130,10 +125,6 @@ def test_export_says_of_a_kernel_that_it_ends_the_process(
     assert capsys.readouterr().err == f"mla-conformance: {ended}\n" and not out.exists()
 
 
-def test_a_step_that_only_raises_has_not_ended_its_process() -> None:
-    assert how_it_ends(lambda: sys.exit(3)) == "" and how_it_ends(lambda: os._exit(3)) == "exit status 3"
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -153,14 +144,3 @@ def test_a_missing_torch_is_one_sentence(
     assert main(arguments) == 2 and not list(tmp_path.iterdir())
     told = capsys.readouterr().err
     assert told.startswith(f"mla-conformance: torch is not installed for {sys.executable}") and told.count("\n") == 1
-
-
-def test_of_two_sections_of_a_page_neither_write_undoes_the_other(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("a <!-- one:begin -->old<!-- one:end --> b <!-- two:begin -->old<!-- two:end --> c\n")
-    one, two = Section.of(page, "one"), Section.of(page, "two")
-    one.write("first")
-    two.write("second")
-    assert [Section.of(page, name).content for name in ("one", "two")] == ["\nfirst\n", "\nsecond\n"]
-    with pytest.raises(InputError, match="expected <!-- three:begin --> and <!-- three:end -->, once each"):
-        Section.of(page, "three")

@@ -1,7 +1,9 @@
-"""The wheel holds what the checkout holds, and works without it; what is told of the project is told alike."""
+"""What users get: pages that are short, plain and true, and a wheel that holds what the checkout holds."""
 
+import ast
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +16,110 @@ from zipfile import ZipFile
 import pytest
 import yaml
 
+from mla_conformance.tests.reports import script
 from mla_conformance.version import __version__
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 ROOT = Path(__file__).parents[2]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+CI = (ROOT / ".ci" / "run").read_text("utf-8")
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The places of a page that a link may name, as GitHub and MkDocs make them of its headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_it_fits_a_screen_or_two() -> None:
+    text = README.read_text("utf-8")
+    assert len(text.splitlines()) <= 150 and len(text.split()) <= 1000
+
+
+def test_continuous_integration_runs_the_two_commands_and_the_gate_as_written() -> None:
+    two, own, gate = [block for block in blocks("bash") if block.startswith("pip install -c")], *blocks("bash")[2:]
+    ran = re.findall(r'^run "((?:pip install|mla-conformance certify).* && .*)"$', CI, flags=re.MULTILINE)
+    assert len(two) == 2 and own.endswith(" --backend my_backend.py:MyBackend\n")  # which the tutorial's test runs
+    assert ran == [two[0].strip(), gate.strip().replace("\n", " && "), two[1].strip()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_place_in_it(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"(?:\]\(|src(?:set)?=\"|href=\")([^)\s\"]+)", prose):
+        if "://" in target:
+            continue
+        path, _, place = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), f"{page.name}: {target}"
+        # The site is made of docs/ alone.
+        inside = Path(os.path.normpath(page.parent / path)).is_relative_to(DOCS)
+        assert inside or not page.is_relative_to(DOCS), f"{page.name}: {target} leads out of docs/"
+        assert not place or place in anchors(there), f"{page.name}: {target}"
+
+
+def test_pages_show_what_commands_print_and_what_the_code_says() -> None:
+    for section, content in script("pages").sections(ROOT):
+        if section.path.name != "commands.md" or sys.version_info[:2] == (3, 11):  # argparse's layout differs
+            assert section.content.strip() == content.strip(), f"{section.path.name}: run python ci/pages.py"
+
+
+def test_what_commands_print_is_shown_at_80_columns() -> None:
+    """But for a word that is longer, as some ids are."""
+    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
+        shown = "".join(re.findall(r"^```text\n(.*?)^```$", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL))
+        wide = [line for line in shown.splitlines() if len(line) > 80 and len(max(line.split(), key=len)) <= 80]
+        assert wide == [], page.name
+
+
+READ = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "spec.md")]
+SOURCES = [
+    path
+    for folder in ("backends", "conformance", "reference")
+    for path in (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.j2"))
+    if "tests" not in path.parts
+]
+MOST_WORDS = 20_000
+PHRASES = (
+    "a part: lacks | away, and pip | away, the journal | by rights | cases lack | comes out wrong | comes too late | "
+    "innocent | is another one now | is no success | leave it away | leaves it away | may have the same origin | need "
+    "not install the harness | nobody asked; certify | nothing that is here | of what is not | of which it says "
+    "nothing | says nothing of this one | stands in spec | stronger the colour | that is none | the house | the "
+    "simplest of | told | trusted with what | turns it round | wants more memory | what is not listed | what it is, "
+    "it raised | what the libraries did | which is none | who is to mend | whom a verdict | without a way back"
+)
+"""Each has a plainer form: say who does what, by the field's term, without a double negation."""
+
+
+def reading(path: Path) -> Iterator[str]:
+    """A page without what commands wrote into it; of a module the literals that are not docstrings; a template."""
+    text = path.read_text("utf-8")
+    if path.suffix != ".py":
+        yield re.sub(r"<!-- ([\w:-]+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
+        return
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    yield from (
+        n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and id(n) not in docstrings
+    )
+
+
+def test_no_page_and_no_message_holds_one_of_these_phrases() -> None:
+    texts = {path: " ".join(" ".join(reading(path)).lower().split()) for path in (*READ, *SOURCES)}
+    assert [
+        (path.name, phrase) for path, text in texts.items() for phrase in PHRASES.split(" | ") if phrase in text
+    ] == []
+
+
+def test_the_pages_have_few_words() -> None:
+    assert sum(len(page.read_text("utf-8").split()) for page in READ) <= MOST_WORDS
+
+
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
 FOLDERS: dict[str, str] = SETUPTOOLS["package-dir"]
 BUILD = "from setuptools.build_meta import build_{0}; print(build_{0}('.'))"

@@ -1,16 +1,25 @@
-"""From case to tensors: the same bytes each time, the layouts of a model, and poison wherever nothing may be read."""
+"""From case to tensors: the same bytes each time, and poison and guards wherever nothing may be read or written."""
+
+from typing import Any
 
 import pytest
 import torch
 
-from mla_conformance.cases.case import Case
-from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError, stored
+from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.driving import driver
+from mla_conformance.judging.golden import golden_attention
+from mla_conformance.judging.verdict import Status
+from mla_conformance.problems import operands
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.memory import Guarded, Snapshot, out_of_memory, poison, storage_bytes
+from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError, fill_normal, stored
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.regimes import REGIMES, Site
+from mla_conformance.reference.attention import merge_states
 from mla_conformance.roles.prefill import problem as prefill
-from mla_conformance.roles.prefill.call import PrefillCall
+from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.table import build_problem
+from mla_conformance.tests.drawn import judged
 
 CPU = torch.device("cpu")
 CHUNKED = "chunked_context:dims=small;q=[5,1,3];kv=[40,0,20];workspace=64"
@@ -50,66 +59,6 @@ def test_what_one_writes_another_does_not_see(text: str) -> None:
     assert all_bytes(built(text)) == before
 
 
-def test_calls_have_the_shapes_of_the_interface() -> None:
-    new, chunk, *_ = built(CHUNKED).attention
-    assert (new.name, chunk.name) == ("new tokens", "context chunk 0")
-    assert new.q.shape == new.k.shape == (9, 4, 24) and new.v.shape == (9, 4, 16)
-    assert chunk.k.shape == (52, 4, 24) and chunk.key_start_loc == (0, 32, 32, 52)
-    assert chunk.q.data_ptr() != 0 and torch.equal(chunk.q, new.q)
-
-
-def test_the_chunks_hold_every_context_token_once_and_unused_memory_is_poisoned() -> None:
-    problem = built(CHUNKED)
-    call = problem.calls[0]
-    assert isinstance(call, PrefillCall)
-    context = call.metadata.chunked_context
-    assert context is not None and context.seq_lens.sum(0).tolist() == [40, 0, 20]
-    assert len(problem.calls) == 1 + len(context.seq_tot)
-    used = max(context.seq_tot)
-    assert bool(context.workspace[used:].isnan().all()) and not bool(
-        context.workspace[: context.seq_tot[-1]].isnan().any()
-    )
-    assert call.metadata.block_table[1].tolist() == [0, 0, 0]
-    assert all(not call.k.isnan().any() and not call.v.isnan().any() for call in problem.attention)
-
-
-def test_padding_rows_are_poison_behind_the_last_counted_token() -> None:
-    problem = built("no_side_effects:dims=small;q=[5,2];pad=3")
-    (call,) = problem.attention
-    assert call.q.shape[0] == 10 and problem.query_start_loc == (0, 5, 7)
-    for tensor in (call.q, call.k, call.v):
-        assert bool(tensor[7:].isnan().all()) and not bool(tensor[:7].isnan().any())
-
-
-@pytest.mark.parametrize("layout", ["kv_b_proj", "packed", "sliced", "heads_first"])
-def test_a_layout_changes_strides_and_nothing_else(layout: str) -> None:
-    (call,) = built(f"strided_inputs:dims=small;heads=3;q=[5];layout={layout}").attention
-    assert (call.q.shape, call.k.shape, call.v.shape) == ((5, 3, 24), (5, 3, 24), (5, 3, 16))
-    assert call.q.is_contiguous() == (layout in ("kv_b_proj", "packed"))
-    assert call.v.is_contiguous() == (layout == "packed")
-    if layout == "kv_b_proj":  # the second half of a projection
-        assert call.v.stride(-1) == 1 and call.v.stride(1) > 16 and call.v.storage_offset() > 0
-    assert not any(tensor.isnan().any() for tensor in (call.q, call.k, call.v))
-
-
-@pytest.mark.parametrize("name", [name for name, regime in REGIMES.items() if regime.by_element])
-def test_queries_that_follow_from_their_own_elements_need_no_keys_and_no_other_rows(name: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    q, k = torch.randn(5, 3, 8, generator=draw), torch.randn(70, 3, 8, generator=draw)
-    alone = [REGIMES[name].queries(Site(q[[row]], k, 0.3, (69, 0, 63, 64), causal=True)) for row in range(len(q))]
-    assert torch.equal(REGIMES[name].new_queries(q.clone(), 0.3, lambda: iter(())), torch.cat(alone))
-
-
-@pytest.mark.parametrize("regime", REGIMES)
-def test_every_regime_makes_finite_inputs_and_codes(regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for rest in ("q=[1,9]", "call=context_chunk;q=[2,3];kv=[0,40]"):
-        (call,) = built(f"lse:dims=small;{rest};data={regime}").attention
-        assert all(bool(tensor.isfinite().all()) for tensor in (call.q, call.k, call.v))
-    monkeypatch.setattr(prefill, "_COUNTED_ELEMENTS", 1)
-    (call,) = built(f"fp8_operands:dims=small;dtype=e4m3;q=[1,9];data={regime}").attention
-    assert call.k.dtype == torch.float8_e4m3fn and bool(call.k.float().isfinite().all())
-
-
 def test_codes_need_a_torch_with_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TORCH_DTYPES, "e4m3", None)
     with pytest.raises(ProblemError, match="dtype e4m3 needs a torch with float8, this is "):
@@ -126,3 +75,158 @@ def test_operands_in_e4m3_saturate_whatever_a_cast_makes_of_them(monkeypatch: py
     found = stored(torch.tensor([500.0, -1e4, 1.0]), torch.float8_e4m3fn)
     monkeypatch.undo()
     assert found.float().tolist() == [448.0, -448.0, 1.0]
+
+
+def test_numbers_are_those_of_a_normal_distribution_and_independent() -> None:
+    x, y = (fill_normal(torch.empty(2**20, dtype=torch.float64), seed) for seed in (1, 2))
+    assert abs(float(x.mean())) < 5e-3 and abs(float(x.var()) - 1) < 5e-3
+    assert abs(float(x.pow(4).mean()) - 3) < 0.2 and float(x.abs().max()) < 5
+    for lag in (1, 2, 64, 128, 2**15):
+        assert abs(float((x[lag:] * x[:-lag]).mean())) < 5e-3
+    assert abs(float((x * y).mean())) < 5e-3
+
+
+def test_chunks_do_not_show_and_the_first_numbers_never_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7)
+    monkeypatch.setitem(operands._CHUNK, "cpu", 77)
+    assert torch.equal(fill_normal(torch.empty(10, 100, dtype=torch.bfloat16), 7), whole)
+    units = fill_normal(torch.empty(4, dtype=torch.float64), 3) * 209.0  # sums of eight bytes, centred
+    assert units.round().int().tolist() == [349, -46, -1, 66]
+
+
+def test_large_keys_are_drawn_by_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "_COUNTED_ELEMENTS", 1000)
+    case = Case.parse("context_chunk:dims=small;heads=2;q=[3];kv=[200];data=needle")
+    first, second = (build_problem(case, torch.device("cpu")).attention[0] for _ in range(2))
+    assert torch.equal(first.k, second.k) and torch.equal(first.q, second.q)
+    assert 0.9 < float(first.k.double().var()) < 1.1 and not torch.equal(first.k[..., :16], first.v)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poison_is_not_a_number_and_a_fresh_buffer_is_full_of_it_and_unharmed(dtype: torch.dtype) -> None:
+    tensor = poison((3, 5), dtype, CPU)
+    assert tensor.dtype == dtype and bool(tensor.float().isnan().all())
+    buffer = Guarded.allocate((4, 2, 3), dtype, CPU)
+    assert buffer.view.shape == (4, 2, 3) and bool(buffer.view.float().isnan().all())
+    buffer.view.zero_()
+    assert buffer.view.is_contiguous() and buffer.overrun() == 0
+
+
+@pytest.mark.parametrize("position", [-1024, -1, 24, 24 + 1023])
+def test_a_write_outside_is_counted_on_either_side(position: int) -> None:
+    buffer = Guarded.allocate((4, 2, 3), torch.bfloat16, CPU)
+    beyond = buffer.view.as_strided((1,), (1,), buffer.view.storage_offset() + position)
+    beyond.fill_(0.0)
+    assert buffer.overrun() == 2
+    assert Guarded.allocate((0, 2, 3), torch.float32, CPU).overrun() == 0
+
+
+def test_a_snapshot_notices_a_write_outside_the_view() -> None:
+    wide = torch.zeros(4, 10)
+    before = Snapshot({"view": wide[:, 2:5], "other": torch.zeros(3)})
+    assert before.changed() == []
+    wide[3, 9] = 1.0
+    assert before.changed() == ["view"]
+    # Bytes and not values.
+    tensor = torch.tensor([0.0, float("nan")])
+    before = Snapshot({"x": tensor})
+    assert before.changed() == []
+    tensor[0] = -0.0
+    assert before.changed() == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_memory_that_ran_out_is_told_from_other_errors(error: Exception, ran_out: bool) -> None:
+    assert out_of_memory(error) is ran_out
+
+
+def test_no_memory_to_merge_in_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(driver, "merge", full)
+    case = Case.parse("chunked_context:heads=2;q=[3];kv=[40];page=16;workspace=16")
+    record = judged("EAGER", case)
+    assert record.status is Status.UNAVAILABLE and "merging partial states" in record.message
+
+
+SMALL: dict[str, Any] = {"dims": "small", "heads": 2, "page": 4, "topk": 8, "dtype": "fp32"}
+
+
+def case(**fields: Any) -> Case:
+    given = {"capability": "sparse_decode", "q": (2, 1, 3), "kv": (20, 0, 5), **SMALL}
+    return Case.of(**{**given, **fields})
+
+
+def call_of(built: Case) -> SparseCall:
+    (call,) = build_problem(built, CPU).calls
+    assert isinstance(call, SparseCall)
+    return call
+
+
+def visible(call: AttentionCall) -> list[int]:
+    """Keys that each row's list names."""
+    assert isinstance(call, SparseCall)
+    return list(map(int, (call.selected >= 0).sum(1)))
+
+
+def test_a_list_names_as_many_keys_as_the_row_sees_and_fit() -> None:
+    call = call_of(case())
+    assert visible(call) == [8, 8, 1, 6, 7, 8]
+    for row, (first, bound) in enumerate([(0, 21), (0, 22), (22, 1), (23, 6), (23, 7), (23, 8)]):
+        named = call.selected[row][call.selected[row] >= 0]
+        assert len(set(named.tolist())) == len(named) and bool(((named >= first) & (named < first + bound)).all())
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"call": "sparse_prefill"}, {"cache": "fp8"}, {"cache": "fp8_v4", "dims": "128-0-128-512"}]
+)
+def test_slots_lead_to_the_keys_that_the_golden_result_is_of(fields: dict[str, Any]) -> None:
+    call = call_of(case(dtype="bf16", **fields))
+    assert call.case.kv_lora_rank == call.width
+    named = call.selected >= 0
+    entries = gather(call.kv_cache, call.topk_indices[named].long(), call.case.cache)
+    read = dequantise(entries, call.case.cache, call.k_scale, torch.bfloat16)
+    torch.testing.assert_close(read.double(), call.k[call.selected[named], 0], rtol=1e-6, atol=0.0)
+
+
+def test_ranks_hold_parts_of_each_list_that_make_it_up() -> None:
+    problem = build_problem(case(ranks=3, interleave=2, space="slot"), CPU)
+    counts = [visible(call) for call in problem.attention]
+    assert list(map(sum, zip(*counts, strict=True))) == [8, 8, 1, 6, 7, 8]
+    expectation = golden_attention(problem)
+    assert expectation.merged is not None
+    merged = expectation.calls[0]
+    for part in expectation.calls[1:]:
+        merged = merge_states(merged, part)
+    torch.testing.assert_close(merged.output, expectation.merged.output, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"call": "sparse_prefill", "cache": "fp8"}, "expected cache=auto, extra=none and ranks=1"),
+        ({"ranks": 2, "sink": "drawn"}, "expected sink=none, extra=none and lse=1 where 2 ranks share the tokens"),
+        ({"call": "sparse_prefill", "space": "rank_local"}, "gathered keys are on one rank"),
+        ({"behind": "huge"}, "without lengths every entry counts, expected minus, got huge"),
+        ({"cache": "fp4_v41"}, "field cache: expected one of auto, fp8, fp8_ds_mla, fp8_v4, fp8_v41, got 'fp4_v41'"),
+        ({"extra": "fp4_v41"}, r"fp4_v41 holds 512 \+ 0 values of a 16-bit model, got \(32, 8\)"),
+    ],
+)
+def test_a_case_that_contradicts_itself_is_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(CaseError, match=said):
+        case(**fields)

@@ -1,4 +1,4 @@
-"""Counting and reporting: the denominator, what decides a status, and a report that is whole or not there."""
+"""Counting and reporting: what decides a status, the end of a pytest run, and a report that is whole or not there."""
 
 import json
 import math
@@ -9,13 +9,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mla_conformance.engine.messages import WorkerJudged, decode, encode
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.engine.messages import WorkerJudged, encode
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts, Record
-from mla_conformance.judging.verdict import Check, Status, failed
+from mla_conformance.judging.verdict import Status
+from mla_conformance.report.functions import function_lines, simplest
 from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.outcome import backend_lines, cause_lines, closing_line, outcome_lines
+from mla_conformance.report.outcome import backend_lines, cause_lines, closing_line, judged_of_claimed, outcome_lines
+from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, summarise
+from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH
 WAIVED = Status.EXPECTED_FAILURE
@@ -62,14 +67,6 @@ def test_an_unavailable_backend_neither_helps_nor_harms() -> None:
     assert list(backend_lines(absent, 80)) == ["B ? unavailable: pip install b"]
 
 
-def test_the_report_counts_everything() -> None:
-    data = report_json(run(backend(PASS, FAIL, UNSUPPORTED, listed=5)))
-    capability = data["backends"]["B"]["capabilities"]["lse"]
-    assert [capability[key] for key in ("listed", "passed", "failed", "unsupported", "not_run")] == [5, 1, 1, 1, 2]
-    assert capability["error_budget_used"] == 0.5
-    assert data["suite"] == "2026.1" and data["environment"] == {"device": "cpu"}
-
-
 def test_a_record_may_stand_for_many_cases() -> None:
     drawn = record(PASS, capability="explored").with_fields(cases=30)
     (capability,) = summarise([drawn], {"explored": 1})
@@ -107,13 +104,6 @@ def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
     assert RunRequest.of().is_default and not RunRequest.of(["FLASH_ATTN"]).is_default
 
 
-def test_a_verdict_becomes_a_record_and_reads_back() -> None:
-    settled = record(PASS).with_verdict(failed(Check.LSE, "wrong", {"head": 3}), 1.5)
-    assert (settled.status, settled.check, settled.clause, settled.where) == (FAIL, "lse", "4.2", {"head": 3})
-    assert settled.message == "wrong (SPEC 4.2)"
-    assert decode(encode(WorkerJudged(settled)), WorkerJudged).record == settled
-
-
 def test_a_record_that_is_written_with_nan_reads_back_and_a_malformed_one_does_not() -> None:
     odd = record(FAIL).with_fields(used={"lse": "inf", "row": "nan"}, confirmation="after", after=("lse:q=[2]",))
     plain = json.loads(encode(WorkerJudged(odd)))["record"]
@@ -130,3 +120,79 @@ def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(path, {"sign": object()})
     assert json.loads(path.read_text(encoding="utf-8")) == {"sign": "✔"}
+
+
+UNWRITTEN = "the last heads are not written"
+SAID = (
+    "decode: output is 0 at request 0, query 0, head 3, column 1, expected 2, wrong in 1 of 4 heads, first at request 0"
+)
+
+
+def failing(case: str, status: Status = Status.FAIL, **said: str) -> Record:
+    case = f"decode:call=decode;{case}"
+    reported = {"check": "output", "clause": "4.2", "message": f"{SAID} (SPEC 4.2)", **said} if status == "fail" else {}
+    return Record("t.py::mine", f"t.py::mine[{case}]", "decode", case, status, **reported)  # type: ignore[arg-type]
+
+
+FAILURES = [failing(f"q=[2];kv=[{length}];layers=2", finding=UNWRITTEN) for length in (9, 5, 7)]
+PASSING = [failing(f"q=[2];kv=[{length}]", Status.PASS) for length in (5, 7)]
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_a_function_is_told_by_cause_with_what_its_failures_have_in_common() -> None:
+    assert list(function_lines("t.py::mine", [*PASSING, *FAILURES], False)) == [
+        "t.py::mine: 3 of 5 cases fail, 1 likely cause",
+        "     only with layers=2: 3 such cases fail so, 0 pass",
+        f"  1. 3 cases: {UNWRITTEN}",
+        "     simplest: decode: output is 0 at request 0, query 0, head 3, column 1,",
+        "     expected 2, wrong in 1 of 4 heads",
+        "     replay: pytest 't.py::mine[decode:call=decode;q=[2];kv=[5];layers=2]'",
+    ]
+
+
+def test_a_function_that_passes_alone_keeps_something() -> None:
+    lines = list(function_lines("t.py::mine", [*PASSING, *FAILURES], True))
+    assert lines[0] == "t.py::mine: 3 of 5 cases fail" and "passes when run alone" in lines[1]
+    assert lines[-1] == "     replay: pytest t.py::mine" and max(map(len, lines)) <= 80
+    assert simplest([*PASSING, *FAILURES]) == FAILURES[1]
+
+
+def test_the_rest_of_many_causes_is_counted() -> None:
+    causes = [failing(f"q=[2];kv=[{length}]", explanation=f"mistake {'abcdef'[length]}") for length in range(1, 6)]
+    lines = list(function_lines("t.py::mine", causes, False))
+    assert lines[0] == "t.py::mine: 5 of 5 cases fail, 5 likely causes" and lines[-1] == "  … and 2 more cases"
+    assert sum("replay: " in line for line in lines) == 3 and not any("simplest" in line for line in lines)
+
+
+NAME = "indexer_combinations"
+SPACE, ARRAY = SPACES[NAME], array_of(NAME)[:60]
+
+
+def of_pairs(cases: tuple[Case, ...], status: Status = Status.PASS) -> list[Record]:
+    return [Record("MINE", "MINE", case.capability, case.id, status) for case in cases]
+
+
+def held(cases: tuple[Case, ...]) -> int:
+    return len(Pairs(SPACE, map(SPACE.row_of, cases)))
+
+
+def test_what_lacked_memory_or_a_verdict_is_claimed_and_named() -> None:
+    lacking = of_pairs(ARRAY[30:], Status.UNAVAILABLE)
+    found = judged_pairs([*of_pairs(ARRAY[:30]), *lacking], [])[SPACE.role]
+    assert (found.claimed, found.judged) == (held(ARRAY), held(ARRAY[:30]))
+    assert len(found.not_judged) == found.claimed - found.judged > 0
+    assert all(pair.count("=") == 2 and " · " in pair for pair in found.not_judged)
+    fitted = [case.id for case in ARRAY[30:]]
+    assert judged_pairs(of_pairs(ARRAY[:30]), fitted)[SPACE.role] == found
+
+
+def test_a_backend_tells_what_it_claims_and_a_pair_that_was_not_judged() -> None:
+    whole = judged_pairs(of_pairs(ARRAY), [])
+    assert judged_of_claimed(whole) == f"pairs of classes claimed {held(ARRAY):,}, judged {held(ARRAY):,}"
+    lacking = judged_pairs([*of_pairs(ARRAY[1:]), *of_pairs(ARRAY[:1], Status.UNAVAILABLE)], [])
+    said = judged_of_claimed(lacking)
+    assert said.endswith(f"; not judged, for example: {SPACE.role} {lacking[SPACE.role].not_judged[0]}")

@@ -1,7 +1,6 @@
 """The views of a report: one page that needs nothing else, Markdown and annotations in which nothing is markup."""
 
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -12,13 +11,12 @@ import pytest
 
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.record import BackendFacts, Confirmed, Record, Used
+from mla_conformance.judging.record import BackendFacts, Confirmed, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.commands import FORMATS
-from mla_conformance.report.html import closest, distributions, html
+from mla_conformance.report.html import html
 from mla_conformance.report.loading import load_report
-from mla_conformance.report.pages import words
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -114,16 +112,6 @@ def test_the_page_is_for_every_screen_and_reader(real_run: Path) -> None:
     assert page.tags.count("svg") == len(named) + len(titled) and named and titled
 
 
-def test_the_page_shows_where_the_errors_of_a_failure_are(real_run: Path) -> None:
-    (broken,) = (each for each in load_report(real_run / "report.json").backends if each.name == "Broken")
-    page = (real_run / "report.html").read_text(encoding="utf-8")
-    shown = [" ".join(re.sub("<.*?>", "", each).split()) for each in re.findall("<figcaption>(.*?)</figcaption>", page)]
-    examples = [cause.example for cause in broken.causes]
-    failures = [*examples, *(record for capability in broken.capabilities for record in capability.failures)]
-    assert shown == [words(broken.heat[record.case]) for record in failures if record.case in broken.heat]
-    assert shown[0].startswith("LSE of new tokens: 16 of 16 cells over their budget; 4 heads down, 4 rows to the right")
-
-
 def test_a_map_stands_at_its_own_failure_alone() -> None:
     run = nasty_run()
     (record,), (backend, _) = run.records, run.backends
@@ -150,11 +138,6 @@ def test_annotations_are_one_escaped_line_each() -> None:
     )
     odd = BackendSummary(BackendFacts("a: b, 50%", reasons=("x",)))
     assert annotations(RunSummary(ENVIRONMENT, (odd,))).startswith("::warning title=a%3A b%2C 50%25 unavailable::x")
-
-
-def test_the_replay_line_survives_markdown() -> None:
-    (line,) = [line for line in markdown(nasty_run()).splitlines() if line.startswith("mla-conformance replay")]
-    assert shlex.split(line)[-1] == "my file.py:B'"
 
 
 def test_the_step_summary_is_appended(real_run: Path) -> None:
@@ -222,11 +205,6 @@ def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confir
         assert (said in text) is there
 
 
-def test_a_long_way_to_a_failure_is_cut_short() -> None:
-    record = nasty_run().records[0].with_fields(confirmation="after", after=tuple("abcde"))
-    assert record.confirmed == "fails only after 5 other cases: a, b, c, and 2 more"
-
-
 @pytest.mark.parametrize("kind", ["text", "html", "markdown"])
 def test_why_the_rest_was_not_run_stands_beside_its_number(kind: str) -> None:
     run = nasty_run()
@@ -252,23 +230,3 @@ def test_render_prints_or_writes(
     assert said in printed and out.read_text(encoding="utf-8").strip() == printed.strip()
     assert main(["report", "render", report, "--out", str(out / "below")]) == 2
     assert "cannot be written: " in capsys.readouterr().err
-
-
-def test_distributions_and_closest_count_passes_only() -> None:
-    used: list[Used] = [{"element": 0.5, "lse": 0.2}, {"element": 1.0}, {"element": 0.049}]
-    records = [Record("B", "B", "lse", f"lse:q=[{i}]", Status.PASS, used=share) for i, share in enumerate(used)]
-    records.append(Record("B", "B", "lse", "lse:q=[9]", Status.FAIL, used={"element": 7.0}))
-    backend = BackendSummary(BackendFacts("B"), summarise(records, {"lse": 4}))
-    element, lse = distributions(backend)
-    assert (element.rule, element.bins[0], element.bins[10], element.bins[19], sum(element.bins)) == (
-        "element",
-        1,
-        1,
-        1,
-        3,
-    )
-    assert lse.words == "1 cases, median 0.20, largest 0.20"
-    assert [(c.record.case, c.rule, c.share) for c in closest([backend], 2)] == [
-        ("lse:q=[1]", "element", 1.0),
-        ("lse:q=[0]", "element", 0.5),
-    ]

@@ -11,7 +11,7 @@ from mla_conformance.certificate.records import KeptRecord, kept_records, pack, 
 from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
-from mla_conformance.commands.sanitize import MOST, choose
+from mla_conformance.commands.sanitize import choose
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import Traced
 from mla_conformance.tests.test_handed_in import PINS, certificate
@@ -65,19 +65,6 @@ def test_without_a_record_a_few_cases_of_each_role_are_offered(records: Path) ->
     assert chosen.most == 2 and {case.capability for case in chosen.cases} == {"memory_bounds"}
     named = choose(RunRequest.of(["EAGER"], ["lse"]), True, records, "TORCH_SDPA")
     assert named.most == 2 and {case.capability for case in named.cases} == {"lse"}
-
-
-def test_of_many_cases_the_smallest_are_called() -> None:
-    chosen = choose(RunRequest.of(["EAGER"], cases=CASES[:20]), False, None, "EAGER")
-    assert len(chosen.cases) == MOST and "8 smallest of 20 cases" in chosen.what
-
-
-def test_many_sets_are_bounded_and_new_kernels_come_first(records: Path) -> None:
-    names = [name for name in CAPABILITIES if name not in ("refusals", "large_offsets")][: MOST + 3]
-    kernels = {name: (f"kernel {number}",) for number, name in enumerate(names[:-1])}
-    write_record(records, record(traced=Traced({**kernels, names[-1]: ("kernel 0", "kernel 1")})))
-    chosen = choose(RunRequest.of(["TORCH_SDPA"], device="cuda"), False, records, "TORCH_SDPA")
-    assert len(chosen.cases) == MOST and names[-1] not in {case.capability for case in chosen.cases}
 
 
 @pytest.fixture

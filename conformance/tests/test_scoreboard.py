@@ -1,6 +1,5 @@
 """The scoreboard: what each record is worth, for people as a page and badges, for programs as SARIF."""
 
-import html
 import json
 import re
 from collections.abc import Callable
@@ -11,30 +10,22 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from mla_conformance.backends.references import known_backends, known_variants
-from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs
-from mla_conformance.certificate.certificate import Certificate, Finding, Shown
+from mla_conformance.certificate.certificate import Certificate, Finding
 from mla_conformance.cli import main
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
-from mla_conformance.roles.topk.space import TOPK
-from mla_conformance.scoreboard.board import Board, Entry, profiles, read_entries
-from mla_conformance.scoreboard.site import page as page_of
+from mla_conformance.scoreboard.board import Board, read_entries
 from mla_conformance.tests.test_handed_in import PINS
 from mla_conformance.tests.test_handed_in import certificate as complete
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.arrays import array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 WRONG = [case.id for case in CAPABILITIES["decode_lse"].cases[:2]]
 REASON = "the LSE is kept in 16 bits, see https://github.com/vllm-project/vllm/issues/47800."
 NASTY = "</td><script>alert(1)</script>\x1b[31m"
-FITTED = "select_combinations:call=select;q=[1x12];kv=[0x6,3,0x5];layout=heads_first;pad=3;poison=inf"
 
 
 def certificate(backend: str, wrong: list[str] = [], **changes: Any) -> Certificate:  # noqa: B006
@@ -108,20 +99,6 @@ def test_each_kernel_of_this_suite_says_how_many_pairs_of_classes_were_judged(pa
     old = row(page, "FLASH_ATTN_MLA[vllm]", "kernels")
     assert "pairs of classes not counted: its suite had others" in old and "claimed" not in old
     assert "pairs not judged" not in page
-
-
-def test_pairs_that_are_claimed_and_not_judged_are_counted_and_a_few_are_named() -> None:
-    """Of listed cases and of a fitted one; what fails is judged."""
-    *first, last = (case.id for case in array_of(TOPK.capability)[:20])
-    judged = {**dict.fromkeys([*first, FITTED], Status.PASS), first[0]: Status.EXPECTED_FAILURE}
-    statuses = {**dict.fromkeys(CASES, Status.UNSUPPORTED), **judged, last: Status.UNAVAILABLE}
-    shown = msgspec.convert({**certificate("VLLM_TOPK").to_json(), "cases": statuses}, Shown)
-    said = html.unescape(row(page_of(Board((Entry(shown, ""),), (), ())), "VLLM_TOPK", "kernels"))
-    rows = {case: TOPK.row_of(Case.parse(case)) for case in (*judged, last)}
-    every, held = Pairs(TOPK, rows.values()), Pairs(TOPK, (rows[case] for case in judged))
-    assert f"pairs of classes claimed {len(every):,}, judged {len(held):,} pairs not judged of VLLM_TOPK" in said
-    named = [f"topk {' · '.join(map('='.join, pair))}" for pair in every - held]
-    assert f"{'; '.join(named[:3])}; and {len(named) - 3:,} more" in said and len(named) > 3 and named[3] not in said
 
 
 def test_a_failure_is_told_with_its_reason_its_thread_and_how_to_see_it(page: str) -> None:
@@ -207,9 +184,3 @@ def test_an_old_record_without_what_is_shown_says_how_to_renew_it(
     assert main(["scoreboard", str(tmp_path / "record.json"), "--out", str(tmp_path / "site")]) == 1
     said = capsys.readouterr().err
     assert "renew it: mla-conformance certify --backend FLASHMLA" in said and "cases" in said
-
-
-def test_what_engines_pick_are_backends_in_their_roles() -> None:
-    known = {reference.name for reference in (*known_backends(), *known_variants())}
-    assert {each.kernel for profile in profiles() for each in profile.candidates} - {""} <= known
-    assert {profile.role for profile in profiles()} <= set(map(str, Role))

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.commands import console
-from mla_conformance.commands.console import Progress, clock, live
+from mla_conformance.commands.console import Progress, live
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.outcome import backend_lines, cause_lines, declared
+from mla_conformance.report.outcome import backend_lines, cause_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import painted, say
 
@@ -58,11 +58,6 @@ def test_colour_is_for_terminals_and_changes_no_word(
     assert (found != LINE) is coloured and ESCAPE.sub("", found) == LINE
 
 
-def test_a_coloured_line_is_not_divided() -> None:
-    line = f"       replay: mla-conformance replay {'x' * 300} --backend b.py:B"
-    assert ESCAPE.sub("", painted(line, Stream(terminal=True))) == line
-
-
 def record(case: str, status: Status = Status.PASS, backend: str = "B", **changes: str) -> Record:
     return Record(backend, changes.get("reference", "B"), case.partition(":")[0], case, status, used={"lse": 0.5})
 
@@ -83,24 +78,6 @@ def test_the_live_line_counts_and_estimates(monkeypatch: pytest.MonkeyPatch) -> 
     resumed.phase("judging 2 failures again")
     resumed(record("lse:q=[1]", Status.FAIL).with_fields(confirmation="alone"))
     assert resumed.line == "10/10 judged · 2 failed · 1:30 · judging 2 failures again"
-
-
-def test_nothing_is_said_of_what_is_left_before_a_tenth_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
-    counting = Progress(60, parts=0)
-    for number in range(40):
-        counting(record(f"decode:q=[{number}]", Status.UNSUPPORTED))
-    now[0] += 8  # the first one loads what all need
-    counting(record("lse:q=[1]"))
-    assert counting.line == "41/60 judged · 0 failed · 0:08 · B lse"
-    now[0] += 1
-    counting(record("lse:q=[2]"))
-    assert counting.line == "42/60 judged · 0 failed · 0:09 · about 1:21 left · B lse"
-
-
-def test_times_as_they_are_read() -> None:
-    assert [clock(seconds) for seconds in (0.4, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
 
 
 def test_a_pipe_gets_ten_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,15 +175,6 @@ def test_a_kernel_whose_failures_were_all_foreseen_is_not_called_right() -> None
         "B ! wrong, as expected, on 1 of 3 cases; 1/2 capabilities",
         "  ! a 1 of 2 (1 expected to fail)",
     ]
-
-
-def test_a_class_that_all_roles_declare_is_said_once() -> None:
-    rounding = {"p": "model", "lse": "exact", "decode: p": "model", "decode: lse": "approximate-exp"}
-    assert declared(BackendFacts("B", rounding=rounding)) == (
-        "declares p model, lse exact (prefill), approximate-exp (decode); 0 deviations, listed in the report"
-    )
-    alone = {"decode: p": "model", "decode: partial_outputs": "float32"}
-    assert declared(BackendFacts("B", rounding=alone)).startswith("declares p model, partial outputs float32; ")
 
 
 def test_a_replay_line_is_whole_and_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

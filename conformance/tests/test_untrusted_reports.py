@@ -1,14 +1,11 @@
 """Reports from elsewhere: what is too large, too deep or forged is refused; what is shown is not obeyed or endless."""
 
 import io
-import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -32,30 +29,10 @@ FORGED = "a\n::error file=x::forged\r\n##[error]f\u2028::set-output name=x::y\x1
 Write = Callable[..., Path]
 
 
-def edited(file: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
-    report = json.loads(file.read_text(encoding="utf-8"))
-    edit(report)
-    file.write_text(json.dumps(report), encoding="utf-8")
-    return file
-
-
 def gate(capsys: pytest.CaptureFixture[str], file: Path) -> tuple[int, str]:
     status = main(["gate", str(file), "--require-tier", "none"])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
-
-
-@pytest.mark.parametrize("case", ["lse:q=[1x3000000000]", "lse:q=[(1,2)x3000000000]", "lse:q=[4];heads=" + "9" * 4000])
-def test_a_short_text_that_stands_for_a_long_list_is_refused_at_once(
-    write_report: Write, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
-    def forge(report: dict[str, Any]) -> None:
-        report["cases"][0] = report["backends"]["MINE"]["records"][0]["case"] = case
-
-    began = time.process_time()
-    status, said = gate(capsys, edited(write_report("a.json", [PASSED]), forge))
-    assert status == 2 and "a.json: malformed report: field " in said and "expected at most" in said
-    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(
@@ -73,35 +50,6 @@ def test_what_a_case_may_ask_for_is_bounded(case: str, said: str) -> None:
         Case.parse(case)
     assert said in str(refused.value)
     assert len(Case.parse("lse:q=[1x65536]").q) == 65536
-
-
-@pytest.mark.parametrize("name", ["::error::forged", "a\nb", "\u202eENIM", "", "x" * 300])
-def test_a_forged_name_is_refused_and_not_obeyed(
-    write_report: Write, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    def forge(report: dict[str, Any]) -> None:
-        report["backends"][name] = report["backends"].pop("MINE")
-
-    status, said = gate(capsys, edited(write_report("a.json", [PASSED]), forge))
-    assert status == 2 and "expected a name such as MINE or MINE[variant] of a backend" in said
-    assert said.count("\n") == 1 and "\n::" not in said and len(said) < 400
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('{"more": ' + "[" * 10**5, "expected JSON of a few levels, got it nested too deeply"),
-        ('{"schema": "a", "schema": "b"}', "expected every name once in an object, got 'schema' twice"),
-        ('{"more": ' + "9" * 5000 + "}", "not JSON (cut off?): Exceeds the limit"),
-    ],
-)
-def test_what_is_too_deep_too_large_or_says_two_things(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, said: str
-) -> None:
-    monkeypatch.setattr(inputs, "MOST_MEBIBYTES", 1)
-    (tmp_path / "a.json").write_text(text)
-    status, found = gate(capsys, tmp_path / "a.json")
-    assert status == 2 and f"a.json: {said}" in found
 
 
 def test_a_large_file_and_an_endless_one_are_refused(

@@ -1,6 +1,7 @@
-"""Attention backends of an installed vLLM as whole layers: driven unchanged, and asked for no more than they have."""
+"""Layers driven by others: backends of an installed vLLM, unchanged, and one on two processes."""
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.generations.layer_impl import in_vllms_terms
-from mla_conformance.backends.layer.context_parallel import Sharding
-from mla_conformance.backends.layer.mla_batch import LayerRequest, common_metadata
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
+from mla_conformance.distributed import main
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.context import Context
@@ -151,12 +150,49 @@ def test_decodes_are_driven_where_there_is_no_prefill_backend(fake: Any, judged:
     assert judged(f"mixed_batch:{SMALL};q=[1,1];kv=[40,16];decodes=2").status is Status.PASS
 
 
-def test_padding_is_translated_to_requests_without_a_query(fake: Any) -> None:
-    requests = [LayerRequest(1, 20, [4, 5], False), LayerRequest(1, 0, [6], False)]
-    common = common_metadata(requests, padding=2, block_size=16, device=CPU, sharding=Sharding())
-    theirs = in_vllms_terms(common)
-    assert theirs.query_start_loc.tolist() == theirs.query_start_loc_cpu.tolist() == [0, 1, 2, 2, 2]
-    assert (theirs.num_reqs, theirs.num_actual_tokens) == (4, 4)
-    assert theirs.seq_lens.tolist() == theirs.seq_lens_cpu_upper_bound.tolist() == [21, 1, 0, 0]
-    assert theirs.block_table_tensor.tolist() == [[4, 5], [6, 0], [0, 0], [0, 0]]
-    assert theirs.slot_mapping.tolist() == [84, 96, -1, -1]
+SCRIPT = """
+import sys
+import torch
+from mla_conformance.distributed import judge_ranks
+
+rank, rendezvous, *backends = sys.argv[1:]
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=2)
+print([judge_ranks(backend, torch.device("cpu")) for backend in backends])
+torch.distributed.destroy_process_group()
+"""
+WRONG = """
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.defects.bases import EagerLayer
+
+
+class SilentSecond(EagerLayer):
+    class impl_class(MLACommonImpl):
+        def do_kv_cache_update(self, *operands):
+            if self.dcp_rank != 1:
+                super().do_kv_cache_update(*operands)
+"""
+
+
+def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
+    given = (str(tmp_path / "rendezvous"), "EAGER", f"{tmp_path / 'wrong.py'}:SilentSecond")
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), *given], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    first, second = (rank.communicate(timeout=120)[0].splitlines() for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0] and second == [first[-1]] == ["[0, 1]"]
+    assert first[0].startswith("EAGER · 2 processes through gloo · cpu · torch ") and "7 pass" in first
+    prefills = [line for line in first if line.startswith("pass, ") and "decodes=" not in line]
+    assert any("kv=[40,0,131]" in line for line in prefills)
+    assert any(": on rank 1, the entry of slot " in line for line in first)
+
+
+def test_without_torchrun_it_says_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["--backend", "EAGER"])
+    assert ended.value.code == 2 and "expected to be one of the processes of torchrun" in capsys.readouterr().err
