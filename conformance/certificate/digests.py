@@ -67,13 +67,23 @@ def listed_sources() -> dict[str, list[str]]:
 
 
 @cache
-def _stored() -> dict[str, Any]:
+def _stored(suite: str = SUITE_VERSION) -> dict[str, Any]:
     stored = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text(encoding="utf-8"))
-    return dict(stored.get(SUITE_VERSION, {}))
+    return dict(stored.get(suite, {}))
+
+
+def is_known(suite: str) -> bool:
+    """Whether it is stored here what a version of the suite stood for, so that its records can be held to it."""
+    return bool(_stored(suite))
 
 
 def judged_list(certificate: Certificate) -> frozenset[str]:
-    """The ids of the list that a record was judged on: the list here, or what that was before cases were added."""
+    """The ids of the list that a record was judged on: the list here, or what that was before cases were added.
+
+    Of an earlier suite's record, whose list is not here, all that it judged.
+    """
+    if not certificate.is_current:
+        return frozenset(certificate.cases)
     listed = listed_ids()
     known, stated = listed.intersection(certificate.cases), certificate.digests.get("cases")
     return known if stated in _stored().get(EARLIER, ()) and stated == _cases_digest(known) else listed
@@ -85,7 +95,14 @@ def listed_ids() -> frozenset[str]:
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
-    """What is otherwise here, by name: the digest here, and the stated one."""
+    """What is otherwise here, by name: the digest here, or of its earlier suite, and the stated one."""
+    if not certificate.is_current:
+        stored = _stored(certificate.suite)
+        for name in ("cases", *LOCKED):
+            known = [*stored.get(EARLIER, ()), stored["cases"]] if name == "cases" else stored[name]
+            if (stated := certificate.digests.get(name)) not in known:
+                yield name, known[-1], stated
+        return
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
         here = here | {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}

@@ -12,7 +12,16 @@ from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReferenceError, known_backends, known_variants
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
-from mla_conformance.certificate.digests import FITTED, LOCKED, judged_list, listed_ids, locked_digests, seal, unlike
+from mla_conformance.certificate.digests import (
+    FITTED,
+    LOCKED,
+    is_known,
+    judged_list,
+    listed_ids,
+    locked_digests,
+    seal,
+    unlike,
+)
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
@@ -29,10 +38,12 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     found = []
     if certificate.seal != seal(certificate):
         found.append("the seal does not fit the content: it was changed after it was issued")
-    if not certificate.is_current:
-        return [*found, age(certificate)]
+    if unknown := age(certificate):
+        return [*found, unknown]
     checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
-        _digests, _cases, _counts, _must_pass, _findings, _real_kernel,
+        (_digests, _cases, _counts, _must_pass, _findings, _real_kernel) if certificate.is_current
+        # An earlier suite's list, and what of it must pass, are not here.
+        else (_digests, _counts, _findings, _real_kernel)
     )  # fmt: skip
     found += [problem for check in checks for problem in check(certificate)]
     stated = certificate.environment.get("device"), certificate.environment.get("suite")
@@ -46,8 +57,8 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
 
 
 def age(certificate: Certificate) -> str:
-    """Why a certificate says nothing of the suite that is installed here; empty if it is of that one."""
-    if certificate.is_current:
+    """Why a certificate counts for nothing here; empty if it is of this suite, or of one that is known here."""
+    if certificate.is_current or is_known(certificate.suite):
         return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
     return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
@@ -56,7 +67,9 @@ def age(certificate: Certificate) -> str:
 def _digests(certificate: Certificate) -> Iterator[str]:
     for name, here, stated in unlike(certificate):
         todo = ""
-        if name in LOCKED and here in locked_digests()[name]:  # the stated one is not listed, or else that of here
+        if not certificate.is_current:
+            todo = f", which suite {certificate.suite} does not list"
+        elif name in LOCKED and here in locked_digests()[name]:  # the stated one is not listed, or else that of here
             renew = renewal(certificate.reference, certificate.device)
             todo = f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
         elif name in LOCKED:
@@ -64,7 +77,8 @@ def _digests(certificate: Certificate) -> Iterator[str]:
             todo = (
                 f"; suite {SUITE_VERSION} does not list the sources that are here; to show that they judge alike: {run}"
             )
-        yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
+        where = "as installed here" if certificate.is_current else "or one that judges alike"
+        yield f"digest '{name}': expected {here} {where}, got {stated}{todo}"
     if certificate.tier != Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
 
@@ -83,8 +97,8 @@ def _cases(certificate: Certificate) -> Iterator[str]:
 
 
 def not_yet_judged(certificate: Certificate) -> frozenset[str]:
-    """Ids of the cases that were added to the suite's list since; none of a record of another suite."""
-    return listed_ids() - judged_list(certificate) if certificate.is_current else frozenset()
+    """Ids of the cases of the list here that a record's list lacked."""
+    return listed_ids() - judged_list(certificate)
 
 
 def fitted_of(cases: Collection[str]) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
-from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate
+from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate, renewal
 from mla_conformance.certificate.digests import listed_sources, unlike
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
@@ -24,6 +24,7 @@ from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.outputs import write_output
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
+from mla_conformance.version import SUITE_VERSION
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -110,9 +111,15 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
     against += sanitized_problems(certificate, kept.sanitized)
     take(_signature(*signed, options.signers))
     if new := not_yet_judged(certificate):
-        reported.append(f"{len(new)} cases of the suite's list are not yet judged, for example {min(new)}")
+        listed = "the suite's list" if certificate.is_current else f"suite {SUITE_VERSION}, which is installed here,"
+        reported.append(f"{len(new)} cases of {listed} are not yet judged, for example {min(new)}")
     if certificate.is_current:
         take(_beside_this_machine(certificate, options))
+    elif again and not against:
+        renew = renewal(certificate.reference, certificate.device)
+        against.append(
+            f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again; renew: {renew}"
+        )
     if again and not against:
         backend = parse_reference(options.backend or certificate.reference)
         take(rerun(certificate, options.rerun, backend, options.device, salt))

@@ -33,6 +33,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, role_of, scope_of, total
 from mla_conformance.report.summary import CapabilitySummary, Counts, RunSummary, count_by_capability, summarise
+from mla_conformance.version import SUITE_VERSION
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 _PAIRS = 3
@@ -64,9 +65,9 @@ class KnownFailure:
 @dataclass(frozen=True)
 class Entry:
     record: Shown  # what of it is shown
-    old: str  # why it says nothing of the suite that is installed here, and how to renew it; empty if it is of that
+    old: str  # why it counts for nothing here, and how to renew it; empty if its suite is known
     sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
-    not_yet: int = 0  # number of cases that were added to its suite's list since
+    not_yet: int = 0  # number of cases of the list here that its own lacked
 
     @property
     def versions(self) -> str:
@@ -103,8 +104,12 @@ class Entry:
 
     @cached_property
     def pairs(self) -> JudgedPairs | None:
-        """The pairs of classes that it claims, over all roles; None of an old record, whose suite had other classes."""
-        return None if self.old else total(judged_pairs(self._records, fitted_of(self.record.cases)))
+        """The pairs of classes that it claims, over all roles; None where its suite had other classes."""
+        return (
+            None
+            if self.record.suite != SUITE_VERSION
+            else total(judged_pairs(self._records, fitted_of(self.record.cases)))
+        )
 
     @property
     def pairs_in_words(self) -> str:

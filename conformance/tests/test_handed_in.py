@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
+STORED = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text())
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))
 PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
@@ -90,7 +92,7 @@ def _nested(depth: int) -> Any:
     [
         (lambda line: line[:900], 2, "line 2: not JSON (cut off?)"),
         (lambda line: edited(line, statuses="p7", record=False), 2, "its statuses are not those of"),
-        (lambda line: edited(line, tier=_nested(480)), 2, "line 2: expected "),
+        (lambda line: edited(line, tier=_nested(480)), 2, ": expected "),
         (lambda line: edited(line, fitted=[f"{2**30} {'x' * 90}"] * 999, record=False), 2, "its texts have more than"),
         (lambda line: edited(line, schema="other/1"), 2, "line 2: expected a record of schema"),
         (lambda line: edited(line, suite="2026.1"), 2, f"expected a record of suite {SUITE_VERSION}, got"),
@@ -212,6 +214,23 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
     assert said.count("not yet judged") == 1 and f"not yet judged, for example {added}" in said
     assert main(["scoreboard", str(path), "--out", str(tmp_path / "site")]) == 0
     assert f"suite {SUITE_VERSION}, 1 cases not yet judged" in (tmp_path / "site" / "index.html").read_text("utf-8")
+
+
+def test_a_record_of_an_earlier_suite_holds_for_what_it_judged(
+    record: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = min(each for each in STORED if each != SUITE_VERSION)
+    known = {name: each[-1] if isinstance(each, list) else each for name, each in STORED[suite].items()}
+    old: dict[str, Any] = {"suite": suite, "environment": {"device": "cpu", "suite": suite}}
+    old |= {"cases": {"lse:q=[1]": Status.PASS}, "counts": msgspec.structs.replace(COUNTS, listed=1, passed=1)}
+    for stated, status in ((known, 0), ({**known, "judging": "0" * 64}, 1)):
+        made = certificate(**old, digests=record_digests(()) | stated)
+        record.write_bytes(msgspec.json.encode(made.to_json()))
+        assert main(["verify", str(record)]) == status
+    assert main(["verify", str(record), "--rerun", "1"]) == 1
+    printed = capsys.readouterr()
+    assert f"cases of suite {SUITE_VERSION}, which is installed here, are not yet judged" in printed.out
+    assert f"digest 'judging': expected {known['judging']} or one that judges alike, got 000" in printed.err
 
 
 FAILED = "new_tokens:q=[1];data=needle;lse=0"
