@@ -72,18 +72,16 @@ def _cache(layout: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla"])
-def test_writes_as_eager_does(layout: str) -> None:
+def test_writes_and_gathers_as_eager_does(layout: str) -> None:
+    kernels = [
+        kernel(LATENT, ROPE, layout, "float32", None) for kernel in (SGLangTritonCacheBackend, EagerCacheBackend)
+    ]
     wide = torch.randn(9, LATENT + ROPE + 3, generator=torch.Generator().manual_seed(0)).bfloat16()
-    slots = torch.tensor([95, -1, 16, 0, 47])
-    found, expected = (_cache(layout) for _ in range(2))
-    for kernel, cache in ((SGLangTritonCacheBackend, found), (EagerCacheBackend, expected)):
-        backend = kernel(LATENT, ROPE, layout, "float32", None)
-        backend.run_write_latent(wide[:, :LATENT], wide[:, LATENT : LATENT + ROPE], cache, slots, ONE)
-    assert torch.equal(found, expected) and not torch.equal(found, _cache(layout))
-
-
-@pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla"])
-def test_gathers_as_eager_does(layout: str) -> None:
+    written = [_cache(layout) for _ in kernels]
+    for kernel, cache in zip(kernels, written, strict=True):
+        parts = wide[:, :LATENT], wide[:, LATENT : LATENT + ROPE]
+        kernel.run_write_latent(*parts, cache, torch.tensor([95, -1, 16, 0, 47]), ONE)
+    assert torch.equal(*written) and not torch.equal(written[0], _cache(layout))
     cache, expected = _cache(layout), torch.zeros(40, LATENT + ROPE, dtype=torch.bfloat16)
     if layout == "fp8_ds_mla":
         keys = torch.randn(6 * PAGE, LATENT + ROPE, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -91,9 +89,8 @@ def test_gathers_as_eager_does(layout: str) -> None:
         cache.copy_(rows.view(cache.shape))
     found, table = expected.clone(), torch.tensor([[3, 1, -9], [5, -9, -9], [0, 2, 4]], dtype=torch.int32)
     starts, cu_seq_lens = (torch.tensor(x, dtype=torch.int32) for x in ((7, 0, 20), (0, 20, 20, 37)))
-    for kernel, workspace in ((SGLangTritonCacheBackend, found), (EagerCacheBackend, expected)):
-        backend = kernel(LATENT, ROPE, layout, "float32", None)
-        backend.run_gather_latent(cache, workspace, table, cu_seq_lens, starts, ONE)
+    for kernel, workspace in zip(kernels, (found, expected), strict=True):
+        kernel.run_gather_latent(cache, workspace, table, cu_seq_lens, starts, ONE)
     assert torch.equal(found, expected) and bool(found[:37].any()) and not found[37:].any()
 
 

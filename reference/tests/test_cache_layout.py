@@ -32,16 +32,11 @@ def test_widths_and_dtypes() -> None:
         assert (rows.shape, rows.dtype) == ((3, width), dtype)
 
 
-def test_auto_keeps_the_bits() -> None:
-    kv_c, k_pe = latents(5)
-    rows = encode(kv_c, k_pe, "auto", 3.0)
-    assert torch.equal(rows, torch.cat((kv_c, k_pe), dim=-1))
-    decoded = decode_rows(rows, "auto", 7.0, 512, 64)
-    assert torch.equal(decoded[0], kv_c.double()) and torch.equal(decoded[1], k_pe.double())
-
-
-def test_fp8_divides_both_parts_by_the_scale() -> None:
+def test_auto_keeps_the_bits_and_fp8_divides_both_parts_by_the_scale() -> None:
     kv_c, k_pe = torch.tensor([[0.25, 1000.0]], dtype=BF16), torch.tensor([[-0.5, 1e-6]], dtype=BF16)
+    as_it_is = encode(kv_c, k_pe, "auto", 3.0)
+    assert torch.equal(as_it_is, torch.cat((kv_c, k_pe), dim=-1))
+    assert torch.equal(torch.cat(decode_rows(as_it_is, "auto", 7.0, 2, 2), dim=-1), as_it_is.double())
     rows = encode(kv_c, k_pe, "fp8", 0.5)
     assert rows.float().tolist() == [[0.5, 448.0, -1.0, 0.0]]
     decoded = decode_rows(rows, "fp8", 0.5, 2, 2)
