@@ -86,7 +86,7 @@ def test_two_causes_are_found_in_one_call_and_both_are_told(monkeypatch: pytest.
     def fails(case: Case) -> str:
         return Check.LSE if case.pad else Check.OUTPUT if case.poison == "inf" else ""
 
-    judged, record = explored(monkeypatch, fails)
+    judged, record = explored(monkeypatch, fails, draws=60)
     assert record.status is Status.FAIL and " drawn cases, made small: " in record.message
     told = {Check.LSE, Check.OUTPUT}
     assert record.check in told and all(check in record.message for check in told)
