@@ -6,13 +6,17 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from mla_conformance.backends.references import known_backends
 from mla_conformance.engine import beside
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 pytest_plugins = ["pytester"]
@@ -33,11 +37,11 @@ class EAGER_2(EagerPrefillBackend): ...
 Listing = Callable[..., tuple[int, list[str]]]
 
 
-def pytest_in(folder: Path, *arguments: str, python: Path | str = sys.executable, **variables: str) -> tuple[int, str]:
+def pytest_in(folder: Path, *arguments: str, python: Path | str = sys.executable) -> tuple[int, str]:
     """Exit status and output of pytest in a process and folder of its own, with no settings from outside."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment | variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -214,12 +218,20 @@ def test_mine(case):
 """
 
 
+def test_where_assertions_are_left_out_a_failure_is_one() -> None:
+    space: dict[str, Any] = {}
+    source = (files("mla_conformance.suite") / "test_conformance.py").read_text("utf-8")
+    exec(compile(source, "suite", "exec", optimize=2), space)
+    space["test_conformance"](lambda: Record("A", "A", "lse", CASE, Status.PASS))
+    with pytest.raises(AssertionError, match="wrong"):
+        space["test_conformance"](lambda: Record("A", "A", "lse", CASE, Status.FAIL, message="wrong"))
+
+
 def test_who_ends_the_process_that_judges_a_kernel_has_no_success(tmp_path: Path) -> None:
-    """Nor has who leaves assertions out."""
     (tmp_path / "ending.py").write_text(ENDS)
     backends = [f"--backend=ending.py:{name}" for name in ("AtOnce", "Skips", "Wrong")]
     suite = [*backends, "--mla-device=cpu", f"--mla-case={CASE}"]
-    status, printed = pytest_in(tmp_path, "-q", "--assert=plain", *suite, PYTHONOPTIMIZE="1")
+    status, printed = pytest_in(tmp_path, "-q", *suite)
     assert status == 1 and "\n3 failed" in printed and "\x1b" not in printed, printed
 
 
