@@ -100,8 +100,8 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
         stored = _stored(certificate.suite)
         for name in ("cases", *LOCKED):
             known = [*stored.get(EARLIER, ()), stored["cases"]] if name == "cases" else stored[name]
-            if (stated := certificate.digests.get(name)) not in known:
-                yield name, known[-1], stated
+            if (seen := certificate.digests.get(name)) not in known:
+                yield name, known[-1], seen
         return
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():

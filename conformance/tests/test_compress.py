@@ -62,7 +62,9 @@ def by_hand(batch: CompressBatch, request: int, group: int) -> torch.Tensor:
 )
 def test_golden_entries_are_those_of_the_definition(text: str) -> None:
     batch = CompressBatch(parsed(text), CPU)
-    low, high = batch._bounds()
+    image = batch.calls()[0].written["kv_cache"]
+    assert isinstance(image, WrittenEntries) and image.bounds is not None
+    low, high = image.bounds
     number = 0
     for request, total in enumerate(batch.case.totals):
         for group in range(total // batch.case.ratio):

@@ -19,7 +19,7 @@ from mla_conformance.certificate.digests import (
 )
 from mla_conformance.certificate.records import change_records, kept_records, read_records
 from mla_conformance.cli import main
-from mla_conformance.files.meaning import meaning
+from mla_conformance.files.installed import meaning
 from mla_conformance.tests.reports import script
 from mla_conformance.version import SUITE_VERSION
 
