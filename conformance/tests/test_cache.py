@@ -108,7 +108,7 @@ def test_an_entry_of_several_tokens_is_written_by_the_last_of_them() -> None:
     (call,) = calls("slot_mapping:q=[9];kv=[2];page=2;ratio=4")
     rows = call.written["slot_mapping"]
     assert isinstance(rows, WrittenRows)
-    first = int(call.operands["block_table"][0, 0]) * 2
+    first = int(call.named["block_table"][0, 0]) * 2
     assert rows.low[:9].tolist() == [-1, first, -1, -1, -1, first + 1, -1, -1, -1]
 
 

@@ -125,7 +125,8 @@ def same() -> Callable[..., None]:
 
     def check(a: Any, b: Any, name: str = "metadata") -> None:
         if isinstance(a, Tensor):
-            assert a.dtype == b.dtype and a.equal(b), name
+            # What a workspace holds is written by the kernels that use it.
+            assert (a.dtype, a.shape) == (b.dtype, b.shape) and ("workspace" in name or a.equal(b)), name
         elif is_dataclass(a):
             names = [x.name for x in fields(a) if not x.name.startswith("_cached")]
             names += [x for x in ("decode_metadata", "prefill_metadata") if hasattr(a, x)]
