@@ -28,6 +28,7 @@ from mla_conformance.report.summary import (
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
+from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7
@@ -249,7 +250,7 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
     if backend.stopped and backend.not_run:
         yield cut(backend.not_run)
     if backend.pairs:
-        yield judged_of_claimed(backend.pairs)
+        yield judged_of_claimed(backend.pairs, backend.records)
     if backend.facts.rounding:
         yield declared(backend.facts)
     yield from sampled([record.sampled for record in backend.records if record.sampled])
@@ -259,10 +260,15 @@ def _remarks(backend: BackendSummary) -> Iterator[str]:
         yield "an emulated kernel: judged, never certified"
 
 
-def judged_of_claimed(pairs: Mapping[str, JudgedPairs]) -> str:
-    """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not."""
+def judged_of_claimed(pairs: Mapping[str, JudgedPairs], records: Iterable[Record] = ()) -> str:
+    """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not.
+
+    Of its ``records`` those that a CPU was not asked for are counted.
+    """
     whole = total(pairs)
-    return f"{whole}; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else str(whole)
+    due = sum(record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU) for record in records)
+    missing = f"; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else ""
+    return f"{whole}" + (f"; {counted(due, 'case')} {DUE_ON_GPU}, not judged here" if due else "") + missing
 
 
 def declared(facts: BackendFacts) -> str:

@@ -199,8 +199,9 @@ def _later(case: Case, tokens: int) -> Case:
     if not case.kv:
         return replace(case, q=tuple(length + tokens for length in case.q))
     later = replace(case, kv=tuple(length + tokens for length in case.kv))
-    if not isinstance(case, CachedCase):
+    if not isinstance(later, CachedCase):
         return later
+    assert isinstance(case, CachedCase)
     pages = [sum(-(-total // case.page) for total in each.totals) for each in (case, later)]
     return replace(later, spare=max(0, case.spare - pages[1] + pages[0]))
 

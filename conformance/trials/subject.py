@@ -22,7 +22,7 @@ from mla_conformance.judging.needs import needed_bytes
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
-from mla_conformance.vocabulary.capabilities import find_capability
+from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, find_capability, is_due_on_gpu
 
 _GIB = 2**30
 _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
@@ -173,8 +173,8 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     capability = find_capability(case.capability)
     if capability.needs_cuda and device.type != "cuda":
         return ["needs a CUDA device"]
-    if capability.is_array and device.type == "cpu" and work_of(case) > CPU_WORK:
-        return [f"due on a GPU: {work_of(case):.0e} operations, a CPU is asked for {CPU_WORK:.0e}"]
+    if device.type == "cpu" and is_due_on_gpu(case):
+        return [f"{DUE_ON_GPU}: {work_of(case):.0e} operations, a CPU is asked for {CPU_WORK:.0e}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
     return _memory_reasons(case, device) if case.far != "none" else []

@@ -22,6 +22,8 @@ from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _FIRST = 2
+DUE_ON_GPU = "due on a GPU"
+"""What the reason begins with why a CPU is not asked for a case."""
 CONFORMS = "conforms"
 """The procedure of one call, judged."""
 
@@ -173,6 +175,11 @@ def counts(capability: str) -> bool:
     """Whether cases of a capability are judged by one right call anywhere."""
     entry = find_capability(capability)
     return entry.procedure == CONFORMS and not entry.needs_cuda
+
+
+def is_due_on_gpu(case: Case) -> bool:
+    """Whether a CPU is not asked for a case: it is of a covering array, and large."""
+    return find_capability(case.capability).is_array and work_of(case) > CPU_WORK
 
 
 def listed(space: Space) -> tuple[Case, ...]:
