@@ -138,7 +138,7 @@ class MustPass:
         for profile in self._binding(records):
             for case in self.profiles[profile]:
                 status = records[case].status if case in records else None
-                too_large = status is Status.UNAVAILABLE and CAPABILITIES[case.partition(":")[0]].needs_cuda
+                too_large = status is Status.UNAVAILABLE and CAPABILITIES[case.partition(":")[0]].large
                 told = waivable and (too_large or status is Status.EXPECTED_FAILURE)
                 if status is not Status.PASS and not told:
                     yield case, f"{profile}: {status or 'not in the report'}"

@@ -177,7 +177,7 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
         return [f"{DUE_ON_GPU}: {work_of(case):.0e} operations, a CPU is asked for {CPU_WORK:.0e}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
-    return _memory_reasons(case, device) if case.far != "none" else []
+    return _memory_reasons(case, device) if case.far != "none" and device.type == "cuda" else []
 
 
 def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:
