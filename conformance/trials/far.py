@@ -73,9 +73,10 @@ def call_far(
     first()
     if reach.operand != "cache":
         # Logits are the queries of a top-k, and its keys.
-        return _called(replace(call, **{reach.operand: _spread(getattr(call, reach.operand), reach)}), backend, out)
+        rows: dict[str, Any] = {reach.operand: _spread(getattr(call, reach.operand), reach)}
+        return _called(replace(call, **rows), backend, out)
     caches = {name: getattr(call, name, None) for name in _CACHES}
-    there = {name: _spread(x, reach) for name, x in caches.items() if x is not None and x.dim() > 2}
+    there: dict[str, Any] = {name: _spread(x, reach) for name, x in caches.items() if x is not None and x.dim() > 2}
     if isinstance(call, CacheCall):
         there["operands"] = {name: _spread(x, reach) if name in _CACHES else x for name, x in call.operands.items()}
     images = {name: x for name, x in call.written.items() if isinstance(x, CacheImage | WrittenEntries)}
