@@ -1,17 +1,25 @@
-"""Budgets are computed once for a golden result and a choice of roundings, and never for another."""
+"""Budgets are computed once for a golden result and a choice of roundings; merges weigh by what they round."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from mla_conformance.backends.declaration import Rounding
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
+from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
+from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.judging import golden as made
 from mla_conformance.judging.golden import Budget, GoldenAttention, golden_attention
 from mla_conformance.judging.tolerance import roundoffs, tolerance
+from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import Roundoffs, element_budget
 from mla_conformance.roles.table import build_problem
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
 
 ROUNDING = roundoffs(torch.bfloat16, Rounding(), tolerance(), None, 7, dequantised=False)
 
@@ -49,3 +57,28 @@ def test_only_the_last_budgets_are_kept() -> None:
         budget(found, deviations=float(deviations))
     again = budget(found)
     assert again is not first and torch.equal(again.element, first.element)
+
+
+class LastChunkTwice(EagerLayer):
+    class impl_class(MLACommonImpl):
+        def _gather(self, index: int, kv_cache: Any, attn_metadata: Any, k_scale: Any) -> None:
+            """The last chunk of a context is the one before it once more."""
+            tokens = attn_metadata.prefill_metadata.chunked_context.seq_tot
+            super()._gather(index - (index == len(tokens) - 1), kv_cache, attn_metadata, k_scale)
+
+
+@pytest.mark.parametrize(("dtype", "chunks", "least"), [("bf16", 16, 4.0), ("fp16", 64, 4.0), ("bf16", 64, 1.0)])
+def test_a_layer_whose_last_chunk_is_the_one_before_it_is_wrong_however_many_there_are(
+    dtype: str, chunks: int, least: float
+) -> None:
+    case = (
+        f"mixed_batch:call=layer;dtype={dtype};dims=32-16-32-64;heads=2;q=[9];kv=[{64 * chunks}];page=16;workspace=64"
+    )
+    wrong = BackendReference("LastChunkTwice", f"{LastChunkTwice.__module__}:LastChunkTwice")
+    records = [
+        judge_one(Subject(backend, torch.device("cpu")), Case.parse(case), Context())
+        for backend in (wrong, BackendReference("EAGER", "EAGER"))
+    ]
+    assert [record.status for record in records] == [Status.FAIL, Status.PASS]
+    most = [max(map(float, record.used.values())) for record in records]
+    assert most[0] > least and most[1] < 0.5

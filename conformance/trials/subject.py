@@ -16,7 +16,7 @@ from mla_conformance.backends.platform import DeviceCapability, get_device_capab
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.driving.executor import IN_PROCESS, Executor
 from mla_conformance.judging.needs import needed_bytes
 from mla_conformance.problems.memory import whole_memory
@@ -174,7 +174,9 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     if capability.needs_cuda and device.type != "cuda":
         return ["needs a CUDA device"]
     if device.type == "cpu" and is_due_on_gpu(case):
-        return [f"{DUE_ON_GPU}: {work_of(case):.0e} operations, a CPU is asked for {CPU_WORK:.0e}"]
+        most = LARGE_CPU_WORK if capability.large else CPU_WORK
+        what = f"{work_of(case):.0e} operations, a CPU is asked for {most:.0e}"
+        return [f"{DUE_ON_GPU}: {'so many rows are computed there' if case.far.startswith('rows') else what}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
     return _memory_reasons(case, device) if case.far != "none" and device.type == "cuda" else []
