@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from mla_conformance.reference.merge_roundings import MergeTerms
 from mla_conformance.reference.terms import ErrorTerms, ProjectedTerms, error_terms, key_terms
 
 WORKSPACE_ELEMENTS = 2**22
@@ -34,6 +35,7 @@ class AttentionState:
     ``projected`` holds further ones, where keys and values are projected from latents and that rounds, and ``shared``
     [T, N, 3] what `shared_roundings` of P add. ``value_weights`` [N, V], where values are projected, is the larger of 1
     and Σ |W_UV| over the latents: the error of the floor of a stored value, or of a stored latent that was attended.
+    ``merging`` is what storing parts and merging them rounds, where it is known into which parts the keys are cut.
 
     A row that sees no key has output 0 and LSE -inf.
     """
@@ -44,6 +46,7 @@ class AttentionState:
     projected: ProjectedTerms | None = None
     shared: Tensor | None = None
     value_weights: Tensor | None = None
+    merging: MergeTerms | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""

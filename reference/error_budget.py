@@ -35,6 +35,7 @@ class Roundoffs:
         projections: keys and values, or the absorbed query and the attended latent, where projecting them rounds.
         values_floor: half the smallest subnormal of projected values, or of an attended latent.
         latent_partials: latent outputs of split keys before they are combined, where projecting them rounds.
+        merges: stored parts and what they are merged to, each by its share in the result.
     """
 
     p: float
@@ -51,6 +52,7 @@ class Roundoffs:
     projections: float = 0.0
     values_floor: float = 0.0
     latent_partials: float = 0.0
+    merges: float = 0.0
 
 
 def _terms(state: AttentionState) -> ErrorTerms:
@@ -78,6 +80,8 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
     keys = roundoffs.keys * (moved + terms.magnitude)
     rest = roundoffs.output * state.output.abs() + floors + float32 + dots
+    if state.merging is not None:
+        rest = rest + roundoffs.merges * state.merging.total
     if state.projected is None:
         return weights + rest + keys
     projected = state.projected
@@ -127,6 +131,8 @@ def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tenso
     rounding = roundoffs.p**2 * terms.squares + roundoffs.output**2 * state.output.square()
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
+    if state.merging is not None:
+        rounding = rounding + roundoffs.merges**2 * state.merging.squares
     # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
     systematic = _accumulated(state, roundoffs)
     systematic = systematic + _floors(state, roundoffs)

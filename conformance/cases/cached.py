@@ -67,11 +67,12 @@ class CachedCase(Case):
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Beyond one query token a request and a plain cache of pages of 64 tokens."""
+        """Beyond one query token a request and a plain cache of pages of 64 tokens; any scales of tiles."""
         several = "uniform" if len(set(self.q)) == 1 else "nonuniform"
         return (
             f"page_{self.page}" if self.page != _USUAL_PAGE else "",
             self.cache if self.holds_codes else "",
+            f"scales_{self.scales}" if self.scales != "float32" else "",
             several if max(self.q) > 1 else "",
             "dcp" if self.ranks > 1 else "",
         )

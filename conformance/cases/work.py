@@ -7,6 +7,8 @@ from mla_conformance.cases.case import Call, Case
 
 CPU_WORK = 1e8
 """Work of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU."""
+LARGE_CPU_WORK = 3e9
+"""Work of the largest case that a CPU is asked for where cases are about size."""
 GPU_WORK = 6e10
 """Work of a case beyond which its batch is small in all but the pair that it is for."""
 _OF_AN_ELEMENT, _OF_A_CALL, _OF_A_REQUEST = 100, 1e7, 2e5

@@ -12,7 +12,7 @@ from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.driving.executor import IN_PROCESS, Executor, Handed, StepResult, itself, look_afterwards, run_step
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.cpu_room import noted_faults
-from mla_conformance.problems.fences import Fence, FencedCall
+from mla_conformance.problems.fences import Buffers, Fence, MovedCall
 from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import merge
@@ -192,7 +192,7 @@ def call_fenced(
     Raises:
         OutOfBoundsError: something beside an operand was touched; its message says which and how.
     """
-    fenced = FencedCall(fence, call, out)
+    fenced = MovedCall(fence, call, out)
     try:
         with noted_faults():
             value = call_once(first, backend, fenced.call, fenced.out, prepare, device)
@@ -201,6 +201,25 @@ def call_fenced(
         if beyond := [] if device_lost(device) else list(fenced.settle()):
             raise OutOfBoundsError("; ".join(beyond))
     return fenced.handed_back(value, out)
+
+
+def call_in_buffers(
+    buffers: Buffers,
+    first: Callable[[], None],
+    backend: Any,
+    call: KernelCall,
+    out: Guarded | None,
+    prepare: bool,
+    device: torch.device,
+) -> Any:
+    """As :func:`call_once`, over operands at the addresses of those of earlier calls."""
+    moved = MovedCall(buffers, call, out)
+    try:
+        value = call_once(first, backend, moved.call, moved.out, prepare, device)
+    finally:
+        if not device_lost(device):
+            moved.write_back()
+    return moved.handed_back(value, out)
 
 
 def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndLse]:

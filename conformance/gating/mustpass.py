@@ -3,8 +3,8 @@
 A profile is what a case asks for beyond bf16, its role's usual head dims (DeepSeek-R1's) and the two required entries,
 declared determinism included. The profile ``core`` binds every backend that prefills, ``decode`` every one that
 decodes, ``sparse_decode``, ``sparse_prefill``, ``index_logits`` and ``index_topk`` those that have these calls; each
-backend is bound by one of them at least. Any other profile binds a backend unless it declares all of its cases
-unsupported.
+backend is bound by one of them at least. Any other profile binds a backend unless all of its cases are unsupported:
+it declares so, or they are those that only a GPU is asked for (``gpu``), so that a list is that of a device.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 CORE = "core"
 SHIPPED = "shipped"
@@ -39,6 +39,7 @@ def profile_of(case: Case) -> str:
         f"dims_{case.dims}" if case.dims != case.defaults()["dims"] else "",
         case.dtype if case.dtype != "bf16" else "",
         CAPABILITIES[case.capability].profile,
+        "gpu" if is_due_on_gpu(case) else "",
         *case.asks,
     )
     return "+".join(filter(None, asked)) or CORE
@@ -137,7 +138,7 @@ class MustPass:
         for profile in self._binding(records):
             for case in self.profiles[profile]:
                 status = records[case].status if case in records else None
-                too_large = status is Status.UNAVAILABLE and CAPABILITIES[case.partition(":")[0]].needs_cuda
+                too_large = status is Status.UNAVAILABLE and CAPABILITIES[case.partition(":")[0]].large
                 told = waivable and (too_large or status is Status.EXPECTED_FAILURE)
                 if status is not Status.PASS and not told:
                     yield case, f"{profile}: {status or 'not in the report'}"

@@ -3,6 +3,7 @@
 from abc import ABC
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial, reduce
 from itertools import chain, pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from mla_conformance.reference.error_budget import (
     lse_budget,
     rms_limit,
 )
+from mla_conformance.reference.merge_roundings import MergeTerms, merged_chunks, merged_states
 from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
 from mla_conformance.reference.shared_roundings import running_sums, shared_roundings
 from mla_conformance.reference.terms import projected_terms
@@ -104,6 +106,7 @@ class GoldenAttention(Golden):
             yield from (state.output, state.lse)
             yield from (state.terms.by_name() if state.terms else {}).values()
             yield from (vars(state.projected) if state.projected else {}).values()
+            yield from (vars(state.merging) if state.merging else {}).values()
             yield from (extra for extra in (state.shared, state.value_weights) if extra is not None)
 
 
@@ -111,6 +114,11 @@ def golden_attention(problem: Problem) -> GoldenAttention:
     rows = choose_rows(problem)
     states = tuple(_golden(problem, rows, call.operands()) for call in problem.attention)
     merged = _golden(problem, rows, _whole(problem)) if problem.case.is_merged else None
+    if merged and problem.case.own_merge:
+        new, *chunks = states
+        parts = [*chunks, new]
+        terms = merged_states([part.output for part in parts], [part.lse for part in parts], merged.lse)
+        merged = replace(merged, merging=terms)
     if not torch.stack([x.output.isfinite().all() for x in (*states, *([merged] if merged else []))]).all():
         raise ProblemError("the golden result is not finite: the inputs are at fault, not the kernel")
     return GoldenAttention(rows, states, merged)
@@ -212,4 +220,15 @@ def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> 
     if operands.projection is not None:
         terms = projected_terms(*qkv, operands.projection, query_start_loc=queries, key_start_loc=keys, scale=scale)
         state = replace(state, projected=terms.map(rows.pick))
+    if operands.plans:
+        picked, judged, seen = rows.pick(operands.q), list(segments(rows.start_loc)), list(segments(keys))
+        merging = partial(
+            merged_chunks,
+            *(picked, operands.k, operands.v, state.output, state.lse),
+            rows=judged,
+            keys=seen,
+            scale=scale,
+        )
+        plans = [merging(ends=ends) for ends in dict.fromkeys(operands.plans)]
+        state = replace(state, merging=reduce(MergeTerms.larger, plans))
     return replace(state, value_weights=operands.value_weights)

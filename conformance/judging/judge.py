@@ -149,9 +149,8 @@ class AttentionJudge(Steps):
         dequantised = part.golden.terms is not None and part.golden.terms.key_spread is not None
         declared = self.declaration.rounding_of(self.problem.dtype)
         projected = part.golden.projected is not None
-        return roundoffs(
-            self.problem.output_dtype, declared, self.numbers, part.merged, part.keys, dequantised, projected
-        )
+        model, weighed = self.problem.output_dtype, part.golden.merging is not None
+        return roundoffs(model, declared, self.numbers, part.merged, part.keys, dequantised, projected, weighed)
 
     def _mask(self, part: _Part, found: Compared) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible."""

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from math import inf
 
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import FAR, Call, Case
 from mla_conformance.cases.work import operations_of
@@ -11,6 +12,9 @@ from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TEL
 
 _MARGIN_BYTES = 2 << 30
 _FAR_ITEM_BYTES = 2
+_FAR_KERNELS = (Role.PREFILL, Role.DECODE, Role.SPARSE)
+_FAR_BYTES = 8
+"""Of others: they have float32, or two caches."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ def needed_bytes(case: Case) -> int:
     """Device memory that the operands and the output of a far case take, with a margin for the kernel's own."""
     reach = Reach.of(case)
     if reach.operand != "rows":
-        return 2 * _FAR_ITEM_BYTES * reach.elements + _MARGIN_BYTES
+        each = _FAR_ITEM_BYTES if case.role in _FAR_KERNELS else _FAR_BYTES
+        return 2 * each * reach.elements + _MARGIN_BYTES
     return _FAR_ITEM_BYTES * rows_before(case) * (case.sizes.row + case.sizes.output) + _MARGIN_BYTES
 
 

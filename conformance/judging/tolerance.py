@@ -108,6 +108,7 @@ def roundoffs(
     keys: int = 0,
     dequantised: bool = False,
     projected: bool = False,
+    weighed: bool = False,
 ) -> Roundoffs:
     """Unit roundoffs of a kernel.
 
@@ -119,6 +120,7 @@ def roundoffs(
         keys: the most keys that a row sums over.
         dequantised: whether the keys were stored as codes.
         projected: whether projecting latents rounds.
+        weighed: whether roundings of parts and merges count by their shares in the result.
     """
     rounding = Rounding() if model is torch.float32 else declared
     unit, (p, p_floor) = unit_roundoff(model), _errors(rounding.p, model)
@@ -131,7 +133,7 @@ def roundoffs(
     return Roundoffs(
         p=p,
         p_floor=p_floor,
-        partials=partials + parts * unit,
+        partials=partials + (0.0 if weighed else parts * unit),
         output=result * unit,
         output_floor=(parts + result) * _floor(model) + stored,
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
@@ -143,4 +145,5 @@ def roundoffs(
         projections=unit if projected else 0.0,
         values_floor=_floor(model),
         latent_partials=partials if projected else 0.0,
+        merges=unit if weighed else 0.0,
     )

@@ -30,6 +30,7 @@ class AttentionOperands:
         value_weights: [N, V], where v is projected: the larger of 1 and Σ |W_UV| over the latents.
         selected: [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it.
         sink: [N], the logit of each head's sink; None without.
+        plans: how the contexts of a batch may be cut into chunks that are merged: where those of each request end.
     """
 
     q: torch.Tensor
@@ -43,6 +44,7 @@ class AttentionOperands:
     value_weights: torch.Tensor | None = None
     selected: torch.Tensor | None = None
     sink: torch.Tensor | None = None
+    plans: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
 AnyMetadata = TypeVar("AnyMetadata")

@@ -1,11 +1,11 @@
-"""Calls whose operands begin or end where memory does.
+"""Calls whose operands are moved: to where memory begins or ends, or to where those of earlier calls were.
 
 A storage is moved as a whole: what lies inside of it, such as the unused pages of a cache, may be read.
 """
 
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -20,6 +20,10 @@ ALIGNMENT = 16
 """Bytes that every operand's address is a multiple of."""
 OUT = "out"
 _POISON = 0xFF
+_ROOM_TO_GROW = 8
+_LEAST_ROOM = 2**16
+_ASIDE = 2**12
+"""Bytes before the operands of :class:`Buffers`: what touches them is not asked here."""
 
 
 class Side(StrEnum):
@@ -45,20 +49,11 @@ class Fence:
         """Whether an operand of this name is moved."""
         return self.only in ("", name)
 
-
-class _Placed(NamedTuple):
-    """A storage's bytes as they were handed over and in fenced memory, with the poison of the pages around them."""
-
-    source: torch.Tensor
-    data: torch.Tensor
-    around: tuple[torch.Tensor, ...]
-
-    @staticmethod
-    def of(name: str, source: torch.Tensor, side: Side) -> "_Placed":
+    def place(self, name: str, source: torch.Tensor) -> "_Placed":
         """A copy of the bytes [n] uint8 of a storage."""
         size = source.numel()
-        room = CudaRoom(size) if source.is_cuda else CpuRoom(name, size)
-        start = (room.capacity - size) // ALIGNMENT * ALIGNMENT if side is Side.END else 0
+        room = _room(name, source, size)
+        start = (room.capacity - size) // ALIGNMENT * ALIGNMENT if self.side is Side.END else 0
         around = [
             room.part(at, count) for at, count in ((0, start), (start + size, room.capacity - start - size)) if count
         ]
@@ -67,11 +62,41 @@ class _Placed(NamedTuple):
         return _Placed(source, room.part(start, size).copy_(source), tuple(around))
 
 
-class FencedCall:
-    """A call whose reachable storages, and output tensor, lie in fenced memory.
+@dataclass(frozen=True)
+class Buffers:
+    """What an engine keeps: an operand of a name has the same address in every call, as long as it fits."""
+
+    _rooms: dict[str, CpuRoom | CudaRoom] = field(default_factory=dict)
+
+    def holds(self, name: str) -> bool:
+        """Every one."""
+        return True
+
+    def place(self, name: str, source: torch.Tensor) -> "_Placed":
+        """A copy of the bytes of a storage, in a storage of as many, which lives as long as a tensor refers to it."""
+        size = source.numel()
+        if name not in self._rooms or self._rooms[name].capacity < _ASIDE + size:
+            self._rooms[name] = _room(name, source, _ASIDE + max(_LEAST_ROOM, _ROOM_TO_GROW * size))
+        return _Placed(source, self._rooms[name].part(_ASIDE, size).copy_(source), ())
+
+
+def _room(name: str, source: torch.Tensor, size: int) -> CpuRoom | CudaRoom:
+    return CudaRoom(size) if source.is_cuda else CpuRoom(name, size)
+
+
+class _Placed(NamedTuple):
+    """A storage's bytes as they were handed over and where they were moved, with the poison of the pages around."""
+
+    source: torch.Tensor
+    data: torch.Tensor
+    around: tuple[torch.Tensor, ...]
+
+
+class MovedCall:
+    """A call whose reachable storages, and output tensor, lie elsewhere.
 
     Args:
-        fence: where they are put.
+        place: where they are put.
         call: the call as it is.
         out: its output tensor as it is.
 
@@ -80,20 +105,20 @@ class FencedCall:
         out: the output tensor, moved.
     """
 
-    def __init__(self, fence: Fence, call: KernelCall, out: Guarded | None) -> None:
+    def __init__(self, place: Fence | Buffers, call: KernelCall, out: Guarded | None) -> None:
         self._placed: dict[str, _Placed] = {}
         moved: dict[int, torch.UntypedStorage] = {}
         for name, tensor in operands(call).items():
             storage, source = tensor.untyped_storage(), storage_bytes(tensor)
-            if fence.holds(name) and source.numel() and storage._cdata not in moved:
-                self._placed[name] = _Placed.of(name, source, fence.side)
+            if place.holds(name) and source.numel() and storage._cdata not in moved:
+                self._placed[name] = place.place(name, source)
                 moved[storage._cdata] = self._placed[name].data.untyped_storage()
         # What operands mean is no backend's to see, and stays where it is.
         memo: dict[Any, Any] = {id(getattr(call, name)): getattr(call, name) for name in call.means}
         self.call = deepcopy(call, memo | {"torch": moved})
         self.out = out
-        if out is not None and fence.holds(OUT) and out.view.numel():
-            placed = self._placed[OUT] = _Placed.of(OUT, out.view.view(-1).view(torch.uint8), fence.side)
+        if out is not None and place.holds(OUT) and out.view.numel():
+            placed = self._placed[OUT] = place.place(OUT, out.view.view(-1).view(torch.uint8))
             view = placed.data.view(out.view.dtype).view(out.view.shape)
             self.out = Guarded(view, storage_bytes(view), 0)
 
@@ -107,10 +132,15 @@ class FencedCall:
                 yield f"{behind.access} byte {behind.at - end + 1} behind the end of {room.name}"
             if before.access:
                 yield f"{before.access} byte {first - before.at} before the beginning of {room.name}"
+        self.write_back()
         for name, placed in self._placed.items():
-            placed.source.copy_(placed.data)
             if any(bool((poison != _POISON).any()) for poison in placed.around):
                 yield f"writes beside {name}, on its page"
+
+    def write_back(self) -> None:
+        """What the call has written, to where its caller looks for it."""
+        for placed in self._placed.values():
+            placed.source.copy_(placed.data)
 
     def handed_back(self, value: Any, out: Guarded | None) -> Any:
         """What the call returned, of which the moved output tensor is the caller's own again."""

@@ -1,5 +1,6 @@
 """Caller-owned memory under watch: guard zones, poison, and bytes that must not change."""
 
+import mmap
 import os
 import resource
 import time
@@ -13,6 +14,8 @@ import torch
 _GUARD_ELEMENTS = 1024
 _GUARD_BYTE = 0xA5
 _LARGE = 1e4
+_NO_RESERVE = 0x4000
+"""Linux' MAP_NORESERVE."""
 _FREED_BLOCKS = 2
 _RAN_OUT = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "STATUS_ALLOC_FAILED")
 """What torch says of a CPU, of the driver and of cuBLAS and cuDNN, and Triton of the driver."""
@@ -30,14 +33,15 @@ class Written(ABC):
     """Memory of the caller that a call writes, before it and after it."""
 
     cache: torch.Tensor  # what the call is handed; a view if others share its storage
-    before: torch.Tensor  # the bytes of its storage before the call
+    before: torch.Tensor  # the bytes of its storage before the call; none where nothing resets them
 
     expected: ClassVar[tuple[str, ...]]
     """Names of what says what must be there after the call, of which a backend is handed the form alone."""
 
     def reset(self) -> None:
         """As before the call."""
-        storage_bytes(self.cache).copy_(self.before)
+        if len(self.before):
+            storage_bytes(self.cache).copy_(self.before)
 
     def handed(self) -> Self:
         """Without what must be there after the call."""
@@ -59,6 +63,15 @@ def poison(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind:
         storage_bytes(tensor).fill_(_POISON_BYTE)
         return tensor
     return tensor.fill_({"inf": torch.inf, "large": _LARGE, "largest": torch.finfo(dtype).max}[kind])
+
+
+def reserved(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """[elements] of a CPU that take memory only where they are touched, and are 0 before they are written.
+
+    Shared pages, which limits of a process's data do not count before they are used.
+    """
+    flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=torch.uint8).view(dtype)
 
 
 def poison_allocator(shape: Iterable[int], dtype: torch.dtype, device: torch.device, kind: str = "nan") -> None:

@@ -28,6 +28,7 @@ from mla_conformance.report.summary import (
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
+from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
 
 _INDENT = " " * 7
 _MOST_CAUSES = 7
@@ -199,7 +200,7 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
     remarks = list(_reasons(backend.records)) if with_reasons else []
     remarks += [cut(backend.not_run)] if backend.stopped and backend.not_run else []
     if backend.pairs:
-        remarks.append(judged_of_claimed(backend.pairs))
+        remarks.append(judged_of_claimed(backend.pairs, backend.records))
     if backend.facts.rounding:
         remarks.append(declared(backend.facts))
     if chosen := [record.sampled for record in backend.records if record.sampled]:  # of which not every row was judged
@@ -245,10 +246,15 @@ def _reasons(records: Iterable[Record]) -> Iterator[str]:
         yield f"… and {counted(len(found) - _MOST_REASONS, 'more reason')} in the report"
 
 
-def judged_of_claimed(pairs: Mapping[str, JudgedPairs]) -> str:
-    """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not."""
+def judged_of_claimed(pairs: Mapping[str, JudgedPairs], records: Iterable[Record] = ()) -> str:
+    """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not.
+
+    Of its ``records`` those that a CPU was not asked for are counted.
+    """
     whole = total(pairs)
-    return f"{whole}; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else str(whole)
+    due = sum(record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU) for record in records)
+    missing = f"; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else ""
+    return f"{whole}" + (f"; {counted(due, 'case')} {DUE_ON_GPU}, not judged here" if due else "") + missing
 
 
 def declared(facts: BackendFacts) -> str:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import Shard
@@ -16,8 +17,9 @@ from mla_conformance.gating.mustpass import CORE, MustPass, profile_of
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.tests.reports import write_run
+from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, is_due_on_gpu
 
 Capture = pytest.CaptureFixture[str]
 Write = Callable[..., Path]
@@ -274,6 +276,23 @@ def test_the_must_pass_list_is_asked_for_by_name_and_version(report: Callable[..
     assert gate(capsys, old, tier="full")[0] == 2 and gate(capsys, old, "--allow-suite", "2025.1")[0] == 0
     status, _, err = gate(capsys, file, "--must-pass", "nope", tier="full")
     assert status == 2 and "--must-pass nope: expected a file, shipped, or profiles that" in err
+
+
+def test_what_only_a_gpu_is_asked_for_binds_no_kernel_of_a_cpu() -> None:
+    """A copy of EAGER could be certified on a CPU: what it is not asked for there has profiles of its own."""
+    subject, records = Subject.of("EAGER", torch.device("cpu")), {}
+    for case in (case for entry in CAPABILITIES.values() for case in entry.cases):
+        status = (
+            Status.PASS
+            if CAPABILITIES[case.capability].probes_refusals or not subject.unsupported(case)
+            else Status.UNSUPPORTED
+        )
+        records[case.id] = Record("B", "B", case.capability, case.id, status)
+    listed = MustPass.of_vocabulary()
+    assert list(listed.missing(records)) == []
+    heavy = {case for profile, cases in listed.profiles.items() if "gpu" in profile.split("+") for case in cases}
+    assert heavy and all(is_due_on_gpu(Case.parse(case)) for case in heavy)
+    assert listed.profiles["decode+gpu"]
 
 
 def test_a_profile_that_is_named_binds_whatever_is_declared() -> None:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
+from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.memory import storage_bytes
@@ -262,3 +264,25 @@ def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("mla_conformance.trials.layer_graph.captured", capturing)
     assert judged(EAGER, REPLAYS).status is Status.PASS
+
+
+class LastChunkTwice(EagerLayer):
+    class impl_class(MLACommonImpl):
+        def _gather(self, index: int, kv_cache: Any, attn_metadata: Any, k_scale: Any) -> None:
+            """The last chunk of a context is the one before it once more."""
+            tokens = attn_metadata.prefill_metadata.chunked_context.seq_tot
+            super()._gather(index - (index == len(tokens) - 1), kv_cache, attn_metadata, k_scale)
+
+
+@pytest.mark.parametrize(("dtype", "chunks", "least"), [("bf16", 16, 4.0), ("fp16", 64, 4.0), ("bf16", 64, 1.0)])
+def test_a_layer_whose_last_chunk_is_the_one_before_it_is_wrong_however_many_there_are(
+    dtype: str, chunks: int, least: float
+) -> None:
+    """Merges weigh in a budget by the share of the result that they round."""
+    case = (
+        f"mixed_batch:call=layer;dtype={dtype};dims=32-16-32-64;heads=2;q=[9];kv=[{64 * chunks}];page=16;workspace=64"
+    )
+    records = [judged(kernel, case) for kernel in (LastChunkTwice, "EAGER")]
+    assert [record.status for record in records] == [Status.FAIL, Status.PASS]
+    most = [max(map(float, record.used.values())) for record in records]
+    assert most[0] > least and most[1] < 0.5

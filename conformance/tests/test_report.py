@@ -194,5 +194,8 @@ def test_a_backend_tells_what_it_claims_and_a_pair_that_was_not_judged() -> None
     whole = judged_pairs(of_pairs(ARRAY), [])
     assert judged_of_claimed(whole) == f"pairs of classes claimed {held(ARRAY):,}, judged {held(ARRAY):,}"
     lacking = judged_pairs([*of_pairs(ARRAY[1:]), *of_pairs(ARRAY[:1], Status.UNAVAILABLE)], [])
+    (due,) = of_pairs(ARRAY[:1], Status.UNSUPPORTED)
+    due = due.with_fields(message="due on a GPU: 3e+08 operations")
+    assert judged_of_claimed(whole, [due, due]).endswith("; 2 cases due on a GPU, not judged here")
     said = judged_of_claimed(lacking)
     assert said.endswith(f"; not judged, for example: {SPACE.role} {lacking[SPACE.role].not_judged[0]}")

@@ -2,9 +2,10 @@
 
 ``k31`` spreads the rows of k so that half of them lie beyond 2^31 elements from the first; likewise q and v, and
 ``cache31`` the blocks of a cache. ``rows31`` puts the judged rows behind so many others that queries and output reach
-that far.
+that far. On a CPU what lies between is reserved and never touched, so that it takes no memory; rows are computed.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +16,13 @@ from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.needs import Reach, rows_before
+from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.cached_batch import int32
-from mla_conformance.problems.memory import device_lost, poison
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.memory import Guarded, device_lost, poison, reserved
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.prefill.call import PrefillCall
@@ -26,30 +30,71 @@ from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.trials.trial import Trial, cut, observed, prepared_call
 
 _ALIGNMENT = 64
+_CACHES = ("kv_cache", "k", "extra_kv_cache")
+"""Arguments of calls that read paged caches."""
+_SCALE_BYTES = 4
+"""Offsets of a scale count numbers of so many bytes beside codes of one."""
 
 
 def far_problem(case: Case, near: Problem) -> Problem:
-    """What is run: the one request of ``near``, whose rows stand near one another, far away."""
-    reach = Reach.of(case)
-    call: Any = near.calls[0]
-    if reach.operand != "rows":
-        name = "kv_cache" if reach.operand == "cache" else reach.operand
-        spread = {name: _spread(getattr(call, name), reach.elements)}
-        return replace(near, calls=(call.given_otherwise(**spread) if call.given else replace(call, **spread),))
-    return (_behind_others if isinstance(call, PrefillCall) else _lists_behind_others)(near, rows_before(case))
+    """What is run: the one request of ``near`` behind so many others."""
+    behind = _behind_others if isinstance(near.calls[0], PrefillCall) else _lists_behind_others
+    return behind(near, rows_before(case))
 
 
 def judge_far_away(trial: Trial) -> None:
-    """Run the far problem, and judge the rows of its last request."""
+    """Run with operands that are far apart, or run the far problem and judge the rows of its last request."""
     device = trial.subject.device
     try:
         near = trial.build(replace(trial.case, far="none"))
         expectation = trial.expect(near)
-        value = trial.call("far operands: the call", partial(_far_call, trial.backend, trial.case, near))
-        trial.judged(near, expectation, observed(near, value), "far operands")
+        if Reach.of(trial.case).operand != "rows":
+            seen = trial.run(trial.backend, near, perform=partial(call_far, Reach.of(trial.case)))
+        else:
+            value = trial.call("far operands: the call", partial(_far_call, trial.backend, trial.case, near))
+            seen = observed(near, value)
+        trial.judged(near, expectation, seen, "far operands")
     finally:
         if device.type == "cuda" and not device_lost(device):
             torch.cuda.empty_cache()  # other processes judge on the same device
+
+
+def call_far(
+    reach: Reach,
+    first: Callable[[], None],
+    backend: Any,
+    call: KernelCall,
+    out: Guarded | None,
+    prepare: bool,
+    device: torch.device,
+) -> Any:
+    """As :func:`call_once`, over operands whose rows or blocks are far apart; they are made where it is called."""
+    first()
+    if reach.operand != "cache":
+        # Logits are the queries of a top-k, and its keys.
+        name = "logits" if "logits" in call.given else reach.operand
+        rows: dict[str, Any] = {name: _spread(getattr(call, name), reach)}
+        return _called(call.given_otherwise(**rows) if call.given else replace(call, **rows), backend, out)
+    held = {**call.given, **call.named}
+    there = {
+        name: _spread(held[name], reach) for name in _CACHES if held.get(name) is not None and held[name].dim() > 2
+    }
+    images = {name: x for name, x in call.written.items() if isinstance(x, CacheImage | WrittenEntries)}
+    call.reset()
+    nothing = torch.empty(0, dtype=torch.uint8)
+    far = {name: replace(x, cache=_spread(x.cache, reach), before=nothing) for name, x in images.items()}
+    value = _called(replace(call.given_otherwise(**there), written={**call.written, **far}), backend, out)
+    for name, image in images.items():
+        image.cache.copy_(far[name].cache)
+    return value
+
+
+def _called(call: KernelCall, backend: Any, out: Guarded | None) -> Any:
+    call.prepare(backend)
+    value = call.invoke(backend, out)
+    if call.q.is_cuda:
+        torch.cuda.synchronize(call.q.device)
+    return value
 
 
 def _far_call(backend: Any, case: Case, near: Problem) -> Any:
@@ -58,12 +103,13 @@ def _far_call(backend: Any, case: Case, near: Problem) -> Any:
     return cut(value, slice(-near.calls[0].q.shape[0], None))
 
 
-def _spread(x: torch.Tensor, elements: int) -> torch.Tensor:
-    """``x`` [rows, ...] in a poisoned buffer of twice ``elements``, the first half of the rows before them."""
-    stride = -(-2 * elements // x.shape[0]) // _ALIGNMENT * _ALIGNMENT
-    buffer = poison((x.shape[0] * stride,), x.dtype, x.device)
-    view = buffer.as_strided(x.shape, (stride, x.shape[2], 1))  # each row packed
-    return view.copy_(x)
+def _spread(x: torch.Tensor, reach: Reach) -> torch.Tensor:
+    """``x`` [rows, ...] in a buffer of twice the elements, the first half of the rows before them; each row packed."""
+    elements = 2 * reach.elements * (_SCALE_BYTES if x.itemsize == 1 and not x.is_cuda else 1)
+    stride = -(-elements // x.shape[0]) // _ALIGNMENT * _ALIGNMENT
+    size = x.shape[0] * stride
+    buffer = poison((size,), x.dtype, x.device) if x.is_cuda else reserved(size, x.dtype)
+    return buffer.as_strided(x.shape, (stride, *torch.empty(x.shape[1:], device="meta").stride())).copy_(x)
 
 
 def _behind_others(near: Problem, rows: int) -> Problem:

@@ -16,11 +16,11 @@ from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import judge
 from mla_conformance.trials import graph, layer_graph, sparse_layer_graph
 from mla_conformance.trials.bounds import memory_bounds
-from mla_conformance.trials.call_order import call_order
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layer_blocks import loads_packed, moves_blocks, shapes_cache
 from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
+from mla_conformance.trials.session import many_batches, session
 from mla_conformance.trials.streams import side_stream, two_streams
 from mla_conformance.trials.transform import regroup, scale_values
 from mla_conformance.trials.trial import Trial, results, returned_bytes
@@ -192,8 +192,9 @@ def must_refuse(trial: Trial, declared: str) -> None:
 PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
     procedure.__name__: procedure
     for procedure in (
-        Trial.conforms, call_order, determinism, batch_invariance, request_order, causal_prefix, split_invariance,
-        merge_states, v_linearity, no_side_effects, cache_write, weight_absorption, prefill_decode_agreement, streams,
+        Trial.conforms, session, many_batches, determinism, batch_invariance, request_order, causal_prefix,
+        split_invariance, merge_states, v_linearity, no_side_effects, cache_write, weight_absorption,
+        prefill_decode_agreement, streams,
         neighbours, neighbour_keys, memory_bounds, refuses_or_conforms,
         selection_order, selection_padding, selection_rows,
     )

@@ -16,13 +16,13 @@ from mla_conformance.backends.platform import DeviceCapability, get_device_capab
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.driving.executor import IN_PROCESS, Executor
 from mla_conformance.judging.needs import needed_bytes
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
-from mla_conformance.vocabulary.capabilities import find_capability
+from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, find_capability, is_due_on_gpu
 
 _GIB = 2**30
 _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
@@ -164,12 +164,18 @@ def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     capability = find_capability(case.capability)
     if capability.needs_cuda and device.type != "cuda":
         return ["needs a CUDA device"]
-    if capability.is_array and device.type == "cpu" and work_of(case) > CPU_WORK:
-        return [f"due on a GPU: {work_of(case):.0e} operations, a CPU is asked for {CPU_WORK:.0e}"]
+    if device.type == "cpu" and is_due_on_gpu(case):
+        most = LARGE_CPU_WORK if capability.large else CPU_WORK
+        what = f"{work_of(case):.0e} operations, a CPU is asked for {most:.0e}"
+        return [f"{DUE_ON_GPU}: {'so many rows are computed there' if case.far.startswith('rows') else what}"]
     if capability.captures:
         return _graph_reasons(case, device, backend_class)
     # What others hold of a device at the moment is no reason: a trial waits for it.
-    if case.far != "none" and (needed := needed_bytes(case)) > (whole := whole_memory(device)):
+    if (
+        case.far != "none"
+        and device.type == "cuda"
+        and (needed := needed_bytes(case)) > (whole := whole_memory(device))
+    ):
         return [f"needs a device with {needed / _GIB:.0f} GiB of memory, this one has {whole / _GIB:.0f} GiB"]
     return []
 

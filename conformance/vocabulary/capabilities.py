@@ -18,10 +18,12 @@ from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.covering import choose
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import CPU_WORK, work_of
+from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 _FIRST = 2
+DUE_ON_GPU = "due on a GPU"
+"""What the reason begins with why a CPU is not asked for a case."""
 CONFORMS = "conforms"
 """The procedure of one call, judged."""
 
@@ -71,6 +73,7 @@ class Capability:
         probes_refusals: also run what the backend declares unsupported, which it must refuse.
         needs: the attribute of a declaration without which it is unsupported; empty if there is none.
         needs_cuda: there is nothing to judge on another device.
+        large: its cases take much of a device; a CPU is asked for those that it has done in seconds.
         captures: a GPU captures the calls in a graph, if the backend declares that it may.
     """
 
@@ -82,6 +85,7 @@ class Capability:
     probes_refusals: bool = False
     needs: str = ""
     needs_cuda: bool = False
+    large: bool = False
     captures: bool = False
 
     @cached_property
@@ -110,7 +114,7 @@ class Capability:
     @property
     def profile(self) -> str:
         """What it asks of a device, in the names of must-pass profiles; empty if nothing."""
-        return "graph" if self.captures else "cuda" if self.needs_cuda else ""
+        return "graph" if self.captures else "cuda" if self.needs_cuda else "large" if self.large else ""
 
     def select(self, tier: Tier) -> tuple[Case, ...]:
         if tier is Tier.SMOKE:
@@ -172,7 +176,15 @@ def counted(space: Space, tier: Tier) -> Iterator[Case]:
 def counts(capability: str) -> bool:
     """Whether cases of a capability are judged by one right call anywhere."""
     entry = find_capability(capability)
-    return entry.procedure == CONFORMS and not entry.needs_cuda
+    return entry.procedure == CONFORMS and not (entry.needs_cuda or entry.large)
+
+
+def is_due_on_gpu(case: Case) -> bool:
+    """Whether a CPU is not asked for a case: it is of a covering array, or of what is large, and takes long there."""
+    entry = find_capability(case.capability)
+    if entry.large:
+        return case.far.startswith("rows") or work_of(case) > LARGE_CPU_WORK
+    return entry.is_array and work_of(case) > CPU_WORK
 
 
 def listed(space: Space) -> tuple[Case, ...]:

@@ -1,6 +1,6 @@
 """A call of a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, Self
 
@@ -12,7 +12,7 @@ from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
 from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
-from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.chunking import PLANNERS, ContextChunk, plan_context_chunks
 from mla_conformance.reference.terms import Projection
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.weights import Linear, PackedLinear, as_linear
@@ -140,10 +140,22 @@ class LayerCall(CallOfARank):
             causal=True,
             dequantised=case.holds_codes,
             value_weights=value_weights,
+            plans=tuple(map(self._ends, PLANNERS.values())) if self.chunks and case.ranks == 1 else (),
         )
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
         return whole
+
+    def _ends(self, planner: Callable[..., tuple[ContextChunk, ...]]) -> tuple[tuple[int, ...], ...]:
+        """Where the chunks of each request's context end, if it prefills."""
+        prefills = [number for number, request in enumerate(self.requests) if request.is_prompt]
+        contexts = [self.requests[number].context_len for number in prefills]
+        chunks = planner(contexts, workspace_tokens=self.case.workspace_tokens, page_size=self.case.page)
+        ends: list[tuple[int, ...]] = [()] * (len(self.query_start_loc) - 1)  # those of padding among them
+        for place, number in enumerate(prefills):
+            each = ((chunk.starts[place], chunk.seq_lens[place]) for chunk in chunks)
+            ends[number] = tuple(start + length for start, length in each if length)
+        return tuple(ends)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,251 @@
+"""Sessions: many calls of one instance, each a batch of its own, as an engine makes them.
+
+A result depends on its call and the metadata last prepared. Every call is judged; one that is wrong is made again on a
+new instance, so that its failure says whether what came before it is the cause.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from random import Random
+from typing import Any
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Call, Case, Layout
+from mla_conformance.driving.driver import Observation, call_in_buffers
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.verdict import Check, Nonconformance, Status
+from mla_conformance.problems.fences import Buffers
+from mla_conformance.problems.problem import Problem
+from mla_conformance.roles.layer.call import LayerCall
+from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.sparse_layer.case import SparseLayerCase
+from mla_conformance.roles.table import judge
+from mla_conformance.trials.transform import (
+    of_size,
+    other_contents,
+    over_metadata,
+    overwrite,
+    scale_cache,
+    shortened,
+)
+from mla_conformance.trials.trial import Trial, returned_bytes
+
+_BATCHES = 14
+"""Between the first call and the first again: a kernel may remember a dozen."""
+_MANY_BATCHES = 132
+"""A kernel may also remember 128, or number what it has met in seven bits."""
+_REQUESTS = (1, 2, 3, 5, 2, 4)
+"""Of those, in turn."""
+_STEPS = 3
+_WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
+
+
+class Session:
+    """The calls of a trial's instance, in order.
+
+    Args:
+        trial: whose instance.
+    """
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self._count, self._before = trial, 0, ""
+        self._buffers: Any = None
+
+    def call(self, problem: Problem, step: str, *, prepare: bool = True, in_place: bool = False) -> Observation:
+        """Make one, and judge it.
+
+        Args:
+            problem: of one call, or of several parts.
+            step: what is special about it, for messages.
+            prepare: as for :meth:`Trial.run`.
+            in_place: whether its operands stand where those of other such calls stood.
+        """
+        trial, expectation = self.trial, self.trial.expect(problem)
+        seen = trial.run(trial.backend, problem, prepare, self._perform() if in_place else None)
+        before, self._before = self._before, step
+        self._count += 1
+        try:
+            return trial.judged(problem, expectation, seen, step)
+        except Nonconformance as outcome:
+            if before and outcome.verdict.status is Status.FAIL:
+                clause = f" (SPEC {outcome.verdict.clause})"
+                said = (
+                    f"call {self._count} of this instance, behind “{before}”{self._alone(problem, expectation, seen)}"
+                )
+                message = f"{outcome.verdict.message.removesuffix(clause)}; {said}{clause}"
+                trial.verdict = replace(outcome.verdict, message=message)
+                raise Nonconformance(trial.verdict) from None
+            raise
+
+    def is_as_new(self) -> None:
+        """The first call has the bits that a new instance returns, if equal calls have equal bits."""
+        trial = self.trial
+        seen = self.call(trial.problem, f"first call again, behind {self._count} others", in_place=True)
+        # What rows of padding hold, or logits behind a row's bound, is free.
+        if not trial.declaration.deterministic or trial.case.pad or trial.case.call == Call.INDEX_LOGITS:
+            return
+        new = trial.run(trial.create(), trial.problem, perform=self._perform())
+        what = f"call {self._count} of this instance has other bits than the same call of a new one"
+        trial.require(returned_bytes(new) == returned_bytes(seen), Check.NONDETERMINISM, what)
+
+    def _perform(self) -> Any:
+        if self._buffers is None:
+            self._buffers = self.trial.make("buffers", Buffers)
+        return partial(call_in_buffers, self._buffers)
+
+    def _alone(self, problem: Problem, expectation: Golden, seen: Observation) -> str:
+        """Whether the same call is right on a new instance; nothing where that cannot be told."""
+        trial, executor = self.trial, self.trial.subject.executor
+        if seen.mutated or seen.device_lost or executor.lost(problem.device):
+            return ""
+        made = executor.make(partial(trial.subject.create, problem.case))
+        if made.error:
+            return ""
+        alone = judge(problem, expectation, trial.run(made.value, problem), trial.declaration)
+        return "; on a new instance it is " + ("right" if alone.status is Status.PASS else "wrong as well")
+
+
+def session(trial: Trial) -> None:
+    """Calls before and between must not matter."""
+    made = Session(trial)
+    made.call(trial.problem, "first call")
+    if trial.case.role in (Role.CACHE, Role.COMPRESS):
+        made.call(trial.other_problem(), "other lengths")
+    else:
+        _of_kernels(made)
+    for later, step in _steps_of_an_engine(trial.case):
+        if not trial.unsupported(later):
+            made.call(trial.build(later), step, in_place=True)
+    made.is_as_new()
+
+
+def many_batches(trial: Trial) -> None:
+    """The first call again, behind more batches than any table of plans has room for."""
+    made, batches = Session(trial), list(_small_batches(trial.case))
+    made.call(trial.problem, "first call", in_place=True)
+    for number, batch in enumerate(batches, 1):
+        made.call(trial.build(batch), f"batch {number}, of {len(batch.q)} requests", in_place=True)
+    # What has no room for all of them has lost the first ones, or the last.
+    for number in (1, 2, _MANY_BATCHES - 2, _MANY_BATCHES - 1):
+        made.call(trial.build(batches[number - 1]), f"batch {number} again, behind all {_MANY_BATCHES}", in_place=True)
+    made.is_as_new()
+
+
+def _of_kernels(made: Session) -> None:
+    """What only a kernel that is prepared has, or one that attends."""
+    trial = made.trial
+    layout = Layout.PACKED if trial.case.layout != Layout.PACKED else Layout.SLICED
+    made.call(trial.build(replace(trial.case, layout=layout)), "same shapes in another memory layout")
+    made.call(trial.other_problem(), "other lengths")
+    made.call(trial.problem, "first call again")
+    for number, batch in enumerate(_batches(trial.case), 1):
+        made.call(trial.build(batch), f"batch {number} of other lengths, of {len(batch.q)} requests")
+    made.call(trial.problem, f"first call again, after {_BATCHES} other batches")
+    _layers_of_a_step(made)
+    trial.interleaved(trial.other_problem())
+    trial.interleaved(trial.build(replace(trial.case, scale=2 * trial.case.scale)), "of another softmax scale")
+    if trial.case.call in (Call.DECODE, Call.SPARSE_DECODE):
+        made.call(scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
+    made.call(overwrite(trial.problem, trial.redrawn_problem()), "same addresses, other contents")
+    # Its tensors hold other contents now.
+    trial.problem = trial.build()
+
+
+def _batches(case: Case) -> Iterator[Case]:
+    """Batches of other lengths, of a kernel larger and smaller ones in turn."""
+    requests = len(case.q)
+    sizes = cycle((2 * requests + 1, requests + 1, 1, requests + 2, requests))
+    for number, size in enumerate(islice(sizes, _BATCHES), 1):
+        # A layer's batch is bound to its order and workspace.
+        yield shortened(case if case.role in _WHOLE_LAYERS else of_size(case, size), number)
+
+
+def _small_batches(case: Case) -> Iterator[Case]:
+    """Batches that differ in their longest request, each a token longer than the one before."""
+    for longest, requests in enumerate(islice(cycle(_REQUESTS), _MANY_BATCHES), 1):
+        draw, seed = Random(f"{case.id}|{longest}"), case.seed + 1000 + longest
+        size = len(case.q) if case.role in _WHOLE_LAYERS else requests
+        lengths = [longest, *(draw.randint(1, min(longest, 4)) for _ in range(size - 1))]
+        draw.shuffle(lengths)
+        if not case.kv:
+            yield replace(case, q=tuple(lengths), seed=seed)
+        else:
+            q = case.q if case.role in _WHOLE_LAYERS else tuple(islice(cycle(case.q), size))
+            yield replace(case, q=q, kv=tuple(lengths), seed=seed)
+
+
+def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
+    """The batch as it goes on: token by token, within pages and beyond them, and requests that come and go."""
+    last = (case.kv or case.q)[-1] + (case.q[-1] if case.kv else 0)
+    to_page = case.page - last % case.page
+    for number in (*range(_STEPS), to_page, to_page + 1):
+        yield _later(case, number), f"step {number}: the same requests, {number} tokens on"
+    if len(case.q) > 1:
+        number = len(case.q) - 1
+        fewer = replace(case, **case.without(range(number, number + 1)))
+        yield _later(fewer, to_page + 2), "the next step, without the last request"
+    for number in range(1, _STEPS):
+        yield _requeried(case, number), f"other numbers of new tokens, batch {number}"
+    if case.kv and case.role not in _WHOLE_LAYERS:
+        yield replace(case, q=(max(case.q) + 1,) * len(case.q)), "one new token more for each request"
+    yield _later(case, 1), "step 1 once more"
+
+
+def _later(case: Case, tokens: int) -> Case:
+    """The same requests so many tokens on: in the same pages, as far as these hold them."""
+    if not case.kv:
+        return replace(case, q=tuple(length + tokens for length in case.q))
+    later = replace(case, kv=tuple(length + tokens for length in case.kv))
+    if not isinstance(later, CachedCase):
+        return later
+    assert isinstance(case, CachedCase)
+    pages = [sum(-(-total // case.page) for total in each.totals) for each in (case, later)]
+    return replace(later, spare=max(0, case.spare - pages[1] + pages[0]))
+
+
+def _requeried(case: Case, number: int) -> Case:
+    """Other numbers of new tokens; those that decode keep theirs, by which a layer knows them."""
+    fixed = case.decoding if isinstance(case, LayerCase) else range(0)
+    fixed = range(case.decodes) if isinstance(case, SparseLayerCase) else fixed
+    draw, least = Random(f"{case.id}|queries|{number}"), 1 + max((case.q[request] for request in fixed), default=0)
+    most = max(least, max(case.q)) + 2
+    q = [n if request in fixed else draw.randint(least, most) for request, n in enumerate(case.q)]
+    return replace(case, q=tuple(q))
+
+
+def _layers_of_a_step(made: Session) -> None:
+    """A batch prepared once, computed for several layers: each has contents of its own, and weights if it is whole."""
+    trial = made.trial
+    first, other = trial.build(), trial.build(other_contents(trial.case))
+    if trial.case.role is not Role.LAYER:
+        other = over_metadata(other, first)
+    made.call(first, "prepared once")
+    made.call(other, "prepared once, another layer's operands and cache", prepare=False)
+    made.call(overwrite(first, other), "prepared once, other contents at the same addresses", prepare=False)
+    if trial.case.role is not Role.LAYER:
+        trial.interleaved(over_metadata(other, trial.problem), "over the same metadata")
+    elif isinstance(trial.problem.calls[0], LayerCall):
+        _second_layer(made)
+
+
+def _second_layer(made: Session) -> None:
+    """A layer of other weights gets the metadata that the first one's builder made, and its own builder makes none."""
+    trial = made.trial
+    case = other_contents(trial.case)
+    assert isinstance(case, LayerCase)
+    problem = trial.build(replace(case, model=case.model + 1))
+    layer, expectation = trial.create(problem.case), trial.expect(problem)
+    made.call(trial.problem, "the first of two layers")
+    trial.make("a second layer", partial(_lend, trial.backend, layer, problem))
+    step = "the second of two layers, over the metadata of the first"
+    trial.judged(problem, expectation, trial.run(layer, problem, prepare=False), step)
+    made.call(trial.problem, "the first of two layers again", prepare=False)
+
+
+def _lend(owner: Any, layer: Any, problem: Problem) -> None:
+    call: Any = problem.calls[0]
+    call.load(layer)
+    layer.metadata = owner.metadata
