@@ -23,7 +23,7 @@ def space(*rules: Rule, only: Only | None = None) -> Space:
         for name, labels in CLASSES.items()
     ]
     small = {"c": ("p", "q", "r")}
-    return Space(Role.PREFILL, "combinations", tuple(dimensions), rules, lambda row, pick: {}, small)
+    return Space(Role.PREFILL, "combinations", tuple(dimensions), rules, lambda row, draw: {}, small)
 
 
 FREE = space()
@@ -55,7 +55,7 @@ def allowed(given: Space, row: Row) -> bool:
 
 @every
 def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
-    rows, impossible = cover(given, Pairs.every(given))
+    rows, impossible = cover(given, Pairs.every(given), dict)
     assert all(allowed(given, row) and list(row) == list(CLASSES) for row in rows)
     possible = {
         frozenset(pair) for row in possible_rows(given) if allowed(given, row) for pair in combinations(held(row), 2)
@@ -66,7 +66,7 @@ def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
 
 @every
 def test_an_excluded_pair_has_a_rule_that_says_why(given: Space) -> None:
-    for pair in cover(given, Pairs.every(given))[1]:
+    for pair in cover(given, Pairs.every(given), dict)[1]:
         reason = given.reason(pair)
         together = pair == (("a", "1"), ("c", "p"))
         expected = {"several rules together"} if together else {rule.why for rule in given.all_rules}
@@ -74,14 +74,14 @@ def test_an_excluded_pair_has_a_rule_that_says_why(given: Space) -> None:
 
 
 def test_given_rows_are_not_repeated() -> None:
-    rows, _ = cover(FREE, Pairs.every(FREE))
-    assert cover(FREE, Pairs.every(FREE) - Pairs(FREE, rows))[0] == []
-    rest, _ = cover(FREE, Pairs.every(FREE) - Pairs(FREE, rows[:5]))
+    rows, _ = cover(FREE, Pairs.every(FREE), dict)
+    assert cover(FREE, Pairs.every(FREE) - Pairs(FREE, rows), dict)[0] == []
+    rest, _ = cover(FREE, Pairs.every(FREE) - Pairs(FREE, rows[:5]), dict)
     assert len(Pairs(FREE, [*rows[:5], *rest])) == len(Pairs.every(FREE))
 
 
 def test_where_a_row_is_not_accepted_a_smaller_one_is_tried() -> None:
-    rows, without = cover(FREE, Pairs.every(FREE), lambda row: row["c"] != "s")
+    rows, without = cover(FREE, Pairs.every(FREE), lambda row: row if row["c"] != "s" else None)
     assert rows and all(row["c"] != "s" for row in rows)
     assert set(without) == {pair for pair in Pairs.every(FREE) if ("c", "s") in pair}
 
@@ -104,7 +104,7 @@ def test_triples_are_those_whose_classes_are_pairs_two_by_two(given: Space) -> N
 
 
 def test_few_rows_are_chosen_that_hold_every_class_of_all() -> None:
-    rows, _ = cover(FREE, Pairs.every(FREE))
+    rows, _ = cover(FREE, Pairs.every(FREE), dict)
     numbers = choose(rows, [])
     assert {value for number in numbers for value in held(rows[number])} == set(FREE.values)
     assert len(numbers) <= 5 and choose(rows, rows) == []

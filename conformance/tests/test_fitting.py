@@ -103,7 +103,7 @@ def test_a_kernel_that_declares_nothing_has_no_region_and_is_asked_once() -> Non
         return [False] * len(cases)
 
     region = fit(DECODE, listed(DECODE), nothing, reachable(DECODE, "cpu"))
-    assert (region.rows, region.cases, asked) == ([], (), [len(listed(DECODE))])
+    assert (region.rows, region.cases, asked) == ([], [], [len(listed(DECODE))])
 
 
 def test_dimensions_that_decide_only_together_are_learned() -> None:
@@ -128,10 +128,10 @@ def test_triples_are_fitted_of_what_is_declared_and_of_the_devices_size_alone(mo
     pairs = reachable(DECODE, "cpu")
     plain = fit(DECODE, listed(DECODE), supports, pairs)
     region = fit(DECODE, listed(DECODE), supports, pairs, is_light)
-    assert plain.triples is None and region.fitted[: len(plain.fitted)] == plain.fitted
-    further = region.cases[len(plain.fitted) :]
+    assert plain.triples is None and region.cases[: len(plain.cases)] == plain.cases
+    further = region.cases[len(plain.cases) :]
     assert len(set(further)) == 30 and all(supports(further)) and all(map(is_light, further))
-    assert further == fit(DECODE, listed(DECODE), supports, pairs, is_light).cases[len(plain.fitted) :]
+    assert further == fit(DECODE, listed(DECODE), supports, pairs, is_light).cases[len(plain.cases) :]
     assert region.triples is not None
     known = [case for case in listed(DECODE) if supports([case])[0]]
     left = Triples(Pairs(DECODE, map(DECODE.row_of, filter(is_light, [*known, *plain.cases]))))
