@@ -38,7 +38,7 @@ def operations_of(case: Case) -> float:
 
 def work_of(case: Case) -> float:
     """About the nanoseconds that judging a case takes on one core of a CPU."""
-    calls = case.ranks if isinstance(case, CachedCase) else 1 + _chunks(case)
+    calls = (case.ranks if isinstance(case, CachedCase) else 1) + _chunks(case)
     tokens = sum(case.q) + sum(case.kv)
     elements = sum(case.q) * case.sizes.row + tokens * _key_width(case)
     work = _OF_A_TOKEN * tokens + _OF_AN_ELEMENT * elements + calls * (_OF_A_CALL + len(case.q) * _OF_A_REQUEST)
@@ -60,7 +60,9 @@ def _key_width(case: Case) -> int:
 
 
 def _chunks(case: Case) -> int:
-    """Chunks of the longest context, about; none where nothing is planned."""
+    """Chunks of the longest context, or of new tokens of a compressor, about; none where nothing is planned."""
+    if chunk := getattr(case, "chunk", 0):
+        return max(case.q) // int(chunk)
     if case.call != Call.CHUNKED_CONTEXT or not any(case.kv):
         return 0
     share = max(case.page, case.workspace // sum(map(bool, case.kv)))
