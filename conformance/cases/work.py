@@ -13,9 +13,9 @@ GPU_WORK = 2e10
 _OF_AN_OPERATION = 0.7
 _OF_A_TOKEN, _OF_AN_ELEMENT, _OF_A_SPARE_ELEMENT, _OF_A_WEIGHT = 6e3, 60, 5, 250
 _OF_A_CALL, _OF_A_REQUEST = 8e6, 1e6
-_OF_A_ROW, _OF_AN_OUTPUT = 5e5, 500
+_OF_A_ROW, _OF_AN_OUTPUT, _OF_A_LISTED, _OF_A_LAYERS_ROW = 5e5, 500, 1e3, 2.5e6
 """What each takes on one core, the golden result and all that is judged of it included, about: in nanoseconds. Of a
-decode, rows and values of their outputs as well."""
+decode rows and values of their outputs, of lists their entries, and of a sparse layer rows as well."""
 
 
 def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) -> float:
@@ -49,6 +49,10 @@ def work_of(case: Case) -> float:
         work += _OF_A_WEIGHT * case.kv_lora_rank * case.heads * (head.qk_nope_head_dim + head.v_head_dim)
     if case.role is Role.DECODE:
         work += calls * sum(case.q) * (_OF_A_ROW + _OF_AN_OUTPUT * case.heads * case.kv_lora_rank)
+    if case.role is Role.SPARSE:
+        work += _OF_A_LISTED * sum(case.q) * int(getattr(case, "topk", 0))
+    if case.role is Role.SPARSE_LAYER:
+        work += _OF_A_LAYERS_ROW * sum(case.q)
     if case.role is not Role.PREPARE:  # whose context is a position
         work += _OF_AN_OPERATION * operations_of(case)
     return work
