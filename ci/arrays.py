@@ -1,7 +1,7 @@
 """Write the covering arrays of the spaces, ``fixtures/arrays.json``: ``python ci/arrays.py [--anew] [CAPABILITY ...]``.
 
-Rows of the arrays that stand there are kept as far as they are needed. With ``--anew`` all are found again, as must
-be done where a space has other classes or rules. Before them stand cases that kill known defects, dense batches and long
+Rows of the arrays that stand there are kept as far as they are needed. With ``--anew`` all are found again, as must be
+done where a space has other classes or rules. Before them stand cases that kill known defects, dense batches and long
 requests.
 """
 
