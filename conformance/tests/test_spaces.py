@@ -68,7 +68,7 @@ def test_members_of_a_row_are_drawn_from_whole_classes_and_the_same_each_time(sp
 def test_an_array_has_batches_of_tens_of_requests_that_a_cpu_is_asked_for(space: Space) -> None:
     light = [case for case in array_of(space.capability) if work_of(case) <= CPU_WORK]
     counts = {len(case.q) for case in light if len(case.q) > 32}
-    assert len(counts) > 4 and max(len(set(zip(case.q, case.kv or case.q, strict=True))) for case in light) > 8
+    assert len(counts) > 1 and max(len(set(zip(case.q, case.kv or case.q, strict=True))) for case in light) > 8
 
 
 @every_space
