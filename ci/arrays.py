@@ -1,23 +1,34 @@
-"""Write the covering arrays of the spaces, ``fixtures/arrays.json``: ``python ci/arrays.py``."""
+"""Write the covering arrays of the spaces, ``fixtures/arrays.json``: ``python ci/arrays.py [--anew] [CAPABILITY ...]``.
+
+Rows of the arrays that stand there are kept as far as they are needed. With ``--anew`` all are found again, as must be
+done where a space has other classes or rules. Before them stand cases that kill known defects, dense batches and long
+requests.
+"""
 
 import json
 import sys
 from pathlib import Path
 
-from mla_conformance.vocabulary.arrays import SPACES, found_array
-from mla_conformance.vocabulary.capabilities import Tier, counted
+from mla_conformance.vocabulary.arrays import SPACES, array_of, found_array
+from mla_conformance.vocabulary.capabilities import Tier, counted, with_killing
+from mla_conformance.vocabulary.dense import dense_cases
 
 ARRAYS = Path(__file__).parents[1] / "fixtures" / "arrays.json"
 
 
-def main() -> None:
-    found = {}
-    for capability, space in SPACES.items():
-        rows, impossible = found_array(space, counted(space, Tier.FULL))
-        found[capability] = [space.case_of(row).id.partition(":")[2] for row in rows]
-        sys.stdout.write(f"{capability}: {len(rows)} cases, {len(impossible)} pairs that no case holds\n")
+def main(arguments: list[str]) -> None:
+    found = json.loads(ARRAYS.read_text(encoding="utf-8"))
+    anew = "--anew" in arguments
+    for capability in [name for name in arguments if name in SPACES] or SPACES:
+        space, stored = SPACES[capability], () if anew else array_of(capability)
+        killing, dense = with_killing(array_of(capability), ()), dense_cases(space)
+        cases, without = found_array(space, (*counted(space, Tier.FULL), *killing, *dense), stored)
+        found[capability] = list(dict.fromkeys(case.id.partition(":")[2] for case in (*killing, *dense, *cases)))
+        counts = f"{len(killing)} that kill, {len(dense)} dense, {len(cases)} others, {len(without)} pairs in no case"
+        sys.stdout.write(f"{capability}: {counts}\n")
+        sys.stdout.flush()
     ARRAYS.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import cycle, islice, repeat
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.classes import SOME, Numbers, exactly
+from mla_conformance.cases.classes import PLAIN, SOME, Draw, Numbers, exactly
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured, never
 
@@ -28,7 +28,8 @@ REQUESTS = Numbers(
         "8 to 63": ((12,), range(8, 64)),
         "64 to 299": ((72,), range(64, 300)),
         "300 or more": (range(300, 2**20),),
-    }
+    },
+    most=1100,
 )
 QUERIES = Numbers(
     {
@@ -56,6 +57,8 @@ LAST_PAGES = ("between", "full", "one token", "all but one")
 MIXED_QUERIES = ((3, 1, 2), (2, 1), (9, 4, 1, 1), (1, 16, 5))
 _SHORTER = (17, 5, 1, 64, 33)
 _MANY = 8
+_RUNS_FROM, _LONG_OTHER = 64, 320
+"""Requests from which drawn lengths may come in runs, and tokens of a drawn one that is not the longest."""
 MOST_TOKENS = 2**19
 """Tokens of a batch in the covering arrays."""
 
@@ -162,16 +165,43 @@ def in_tile(numbers: range, tile: str, page: int = 1, last: str = "full") -> Seq
     return tuple(islice(found, SOME))
 
 
-def lengths(longest: str, tile: str, least: int, page: int = 1, last: str = "full") -> Sequence[int]:
-    """A few lengths of these classes, the shortest first."""
+def lengths(
+    longest: str, tile: str, least: int, page: int = 1, last: str = "full", draw: Draw = PLAIN
+) -> Sequence[int]:
+    """A few lengths of these classes, the shortest first; where they are drawn, from any of the class on."""
     (whole,) = LONGEST.parts[longest]
     assert isinstance(whole, range)
-    return in_tile(range(max(least, whole.start), whole.stop), tile, page, last)
+    return drawn_in_tile(LONGEST, longest, range(max(least, whole.start), whole.stop), tile, page, last, draw)
+
+
+def drawn_in_tile(
+    classes: Numbers, label: str, numbers: range, tile: str, page: int = 1, last: str = "full", draw: Draw = PLAIN
+) -> Sequence[int]:
+    """The first few of these lengths that leave so much, from a drawn member of their class on, or else of all."""
+    start = max(draw.of(classes, label, "length"), numbers.start) if draw else numbers.start
+    return in_tile(range(start, numbers.stop), tile, page, last) or in_tile(numbers, tile, page, last)
+
+
+def rows_and_heads(queries: str, heads: str, product: str, draw: Draw = PLAIN) -> Sequence[tuple[Lengths, int]]:
+    """Query tokens, over and over, and heads of these classes."""
+    if draw:
+        tokens: Sequence[Lengths] = query_tokens(queries, draw)
+        pairs = ((q, number) for number in draw.some(HEADS, heads) for q in tokens)
+        if found := [(q, number) for q, number in pairs if _product_class(max(q) * number) == product]:
+            return found
+    return _rows_and_heads(queries, heads, product)
+
+
+def query_tokens(queries: str, draw: Draw) -> Sequence[Lengths]:
+    """Query tokens of requests, over and over, of a class."""
+    if queries != MIXED:
+        return [(number,) for number in draw.some(QUERIES, queries)]
+    drawn = (tuple(draw.near(1, 16, "mixed", n, k) for k in range(2 + draw.below(4, n))) for n in range(SOME))
+    return [*(q for q in drawn if draw and len(set(q)) > 1), *MIXED_QUERIES]
 
 
 @cache
-def rows_and_heads(queries: str, heads: str, product: str) -> Sequence[tuple[Lengths, int]]:
-    """Query tokens, over and over, and heads of these classes."""
+def _rows_and_heads(queries: str, heads: str, product: str) -> Sequence[tuple[Lengths, int]]:
     tokens: Sequence[Lengths] = (
         MIXED_QUERIES if queries == MIXED else [(number,) for number in QUERIES.members(queries)]
     )
@@ -196,12 +226,20 @@ class Shape:
 
 
 def shapes(
-    queries: str, heads: str, product: str, others: str, longest: str, tile: str, page: str = "1", last: str = "full"
+    queries: str,
+    heads: str,
+    product: str,
+    others: str,
+    longest: str,
+    tile: str,
+    page: str = "1",
+    last: str = "full",
+    draw: Draw = PLAIN,
 ) -> Iterator[Shape]:
     """Those of these classes; ``page`` and ``last`` as for a batch whose keys lie in no pages."""
-    for tokens, number in rows_and_heads(queries, heads, product):
-        for size in PAGES.some[page]:
-            for length in lengths(longest, tile, max(tokens) + BEYOND[others], size, last):
+    for tokens, number in rows_and_heads(queries, heads, product, draw):
+        for size in draw.some(PAGES, page):
+            for length in lengths(longest, tile, max(tokens) + BEYOND[others], size, last, draw):
                 yield Shape(number, tokens, size, length)
 
 
@@ -290,25 +328,49 @@ LONE_PADDING = never(
 )
 
 
-def shapes_of(row: Row) -> Iterator[Shape]:
+def shapes_of(row: Row, draw: Draw) -> Iterator[Shape]:
     """Those of a row."""
     names = SHAPE if row.get("page", NOTHING) == NOTHING else PAGED_SHAPE
-    return shapes(*(row[name] for name in names))
+    return shapes(*(row[name] for name in names), draw=draw)
 
 
-def batch_fields(row: Row, shape: Shape) -> Fields:
+def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
     """Heads, page, new tokens and context of a row in a shape."""
-    requests = REQUESTS.first(row["requests"])
+    requests = draw.of(REQUESTS, row["requests"])
     q = tuple(islice(cycle(shape.queries), requests))
-    longest = q.index(max(q), requests // 2) if max(q) in q[requests // 2 :] else q.index(max(q))
+    longest = place_of_longest(q, draw)
     if row["others"] == "equal":
         kv = [shape.longest - new for new in q]
     else:
         most = shape.longest - max(shape.queries) - 1
-        kv = [context_of(row["others"], number, requests, most) for number in range(requests)]
+        kv = contexts_of(row["others"], requests, most, draw)
         kv[longest] = shape.longest - q[longest]
     paged = row.get("page", NOTHING) != NOTHING
     return {"heads": shape.heads, "q": q, "kv": tuple(kv), **({"page": shape.page} if paged else {})}
+
+
+def place_of_longest(q: Lengths, draw: Draw) -> int:
+    """Which of the requests with most new tokens is the longest; the first in the second half if none is drawn."""
+    places = [number for number, new in enumerate(q) if new == max(q)]
+    return draw.pick(places, "longest") if draw else next((n for n in places if n >= len(q) // 2), places[0])
+
+
+def contexts_of(others: str, requests: int, most: int, draw: Draw) -> list[int]:
+    """Contexts of requests of which none is the longest, which is put in the place of any but the last.
+
+    Drawn ones are of a few lengths, in rounds or in runs, so that ids stay short; some of them as long as can be.
+    """
+    if not draw:
+        return [context_of(others, number, requests, most) for number in range(requests)]
+    run = draw.pick((1, 1, 1, 33, 40), "run") if requests >= _RUNS_FROM else 1
+    pool = [draw.near(1, max(1, min(most, _LONG_OTHER)), "other", number) for number in range(len(_SHORTER))]
+    if draw.below(3, "second") == 0 and requests < _RUNS_FROM:
+        pool[0] = max(1, most)
+    found = [max(1, min(pool[number // run % len(pool)], most)) for number in range(requests)]
+    if others == "no context":
+        empty = draw.pick((1, 2, 3), "empty")
+        found[: requests - 1] = [0 if number % empty == 0 else kv for number, kv in enumerate(found[: requests - 1])]
+    return found
 
 
 def context_of(others: str, number: int, requests: int, most: int) -> int:

@@ -16,7 +16,7 @@ from mla_conformance.cases.batches import (
     tile_class,
     totals,
 )
-from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly
 from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured
 
 COLUMNS = Numbers(
@@ -45,9 +45,9 @@ def named(longest: int, columns: int) -> str:
     return _OF_64[rest] if tile in ("64", "128") else "between"
 
 
-def column_counts(longest: int, columns: str, length: str, whole: str) -> Sequence[int]:
+def column_counts(longest: int, columns: str, length: str, whole: str, draw: Draw = PLAIN) -> Sequence[int]:
     """Columns of these classes beside so long a request."""
-    tried = (longest,) if length == "as many" else COLUMNS.some[columns]
+    tried = (longest,) if length == "as many" else draw.some(COLUMNS, columns, longest)
     wanted = (columns, length, whole)
     return [n for n in tried if (COLUMNS.class_of(n), against(longest, n), named(longest, n)) == wanted]
 
@@ -81,10 +81,10 @@ def _leaves(columns: str, keys: str, whole: str) -> bool:
     return keys != "more keys" or whole in {named(n, n) for n in COLUMNS.some[columns]}
 
 
-def shapes_with_columns(row: Row) -> Iterator[tuple[Shape, int]]:
+def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[Shape, int]]:
     """Shapes with columns."""
-    for shape in shapes_of(row):
-        for columns in column_counts(shape.longest, row["columns"], row["keys"], row["named"]):
+    for shape in shapes_of(row, draw):
+        for columns in column_counts(shape.longest, row["columns"], row["keys"], row["named"], draw):
             yield shape, columns
 
 

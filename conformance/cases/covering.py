@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 from mla_conformance.cases.space import ClassOf, Row, Space, held
 
+_T = TypeVar("_T")
 Pair = tuple[ClassOf, ClassOf]
 """Two classes, in the order of their dimensions."""
 
@@ -67,6 +69,11 @@ class Pairs:
         """The classes that one is paired with, as a mask."""
         return self._partners[value]
 
+    def held_by(self, row: Row) -> int:
+        """How many of the pairs a row holds, each counted twice."""
+        mask = self.mask(row)
+        return sum(self.gain(value, mask) for value in held(row) if value in self._bits)
+
     def gain(self, value: ClassOf, mask: int) -> int:
         """Pairs of a class with those of a mask."""
         return (self._partners[value] & mask).bit_count()
@@ -96,28 +103,30 @@ class Pairs:
 
 
 def cover(
-    space: Space, missing: Pairs, accept: Callable[[Row], bool] = lambda row: True, small: bool = False
-) -> tuple[list[Row], Pairs]:
-    """Rows that hold all pairs that are missing and that an accepted row of the space holds; and the other pairs.
+    space: Space, missing: Pairs, made: Callable[[Row], _T | None], small: bool = False
+) -> tuple[list[_T], Pairs]:
+    """What is made of rows that hold all pairs which are missing and which such a row holds; and the other pairs.
 
     Args:
         space: what they are of.
         missing: pairs.
-        accept: refuses a row once it is found; one with smaller batches is tried then.
+        made: what becomes of a row once it is found; None refuses it, and one with smaller batches is tried then.
         small: only rows with batches as small as can be.
     """
-    rows: list[Row] = []
+    rows: list[_T] = []
     left, without = missing | Pairs(space), Pairs(space)
 
     while pair := next(iter(left), None):
         tried = (True,) if small else (False, True)
-        found = (space.completed(pair, partial(left.dense, small=few)) for few in tried)
-        row = next((row for row in found if row and accept(row)), None)
-        if row:
-            rows.append(row)
+        for few in tried:
+            row = space.completed(pair, partial(left.dense, small=few))
+            if row and (case := made(row)) is not None:
+                rows.append(case)
+                left.drop(row)
+                break
         else:
             without.add(dict(pair))
-        left.drop(row or dict(pair))
+            left.drop(dict(pair))
     return rows, without
 
 

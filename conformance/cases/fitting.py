@@ -4,7 +4,8 @@ Beside them, if that is asked for, rows that hold many triples.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import compress
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
@@ -13,6 +14,8 @@ from mla_conformance.cases.triples import Triples
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
+_DRAWS = 4
+"""Draws of members of a row that a kernel is asked whether it supports them."""
 _BASES = 3
 """Supported rows that are tried as what else a row is like, of each class of a pair."""
 MOST_TRIPLES, _MOST_TRIES = 500, 1500
@@ -43,13 +46,13 @@ class Region:
     Attributes:
         space: the space.
         rows: rows that it supports.
-        fitted: those of them that hold pairs which no listed case holds, and those for triples behind them.
+        cases: for those of them that hold pairs which no listed case holds, and for triples behind them.
         triples: what is held of them, if they were asked for.
     """
 
     space: Space
     rows: list[Row]
-    fitted: list[Row]
+    cases: list[Case] = field(default_factory=list)
     triples: HeldTriples | None = None
 
     @property
@@ -60,11 +63,6 @@ class Region:
             each.name: [label for label in each.classes if (each.name, label) in found]
             for each in self.space.dimensions
         }
-
-    @property
-    def cases(self) -> tuple[Case, ...]:
-        """The fitted cases."""
-        return tuple(map(self.space.case_of, self.fitted))
 
 
 def fit(
@@ -87,8 +85,8 @@ def fit(
     cases = [case for case, supported in zip(listed, asked, strict=True) if supported]
     rows = list(map(space.row_of, cases))
     if not rows:
-        return Region(space, [], [])
-    fitting = _Fitting(Region(space, rows, []), supports, reachable)
+        return Region(space, [])
+    fitting = _Fitting(Region(space, rows), supports, reachable)
     if light:
         small = filter(light, (*cases, *fitting.region.cases))
         fitting.find_triples(Pairs(space, map(space.row_of, small)), light)
@@ -100,6 +98,7 @@ class _Fitting:
 
     def __init__(self, region: Region, supports: Supports, reachable: Pairs) -> None:
         self.region, self._supports = region, supports
+        self._light: Callable[[Case], bool] = lambda case: True
         self._left: Pairs | Triples
         self._with: dict[ClassOf, list[Row]] = {}
         for row in region.rows:
@@ -137,9 +136,9 @@ class _Fitting:
 
     def find_triples(self, pairs: Pairs, light: Callable[[Case], bool]) -> None:
         """Rows for triples of these pairs, the densest first, until there are enough."""
-        claimed, left, fitted = len(Triples(pairs)), self._without_held(pairs), self.region.fitted
-        before, enough, supports = claimed - len(left), len(fitted) + MOST_TRIPLES, self._supports
-        self._left, self._supports = left, lambda cases: [all(map(light, cases)) and supports(cases)[0]]
+        claimed, left, fitted = len(Triples(pairs)), self._without_held(pairs), self.region.cases
+        before, enough, self._light = claimed - len(left), len(fitted) + MOST_TRIPLES, light
+        self._left = left
         for _ in range(_MOST_TRIES):
             triple = left.densest()
             if triple is None or len(fitted) == enough:
@@ -158,13 +157,14 @@ class _Fitting:
 
     def _try(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> bool:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
-        row = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
-        if row:
+        case = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
+        if case:
+            row = self.region.space.row_of(case)
             self.region.rows.append(row)
-            self.region.fitted.append(row)
+            self.region.cases.append(case)
             self._index(row)
             self._left.drop(row)
-        return row is not None
+        return case is not None
 
     def _deciding(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> str | None:
         """A further dimension that decides: a row is refused, and supported once it is there like a base as well."""
@@ -179,8 +179,8 @@ class _Fitting:
                 return free[enough - 1]
         return None
 
-    def _supported(self, wanted: Sequence[ClassOf], base: Row, alike: Collection[str]) -> Row | None:
-        """A supported row with these classes: as the base in some dimensions, else with most of the missing pairs."""
+    def _supported(self, wanted: Sequence[ClassOf], base: Row, alike: Collection[str]) -> Case | None:
+        """A supported case with these classes: as the base in some dimensions, else with most of the missing pairs."""
 
         def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
             if name in alike:
@@ -188,4 +188,13 @@ class _Fitting:
             return self._left.dense(name, labels, row, small=True)
 
         row = self.region.space.completed(wanted, prefer)
-        return row if row and self._supports([self.region.space.case_of(row)])[0] else None
+        return self._member(row) if row else None
+
+    def _member(self, row: Row) -> Case | None:
+        """A supported case of a row: the first of those whose members are drawn, or that with the first members."""
+        *drawn, plain = self.region.space.drawn(row, tries=_DRAWS)
+        for cases in (drawn[:1], [*drawn[1:], plain]):
+            tried = list(filter(self._light, cases))
+            if tried and (case := next(compress(tried, self._supports(tried)), None)):
+                return case
+        return None

@@ -1,10 +1,11 @@
 """The space of a role's cases: dimensions in boundary classes, and the rules for what goes together. No torch.
 
-One class stands for all of its members: a kernel that is right for one of them in a place is taken to be right for the
-others there. Lists, covering arrays, drawn cases and the account of what was judged all name cases by their classes.
+Lists, covering arrays, drawn cases and the account of what was judged all name cases by their classes. Which member of
+a class a case has is drawn: a kernel that is right for the smallest one need not be right for the others.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import chain
@@ -12,7 +13,8 @@ from operator import contains
 from typing import Any
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers
 from mla_conformance.cases.grammar import Fields
 
 NOTHING = ""
@@ -21,10 +23,10 @@ Row = Mapping[str, str]
 """Classes by dimension; a case outside of a dimension's classes lacks it."""
 ClassOf = tuple[str, str]
 """A dimension and a class of it."""
-Pick = Callable[[Sequence[Any]], Any]
-"""Chooses a member of a class; covering arrays take the first."""
 Preference = Callable[[str, Sequence[str], Row], Iterable[str]]
 """The order in which the classes of a dimension are tried behind a row."""
+_DRAWS = 12
+"""How often members are drawn for a row, before those that stand for its classes are taken."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,25 @@ class Dimension:
             decides.
         class_of: the class of a case; None outside of all.
         only: where it has a say.
+        drawn: a field, and the numbers that are drawn for it.
     """
 
     name: str
     classes: Mapping[str, Fields]
     class_of: Callable[[Any], str | None]
     only: Only = ALWAYS
+    drawn: tuple[str, Numbers] | None = None
 
     def has_say(self, row: Row) -> bool:
         """Whether a row that has the dimension it depends on gives it a say."""
         return not self.only.name or row.get(self.only.name) in self.only.classes
+
+    def fields_of(self, label: str, draw: Draw) -> Fields:
+        """What a class stands for by itself; nothing where it has no say."""
+        if self.drawn and label in self.classes:
+            field_name, numbers = self.drawn
+            return {field_name: draw.of(numbers, label, self.name)}
+        return self.classes.get(label, {})
 
 
 def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dimension:
@@ -137,14 +148,16 @@ class Space:
         rules: what does not go together.
         shape: the fields of a row that no dimension gives by itself.
         small: of the dimensions that decide how much work a case is, the classes that make it little.
+        grids: dimensions by which, together with the heads, kernels are dispatched.
     """
 
     role: Role
     capability: str
     dimensions: tuple[Dimension, ...]
     rules: tuple[Rule, ...]
-    shape: Callable[[Row, Pick], Fields]
+    shape: Callable[[Row, Draw], Fields]
     small: Mapping[str, Sequence[str]]
+    grids: tuple[tuple[str, ...], ...] = ()
     _orders: dict[frozenset[str], Sequence[Dimension]] = field(default_factory=dict)
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -156,16 +169,27 @@ class Space:
         """Every class of every dimension."""
         return tuple((each.name, label) for each in self.dimensions for label in each.classes)
 
-    def case_of(self, row: Row, pick: Pick = lambda members: members[0], further: Fields | None = None) -> Case:
+    def case_of(self, row: Row, draw: Draw = PLAIN, further: Fields | None = None) -> Case:
         """A case of a row that has every dimension, with further fields.
 
         Raises:
-            CaseError: the space has a row that no case can be.
+            CaseError: no case can be this row with the members that are drawn.
         """
         fields = {
-            name: value for each in self.dimensions for name, value in each.classes.get(row[each.name], {}).items()
+            name: value for each in self.dimensions for name, value in each.fields_of(row[each.name], draw).items()
         }
-        return Case.of(**{"capability": self.capability, **fields, **self.shape(row, pick), **(further or {})})
+        case = Case.of(**{"capability": self.capability, **fields, **self.shape(row, draw), **(further or {})})
+        if draw and self.row_of(case) != row:
+            raise CaseError(f"{case.id}: other classes than those that its members were drawn from")
+        return case
+
+    def drawn(self, row: Row, salt: str = "", tries: int = _DRAWS) -> Iterator[Case]:
+        """Cases of a row whose members are drawn by a hash of it and of a salt; at last that with the first ones."""
+        key = f"{salt}|{self.capability}|{'|'.join(row.values())}"
+        for number in range(tries):
+            with suppress(CaseError):
+                yield self.case_of(row, Draw(f"{key}|{number}"))
+        yield self.case_of(row)
 
     def row_of(self, case: Case) -> Row:
         """The classes of a case; one that it is in none of is missing."""

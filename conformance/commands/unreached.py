@@ -38,7 +38,7 @@ def _declared(subject: Subject, space: Space) -> Iterator[str]:
     classes, triples = region.classes, region.triples
     claimed, pairs = sum(map(len, classes.values())), len(Pairs(space, region.rows))
     refused = [(name, label) for name, label in space.values if label not in classes[name]]
-    said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.fitted)} cases fitted"
+    said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
     yield from wrapped(f"{subject.name} {space.role}: {said}", 0)
     if triples:
         left = triples.claimed - triples.held - triples.vain

@@ -20,7 +20,7 @@ def space(*rules: Rule, only: Only | None = None) -> Space:
         for name, labels in CLASSES.items()
     ]
     small = {"c": ("p", "q", "r")}
-    return Space(Role.PREFILL, "combinations", tuple(dimensions), rules, lambda row, pick: {}, small)
+    return Space(Role.PREFILL, "combinations", tuple(dimensions), rules, lambda row, draw: {}, small)
 
 
 FREE = space()
@@ -52,7 +52,7 @@ def allowed(given: Space, row: Row) -> bool:
 
 @every
 def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
-    rows, impossible = cover(given, Pairs.every(given))
+    rows, impossible = cover(given, Pairs.every(given), dict)
     assert all(allowed(given, row) and list(row) == list(CLASSES) for row in rows)
     possible = {
         frozenset(pair) for row in possible_rows(given) if allowed(given, row) for pair in combinations(held(row), 2)
@@ -63,11 +63,17 @@ def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
 
 @every
 def test_an_excluded_pair_has_a_rule_that_says_why(given: Space) -> None:
-    for pair in cover(given, Pairs.every(given))[1]:
+    for pair in cover(given, Pairs.every(given), dict)[1]:
         reason = given.reason(pair)
         together = pair == (("a", "1"), ("c", "p"))
         expected = {"several rules together"} if together else {rule.why for rule in given.all_rules}
         assert reason in expected, pair
+
+
+def test_where_a_row_is_not_accepted_a_smaller_one_is_tried() -> None:
+    rows, without = cover(FREE, Pairs.every(FREE), lambda row: row if row["c"] != "s" else None)
+    assert rows and all(row["c"] != "s" for row in rows)
+    assert set(without) == {pair for pair in Pairs.every(FREE) if ("c", "s") in pair}
 
 
 @every

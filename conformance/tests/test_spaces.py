@@ -57,6 +57,22 @@ def test_a_row_of_every_class_and_its_case_say_the_same(space: Space) -> None:
 
 
 @every_space
+def test_members_of_a_row_are_drawn_from_whole_classes_and_the_same_each_time(space: Space) -> None:
+    row = space.completed((("requests", "2 to 7"),))
+    assert row
+    *drawn, plain = space.drawn(row)
+    assert plain == space.case_of(row) and all(space.row_of(case) == row for case in drawn)
+    assert len(set(drawn)) > 1 and drawn == [*space.drawn(row)][:-1] != [*space.drawn(row, "another salt")][:-1]
+
+
+@every_space
+def test_an_array_has_batches_of_tens_of_requests_that_a_cpu_is_asked_for(space: Space) -> None:
+    light = [case for case in array_of(space.capability) if work_of(case) <= CPU_WORK]
+    counts = {len(case.q) for case in light if len(case.q) > 32}
+    assert len(counts) > 1 and max(len(set(zip(case.q, case.kv or case.q, strict=True))) for case in light) > 8
+
+
+@every_space
 def test_arrays_stay_in_their_spaces_and_hold_no_case_twice(space: Space) -> None:
     array = array_of(space.capability)
     assert not [case.id for case in array if space.outside(case)]

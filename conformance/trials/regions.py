@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import compress
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
@@ -11,6 +12,7 @@ from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import listed
+from mla_conformance.vocabulary.grid import grid_cases
 
 
 def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
@@ -23,7 +25,12 @@ def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
     """
     cases, device = listed(space), subject.device.type
     light = partial(is_light, device_type=device) if triples else None
-    return fit(space, cases, partial(_supported, subject), reachable(space, device), light)
+    region = fit(space, cases, partial(_supported, subject), reachable(space, device), light)
+    cells = grid_cases(space, region.classes) if region.rows else []
+    listed_or_fitted = {*cases, *region.cases}
+    further = [case for case in cells if case not in listed_or_fitted]
+    region.cases += compress(further, _supported(subject, further) if further else ())
+    return region
 
 
 def reachable(space: Space, device_type: str) -> Pairs:

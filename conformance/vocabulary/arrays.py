@@ -5,15 +5,18 @@ They are kept, since finding them takes longer than judging some of them.
 
 import hashlib
 import json
-from collections.abc import Iterable
-from functools import cache
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache, partial
 from importlib.resources import files
-from itertools import chain
+from itertools import chain, combinations, islice
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.covering import Pairs, cover
-from mla_conformance.cases.space import Row, Space
-from mla_conformance.cases.work import is_light
+from mla_conformance.cases.covering import Pair, Pairs, cover
+from mla_conformance.cases.residues import RESIDUES, residues_of
+from mla_conformance.cases.space import Row, Space, held
+from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
 from mla_conformance.roles.cache.space import CACHE
 from mla_conformance.roles.compress.space import COMPRESS
 from mla_conformance.roles.decode.space import DECODE
@@ -30,6 +33,10 @@ SPACES: dict[str, Space] = {
     for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, COMPRESS, CACHE, SPARSE_LAYER)
 }
 """By the capability whose cases their arrays are."""
+_LIGHT = 1e8
+"""Work of a case of an array that is taken where there is one."""
+_COMPARED = 3
+"""Draws of members of a row that fit a device, of which the best is taken."""
 
 
 @cache
@@ -60,13 +67,68 @@ def could_be_fitted(id: str) -> bool:
     return case.capability in SPACES and not SPACES[case.capability].outside(case)
 
 
-def found_array(space: Space, given: Iterable[Case]) -> tuple[list[Row], Pairs]:
-    """Rows that, with given cases, hold every pair that a row can hold; and the pairs that none can.
+def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()) -> tuple[list[Case], Pairs]:
+    """Cases that, with given ones, hold every pair that a row can hold; and the pairs that none can.
 
-    As many as can be are held by rows that a CPU is asked for.
+    As many as can be are held by cases that a CPU is asked for. Members are drawn for every row: those are taken that
+    add most pairs with residues.
+
+    Args:
+        space: of which.
+        given: cases that are there anyway.
+        stored: an array that holds every pair; where there is one, its rows are taken as far as they are needed.
     """
-    missing = Pairs.every(space) - Pairs(space, map(space.row_of, given))
-    light, without = cover(space, missing, lambda row: is_light(space.case_of(row)))
-    heavy, without = cover(space, without, lambda row: is_light(space.case_of(row), "cuda"))
-    largest, impossible = cover(space, without, small=True)
-    return [*light, *heavy, *largest], impossible
+    rows = list(map(space.row_of, given))
+    members = _Members(space, given)
+    if stored:
+        kept = needed(space, given, stored)
+        drawn = [members.of(space.row_of(case), _limit(case)) or case for case in kept]
+        return drawn, Pairs.every(space) - Pairs(space, [*rows, *map(space.row_of, drawn)])
+    missing, found = Pairs.every(space) - Pairs(space, rows), list[Case]()
+    for most in (_LIGHT, CPU_WORK, GPU_WORK):
+        cases, missing = cover(space, missing, partial(members.of, most=most))
+        found += cases
+    largest, impossible = cover(space, missing, space.case_of, small=True)
+    return [*found, *largest], impossible
+
+
+def _limit(case: Case) -> float:
+    """What the work of another case of the same row may be."""
+    return next((most for most in (_LIGHT, CPU_WORK, GPU_WORK) if work_of(case) <= most), work_of(case))
+
+
+class _Members:
+    """Draws the members of rows."""
+
+    def __init__(self, space: Space, given: Iterable[Case]) -> None:
+        self._space, finer = space, replace(space, dimensions=(*space.dimensions, *RESIDUES))
+        self._left = Pairs.every(finer) - Pairs(finer, map(finer.row_of, given))
+
+    def of(self, row: Row, most: float) -> Case | None:
+        """The case of a row that adds most pairs of residues, of a few with no more than so much work."""
+        if work_of(self._space.case_of(row)) > most:  # those that are drawn are hardly less
+            return None
+        fits = (case for case in self._space.drawn(row) if work_of(case) <= most)
+        rows = {case: {**row, **residues_of(case)} for case in islice(fits, _COMPARED)}
+        best = max(rows, key=lambda case: self._left.held_by(rows[case]))
+        self._left.drop(rows[best])
+        return best
+
+
+def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[Case]:
+    """Those of some cases without which a pair would be lost, or lost to a CPU; the heaviest are left out first."""
+    holders = {False: Counter[Pair](), True: Counter[Pair]()}
+
+    def pairs_of(case: Case) -> dict[bool, list[Pair]]:
+        pairs = list(combinations(held(space.row_of(case)), 2))
+        return {False: pairs, **({True: pairs} if is_light(case) else {})}
+
+    found = {case: pairs_of(case) for case in cases}
+    for pairs in (*map(pairs_of, given), *found.values()):
+        for light, each in pairs.items():
+            holders[light].update(each)
+    for case in sorted(cases, key=work_of, reverse=True):
+        if all(holders[light][pair] > 1 for light, pairs in found[case].items() for pair in pairs):
+            for light, pairs in found.pop(case).items():
+                holders[light].subtract(pairs)
+    return list(found)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.classes import Draw, Numbers, exactly, first
 from mla_conformance.cases.columns import COLUMNS
 from mla_conformance.cases.dimensions import K_SCALES, PADDING, POISONS, numbers, room, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import NOTHING, Dimension, Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.cache.case import (
     GATHERS,
@@ -58,33 +58,24 @@ def _asked(share: str, longest: int) -> int:
     return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
 
 
-def _members(row: Row) -> Iterator[tuple[int, int]]:
+def _members(row: Row, draw: Draw) -> Iterator[tuple[int, int]]:
     """Pages and lengths of the longest request."""
-    for page in batches.PAGES.some[row["page"]]:
-        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"]):
+    for page in draw.some(batches.PAGES, row["page"]):
+        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"], draw):
             yield page, longest
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    page, longest = pick(tuple(_members(row)))
-    requests, asked = batches.REQUESTS.first(row["requests"]), _asked(row["share"], longest)
-    whole = [
-        longest if row["others"] == "equal" else _other(row, number, requests, longest) for number in range(requests)
-    ]
-    whole[requests // 2] = longest
+def _fields(row: Row, draw: Draw) -> Fields:
+    page, longest = first(_members(row, draw))
+    requests, asked = draw.of(batches.REQUESTS, row["requests"]), _asked(row["share"], longest)
+    equal = row["others"] == "equal"
+    whole = [longest] * requests if equal else batches.contexts_of(row["others"], requests, longest - 1, draw)
+    whole[draw.below(requests, "longest") if draw else requests // 2] = longest
     q = tuple(asked if length == longest else min(length, asked or length) for length in whole)
     kv = tuple(length - new for length, new in zip(whole, q, strict=True))
     run = {"page": page, "part of a page": page // 2}.get(row["interleave"], 1)
-    return {"q": q, "kv": kv, "page": page, "interleave": run, **_listed(row), **spare_blocks(row, page)}
-
-
-def _listed(row: Row) -> Fields:
-    return {"topk": COLUMNS.first(row["columns"])} if row["columns"] != NOTHING else {}
-
-
-def _other(row: Row, number: int, requests: int, longest: int) -> int:
-    """Tokens of a request that is not the longest."""
-    return batches.context_of(row["others"], number, requests, longest - 1)
+    listed = {"topk": draw.of(COLUMNS, row["columns"])} if row["columns"] != NOTHING else {}
+    return {"q": q, "kv": kv, "page": page, "interleave": run, **listed, **spare_blocks(row, page, draw)}
 
 
 def _others(case: CacheCase) -> str:
@@ -162,6 +153,7 @@ CACHE = Space(
     ),
     shape=_fields,
     small={
+        "dims": ("16-8-16-32",),
         "requests": ("2 to 7", "1", "8 to 63"),
         "others": ("shorter", "alone"),
         "longest": ("65 to 256", "1 to 16", "17 to 64"),

@@ -6,10 +6,10 @@ from itertools import cycle, islice
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
 from mla_conformance.cases.dimensions import PADDING, POISONS, numbers, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Dimension, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Dimension, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.roles.compress.case import VALUES, CompressCase
 
 _RATIOS = Numbers({**exactly(4, 128, 2, 3), "other": ((8,), range(5, 128))})
@@ -21,6 +21,8 @@ _CHUNKS = ("at once", "one by one", "part of a group", "more")
 _GROUPS = (2, 1, 3, 0)
 _FEW = 4
 _MOST_STATES = 2**22
+_MOST_BEFORE, _MOST_OTHER = 2**12, 300
+"""Tokens before the new ones of the first request, and of another, where they are drawn."""
 
 
 def _residue(tokens: int, ratio: int) -> str:
@@ -47,14 +49,16 @@ def _chunks(case: CompressCase) -> str:
     return "one by one" if case.chunk == 1 else "part of a group" if case.chunk < case.ratio else "more"
 
 
-def _tokens(ratio: str, before: str, end: str, new: str) -> Iterator[tuple[int, int]]:
+def _tokens(ratio: str, before: str, end: str, new: str, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
     """New tokens of the first request, and those before them."""
-    size = _RATIOS.first(ratio)
-    starts = [0] if before == "nothing" else [n * size + rest for n in _GROUPS for rest in range(size)]
+    size = draw.of(_RATIOS, ratio, "ratio")
+    groups = (*(draw.near(1, _MOST_BEFORE // size, n) for n in range(2)),) if draw else _GROUPS
+    starts = [0] if before == "nothing" else [n * size + rest for n in groups for rest in range(size)]
     for kv in starts:
         if before != "nothing" and (not kv or _residue(kv, size) != before):
             continue
-        for q in range(3 * size + 1):
+        more = size * draw.near(1, _MOST_BEFORE // size, "new") if draw and new == "several groups" else 0
+        for q in range(more, more + 3 * size + 1):
             if _new(q, size) == new and _residue(q + kv, size) == end and q + kv:
                 yield q, kv
                 break
@@ -64,19 +68,21 @@ def _exists(ratio: str, before: str, end: str, new: str) -> bool:
     return next(_tokens(ratio, before, end, new), None) is not None
 
 
-def _chunk_of(chunks: str, ratio: int) -> int:
-    return {"at once": 0, "one by one": 1, "part of a group": ratio - 1, "more": ratio + 1}[chunks]
+def _chunk_of(chunks: str, ratio: int, draw: Draw) -> int:
+    part = draw.near(2, ratio - 1, "chunk") if draw and ratio > 2 else ratio - 1
+    return {"at once": 0, "one by one": 1, "part of a group": part, "more": ratio + draw.near(1, ratio, "more")}[chunks]
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    ratio, page = _RATIOS.first(row["ratio"]), batches.PAGES.first(row["page"])
-    q, kv = pick(tuple(_tokens(row["ratio"], row["before"], row["end"], row["new"])))
-    number = batches.REQUESTS.first(row["requests"])
+def _fields(row: Row, draw: Draw) -> Fields:
+    ratio, page = draw.of(_RATIOS, row["ratio"], "ratio"), draw.of(batches.PAGES, row["page"])
+    q, kv = first(_tokens(row["ratio"], row["before"], row["end"], row["new"], draw))
+    number = draw.of(batches.REQUESTS, row["requests"])
     others = ((1, ratio - 1), (_FEW + 1, 0), (2, 2 * ratio), (0, ratio + 1), (_FEW, ratio - 2))
-    rest = islice(cycle(others), number - 1)
+    further = ((draw.below(3 * ratio, "new", n), draw.near(1, _MOST_OTHER, n)) for n in range(2 if draw else 0))
+    rest = islice(cycle((*others, *further)), number - 1)
     new, before = zip((q, kv), *rest, strict=True)
-    chunk = _chunk_of(row["chunks"], ratio)
-    return {"call": Call.COMPRESS, "q": new, "kv": before, "page": page, "chunk": chunk, **spare_blocks(row, page)}
+    chunk, spare = _chunk_of(row["chunks"], ratio, draw), spare_blocks(row, page, draw)
+    return {"call": Call.COMPRESS, "q": new, "kv": before, "page": page, "chunk": chunk, **spare}
 
 
 def _dimensions() -> Iterator[Dimension]:
@@ -120,6 +126,7 @@ COMPRESS = Space(
     ),
     shape=_fields,
     small={
+        "dims": ("8-8-16-16",),
         "requests": ("2 to 7", "1", "8 to 63"),
         "ratio": ("4", "2", "3", "other"),
         "unused": ("few",),

@@ -4,13 +4,14 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Call
+from mla_conformance.cases.classes import Draw, first
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Pick, Row, Rule, Space, never, values
+from mla_conformance.cases.space import Row, Rule, Space, never, values
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    fields = batches.batch_fields(row, pick(tuple(batches.shapes_of(row))))
-    return {"call": Call.DECODE, **fields, **dimensions.spare_blocks(row, fields["page"])}
+def _fields(row: Row, draw: Draw) -> Fields:
+    fields = batches.batch_fields(row, first(batches.shapes_of(row, draw)), draw)
+    return {"call": Call.DECODE, **fields, **dimensions.spare_blocks(row, fields["page"], draw)}
 
 
 DECODE = Space(
@@ -44,5 +45,6 @@ DECODE = Space(
         *batches.PAGE_RULES,
     ),
     shape=_fields,
-    small=batches.SMALL_BATCHES,
+    small={**batches.SMALL_BATCHES, "dims": ("small",), "ranks": ("1", "2", "3", "4")},
+    grids=(("queries", "cache"), ("page",)),
 )

@@ -4,23 +4,24 @@ from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
+from mla_conformance.cases.classes import Draw, first
 from mla_conformance.cases.columns import LIST_RULES, SCORES_RULE, list_dimensions, shapes_with_columns
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, room, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, plain, values
+from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, plain, values
 from mla_conformance.roles.indexer.case import CODES, PLAIN, IndexerCase
 
 _PAGED = Only("keys in", ("pages",), "gathered keys lie in no pages")
 _SELECTS = Only("call", (Call.INDEX_TOPK,), "scores are of no list")
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
+def _fields(row: Row, draw: Draw) -> Fields:
     if row["columns"] == NOTHING:
-        shape, columns = pick(tuple(batches.shapes_of(row))), {}
+        shape, columns = first(batches.shapes_of(row, draw)), {}
     else:
-        shape, topk = pick(tuple(shapes_with_columns(row)))
+        shape, topk = first(shapes_with_columns(row, draw))
         columns = {"topk": topk}
-    return {**batches.batch_fields(row, shape), **columns, **spare_blocks(row, shape.page)}
+    return {**batches.batch_fields(row, shape, draw), **columns, **spare_blocks(row, shape.page, draw)}
 
 
 INDEXER = Space(
@@ -54,4 +55,5 @@ INDEXER = Space(
     ),
     shape=_fields,
     small=batches.SMALL_BATCHES,
+    grids=(("queries", "cache"), ("columns",)),
 )

@@ -9,9 +9,9 @@ from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import CACHES
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.roles.layer.case import LATENTS, LayerCase, Order
 
@@ -52,37 +52,44 @@ class _Batch:
 
 
 def _batches(
-    order: str, queries: str, tokens: str, others: str, chunks: str, longest: str, tile: str, page: str, last: str
+    order: str,
+    queries: str,
+    tokens: str,
+    others: str,
+    chunks: str,
+    longest: str,
+    tile: str,
+    page: str,
+    last: str,
+    draw: Draw = PLAIN,
 ) -> Iterator[_Batch]:
     """Those of these classes."""
-    for pattern, size in product(_patterns(queries), batches.PAGES.some[page]):
+    for pattern, size in product(_patterns(queries, draw), draw.some(batches.PAGES, page)):
         if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
             *_, whole = TOKENS.parts[tokens]
-            same = batches.in_tile(range(whole[0], whole[-1] + 1), tile, size, last)
+            same = batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, size, last, draw)
             yield from (
                 _Batch(pattern, n, size, n, size) for n in same if n > 1 and batches.LONGEST.class_of(n) == longest
             )
             continue
         known = max(pattern, default=1) + 1 if order == Order.DECODES_FIRST else 0
-        for new in filter(lambda new: new >= known, TOKENS.some[tokens]) if tokens else (0,):
+        for new in filter(lambda new: new >= known, draw.some(TOKENS, tokens)) if tokens else (0,):
             least = max(max(pattern, default=0), new) + max(batches.BEYOND[others], 1 if tokens else 0)
-            for length in batches.lengths(longest, tile, least, size, last):
-                share = _share(length - new, size, chunks)
+            for length in batches.lengths(longest, tile, least, size, last, draw):
+                share = _share(length - new, size, chunks, draw)
                 if share:
                     yield _Batch(pattern, new, size, length, share)
 
 
-def _patterns(queries: str) -> Sequence[Lengths]:
-    if queries in (NOTHING, batches.MIXED):
-        return batches.MIXED_QUERIES if queries else ((),)
-    return [(number,) for number in batches.QUERIES.some[queries]]
+def _patterns(queries: str, draw: Draw) -> Sequence[Lengths]:
+    return batches.query_tokens(queries, draw) if queries else ((),)
 
 
-def _share(context: int, page: int, chunks: str) -> int:
+def _share(context: int, page: int, chunks: str, draw: Draw) -> int:
     """Whole pages of a context in a chunk, so that there are so many; 0 where there is no such number."""
     if chunks in (NOTHING, "0"):
         return page
-    shares = (-(-context // (number * page)) * page for number in CHUNKS.some[chunks])
+    shares = (-(-context // (number * page)) * page for number in draw.some(CHUNKS, chunks))
     return next((share for share in shares if CHUNKS.class_of(-(-context // share)) == chunks), 0)
 
 
@@ -93,9 +100,10 @@ def _exists(*classes: str) -> bool:
     return next(_batches(*classes), None) is not None
 
 
-def _heads(heads: str, ranks: str) -> list[int]:
+def _heads(heads: str, ranks: str, draw: Draw = PLAIN) -> list[int]:
     """Heads that so many ranks have equal shares of."""
-    return [number for number in batches.HEADS.some[heads] if number % dimensions.RANKS.first(ranks) == 0]
+    shares = draw.of(dimensions.RANKS, ranks, "ranks")
+    return [number for number in draw.some(batches.HEADS, heads) if number % shares == 0]
 
 
 def _few_keys(requests: str, others: str, longest: str, heads: str) -> bool:
@@ -112,26 +120,28 @@ def _longer(order: str, queries: str, tokens: str) -> bool:
     return TOKENS.first(tokens) > most
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    batch, requests = pick(tuple(_batches(*(row[name] for name in _SHAPE)))), batches.REQUESTS.first(row["requests"])
-    decodes = {"decodes": requests, "prefills": 0, "both": -(-requests // 2)}[row["requests that"]]
-    prefills = _prefills(batch, requests - decodes, row)
-    decoding = _decodes(batch, decodes, row)
+def _fields(row: Row, draw: Draw) -> Fields:
+    batch = first(_batches(*(row[name] for name in _SHAPE), draw=draw))
+    requests = draw.of(batches.REQUESTS, row["requests"])
+    some = 1 + draw.below(requests - 1, "decodes") if draw and requests > 1 else -(-requests // 2)
+    decodes = {"decodes": requests, "prefills": 0, "both": some}[row["requests that"]]
+    prefills = _prefills(batch, requests - decodes, row, draw)
+    decoding = _decodes(batch, decodes, row, draw)
     with_context = sum(kv > 0 for _, kv in prefills)
     joined = decoding + prefills if row["order"] == Order.DECODES_FIRST else prefills + decoding
     return {
         "call": Call.LAYER,
-        "heads": pick(_heads(row["heads"], row["ranks"])),
+        "heads": first(_heads(row["heads"], row["ranks"], draw)),
         "q": tuple(q for q, _ in joined),
         "kv": tuple(kv for _, kv in joined),
         "decodes": decodes,
         "page": batch.page,
         **({"workspace": with_context * batch.share} if with_context else {}),
-        **dimensions.spare_blocks(row, batch.page),
+        **dimensions.spare_blocks(row, batch.page, draw),
     }
 
 
-def _prefills(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
+def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
     """New tokens and context of each prefill, the longest first."""
     if row["chunks"] == "0" or not requests:
         return [(batch.tokens, 0)] * requests
@@ -140,23 +150,22 @@ def _prefills(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
         return [longest] * requests
     new = min(batch.tokens, max(batch.queries, default=1) + 1)
     most = min(longest[1], batch.longest - new - 1)
-    return [
-        longest,
-        *((new, batches.context_of(row["others"], number, requests, most)) for number in range(1, requests)),
-    ]
+    others = batches.contexts_of(row["others"], requests, most, draw)[1:]
+    found = [(new + draw.below(max(1, batch.tokens - new), "new", n % 5), kv) for n, kv in enumerate(others)]
+    place = draw.below(requests, "longest prefill")
+    return [*found[:place], longest, *found[place:]]
 
 
-def _decodes(batch: _Batch, requests: int, row: Row) -> list[tuple[int, int]]:
+def _decodes(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
     """Query tokens and context of each decode; one of them is the longest where no prefill has a context."""
     q = tuple(islice(cycle(batch.queries), requests))
     if row["others"] == "equal":
         return [(new, batch.longest - new) for new in q]
-    found = [
-        (new, batches.context_of(row["others"], number, requests, batch.longest - new - 1))
-        for number, new in enumerate(q)
-    ]
+    contexts = batches.contexts_of(row["others"], requests, batch.longest - 1, draw)
+    found = [(new, max(0, min(kv, batch.longest - new - 1))) for new, kv in zip(q, contexts, strict=True)]
     if requests and row["chunks"] in (NOTHING, "0"):
-        found[q.index(max(q))] = (max(q), batch.longest - max(q))
+        place = batches.place_of_longest(q, draw) if draw else q.index(max(q))
+        found[place] = (max(q), batch.longest - max(q))
     return found
 
 
@@ -236,5 +245,6 @@ LAYER = Space(
         Rule("no batch has such lengths and chunks", _SHAPE, _exists, always=True),
     ),
     shape=_fields,
-    small={**batches.SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64", "64-16-96-64")},
+    small={**batches.SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64",)},
+    grids=(("queries", "cache"),),
 )

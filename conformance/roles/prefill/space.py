@@ -6,10 +6,10 @@ from functools import cache
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Numbers
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 from mla_conformance.roles.prefill.case import MOST_SLICES, PrefillCase, slices_of
 
@@ -38,7 +38,8 @@ OUTPUT_SCALES = Numbers(
         "usual": ((13_000,), range(5_000, 100_000)),
         "small": ((300,), range(1, 5_000)),
         "large": ((1_000_000,), range(100_000, 2**31)),
-    }
+    },
+    sizes=False,
 )
 _SHORT = 17
 _MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
@@ -70,9 +71,9 @@ def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
     return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
 
 
-def _tokens(tokens: str, tile: str) -> Sequence[int]:
+def _tokens(tokens: str, tile: str, draw: Draw = PLAIN) -> Sequence[int]:
     (whole,) = TOKENS.parts[tokens]
-    return batches.in_tile(range(whole[0], whole[-1] + 1), tile)
+    return batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, draw=draw)
 
 
 def _spread(requests: int, longest: int, others: str) -> Lengths:
@@ -87,10 +88,19 @@ def _spread(requests: int, longest: int, others: str) -> Lengths:
     return (first,) * middle + (longest,) + (last,) * (requests - middle - 1)
 
 
-def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str) -> Iterator[int]:
+def _drawn_spread(requests: int, longest: int, others: str, draw: Draw) -> Lengths:
+    """Lengths of requests, the longest anywhere; others of a few lengths, in rounds or in runs."""
+    if not draw or others == "equal":
+        return _spread(requests, longest, others)
+    found = batches.contexts_of("no context" if others == "empty" else others, requests, longest - 1, draw)
+    found[draw.below(requests, "longest")] = longest
+    return tuple(found)
+
+
+def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
     """Workspaces in which so many chunks are planned."""
     with_context, whole = sum(map(bool, contexts)), sum(contexts)
-    for number in CHUNKS.some[chunks]:
+    for number in draw.some(CHUNKS, chunks):
         share = -(-max(contexts) // number)
         room = {"equal": with_context * page * -(-share // page), "greedy": max(page, -(-whole // number))}[planner]
         planned = slices_of(contexts, room) <= MOST_SLICES
@@ -108,23 +118,22 @@ def _planned(requests: str, others: str, context: str, tile: str, planner: str, 
     return any(any(_workspaces(contexts, planner, size, chunks)) for size in batches.PAGES.some[page])
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    tokens, heads = pick(_tokens(row["tokens"], row["tile"])), pick(batches.HEADS.some[row["heads"]])
-    requests = batches.REQUESTS.first(row["requests"])
-    fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"])}
+def _fields(row: Row, draw: Draw) -> Fields:
+    tokens, heads = first(_tokens(row["tokens"], row["tile"], draw)), draw.of(batches.HEADS, row["heads"])
+    requests = draw.of(batches.REQUESTS, row["requests"])
+    fields: Fields = {"heads": heads, "q": _drawn_spread(requests, tokens, row["others"], draw)}
     if row["context"] == NOTHING:
         return fields
-    contexts = _spread(
-        requests, pick(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]])), row["contexts"]
-    )
+    longest = first(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]], draw=draw))
+    contexts = _drawn_spread(requests, longest, row["contexts"], Draw(draw.key and f"{draw.key}|contexts"))
     if row["chunks"] == NOTHING:
         return {**fields, "kv": contexts}
-    return {**fields, "kv": contexts, **pick(tuple(_plans(row, contexts)))}
+    return {**fields, "kv": contexts, **first(_plans(row, contexts, draw))}
 
 
-def _plans(row: Row, contexts: Lengths) -> Iterator[Fields]:
-    for page in batches.PAGES.some[row["page"]]:
-        for room in _workspaces(contexts, row["planner"], page, row["chunks"]):
+def _plans(row: Row, contexts: Lengths, draw: Draw) -> Iterator[Fields]:
+    for page in draw.some(batches.PAGES, row["page"]):
+        for room in _workspaces(contexts, row["planner"], page, row["chunks"], draw):
             yield {"page": page, "workspace": room}
 
 
@@ -198,6 +207,7 @@ PREFILL = Space(
     ),
     shape=_fields,
     small={
+        "dims": ("small", "16-8-40-32"),
         "heads": ("16", "1", "odd", "8", "24", "even"),
         "requests": ("2 to 7", "1", "8 to 63"),
         "tokens": ("65 to 256", "1", "2 to 16", "17 to 64"),
@@ -205,4 +215,5 @@ PREFILL = Space(
         "contexts": ("shorter", "alone", "empty"),
         "context": ("65 to 256", "1 to 16", "17 to 64"),
     },
+    grids=(("call", "dtype"),),
 )

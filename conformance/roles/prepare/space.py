@@ -5,10 +5,10 @@ from itertools import cycle, islice
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Numbers
+from mla_conformance.cases.classes import Draw, Numbers
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.prepare.case import PAIRS, VALUES
 
@@ -28,15 +28,16 @@ _MANY = 8
 _MOST_ROWS = 2**15
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    tokens = (
-        batches.MIXED_QUERIES
-        if row["queries"] == batches.MIXED
-        else tuple((n,) for n in batches.QUERIES.some[row["queries"]])
+def _fields(row: Row, draw: Draw) -> Fields:
+    number, most = draw.of(batches.REQUESTS, row["requests"]), draw.of(_POSITIONS, row["positions"])
+    q = tuple(islice(cycle(batches.query_tokens(row["queries"], draw)[0]), number))
+    others = (
+        [draw.near(1, most, n % 16) if most else 0 for n in range(number)]
+        if draw
+        else [min(most, _SHORT[n % len(_SHORT) if n < _MANY else 0]) for n in range(number)]
     )
-    number, first = batches.REQUESTS.first(row["requests"]), pick(_POSITIONS.some[row["positions"]])
-    q = tuple(islice(cycle(pick(tokens)), number))
-    kv = (first, *(min(first, _SHORT[n % len(_SHORT) if n < _MANY else 0]) for n in range(1, number)))
+    longest = draw.below(number, "longest")
+    kv = (*others[:longest], most, *others[longest + 1 :])
     return {"call": Call.PREPARE_INDEX, "q": q, "kv": kv}
 
 
@@ -58,7 +59,7 @@ PREPARE = Space(
         values("scales", "scales", *TILE_SCALES),
         plain("weights", {"folded": {"fold": True}, "left": {"fold": False}}),
         plain("projection", {"apart": {"fused": False}, "fused": {"fused": True}}),
-        numbers("eps", "eps", Numbers({"1e-6": ((1,),), "1e-5": ((10,), range(2, 1000))})),
+        numbers("eps", "eps", Numbers({"1e-6": ((1,),), "1e-5": ((10,), range(2, 1000))}, sizes=False)),
         numbers("heads", "heads", batches.HEADS),
         measured("queries", _QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
@@ -80,4 +81,5 @@ PREPARE = Space(
         "requests": ("2 to 7", "1", "8 to 63"),
         "positions": ("up to 1,024", "0", "beyond 1,024"),
     },
+    grids=(("queries",),),
 )

@@ -4,10 +4,10 @@ from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Numbers
+from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.columns import LIST_RULES, list_dimensions, shapes_with_columns
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.roles.sparse.case import EXTRA_CACHES, MAIN_CACHES, SparseCase
 
 PAGED = Only("call", (Call.SPARSE_DECODE,), "gathered keys are plain, lie in no pages and are on one rank")
@@ -18,11 +18,13 @@ def _second_columns(case: SparseCase) -> str:
     return "as long" if case.extra_topk == case.topk else "longer" if case.extra_topk > case.topk else "shorter"
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    shape, columns = pick(tuple(shapes_with_columns(row)))
-    second = {"as long": columns, "longer": 2 * columns, "shorter": max(1, columns // 2)}
+def _fields(row: Row, draw: Draw) -> Fields:
+    shape, columns = first(shapes_with_columns(row, draw))
+    shorter = draw.near(1, columns - 1, "shorter") if draw and columns > 1 else max(1, columns // 2)
+    second = {"as long": columns, "longer": columns + draw.near(columns, 4 * columns, "longer"), "shorter": shorter}
     listed = {"topk": columns, **({"extra_topk": second[row["second list"]]} if row["second list"] else {})}
-    return {**batches.batch_fields(row, shape), **listed, **dimensions.spare_blocks(row, shape.page)}
+    spare = dimensions.spare_blocks(row, shape.page, draw)
+    return {**batches.batch_fields(row, shape, draw), **listed, **spare}
 
 
 _LENGTHS = {"none": {"length": False}} | {
@@ -76,5 +78,11 @@ SPARSE = Space(
         *LIST_RULES,
     ),
     shape=_fields,
-    small={**batches.SMALL_BATCHES, "columns": ("64", "128", "no tiles of 64")},
+    small={
+        **batches.SMALL_BATCHES,
+        "columns": ("64", "128", "no tiles of 64"),
+        "dims": ("small",),
+        "ranks": ("1", "2", "3", "4"),
+    },
+    grids=(("columns",), ("queries",), ("cache",)),
 )

@@ -7,10 +7,10 @@ from mla_conformance.cases import batches
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import TAILS
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.classes import Draw, Numbers, exactly, first
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers, room
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS
@@ -22,6 +22,8 @@ _REQUESTS = Numbers({"2 to 7": ((3,), range(2, 8)), "1": ((1,),), "8 to 63": ((9
 _SELECTED = {(4, 8): "8 by 4 heads", (9, 16): "16 by 9 heads", (2, 2): "2 by 2 heads", (9, 32): "32 by 9 heads"}
 _KEYS = ("more", "one more", "as many", "fewer")
 _MORE = (70, 41, 130)
+_MOST_MORE = 1200
+_STANDS = Draw()
 _SHORT = (17, 5, 1, 33)
 _QUERIES, _TOKENS = (
     Numbers(exactly(1, 2, 3)),
@@ -39,31 +41,33 @@ def _keys(case: SparseLayerCase) -> str:
     return "more" if beyond > 1 else {1: "one more", 0: "as many"}.get(beyond, "fewer")
 
 
-def _longest(selected: str, keys: str) -> tuple[int, ...]:
+def _longest(selected: str, keys: str, draw: Draw = _STANDS) -> tuple[int, ...]:
     topk = next(topk for (_, topk), label in _SELECTED.items() if label == selected)
     near = {"one more": topk + 1, "as many": topk, "fewer": topk - 1}
+    if draw and keys == "fewer":
+        return (draw.near(1, topk - 1, keys), topk - 1)
+    if draw and keys == "more":
+        return (draw.near(topk + 2, _MOST_MORE, keys),)
     return (near[keys],) if keys in near else tuple(length for length in _MORE if length > topk + 1)
 
 
-def _tokens(row: Row) -> int:
-    return _TOKENS.first(row["tokens"]) if row["tokens"] else 0
-
-
-def _shapes(row: Row) -> Iterator[tuple[Fields, int]]:
+def _shapes(row: Row, draw: Draw) -> Iterator[tuple[Fields, int]]:
     for (heads, topk), label in _SELECTED.items():
         if label == row["selected"]:
-            yield from (({"index_heads": heads, "topk": topk}, n) for n in _longest(label, row["keys"]))
+            yield from (({"index_heads": heads, "topk": topk}, n) for n in _longest(label, row["keys"], draw))
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    selected, longest = pick(tuple(_shapes(row)))
-    number, that = _REQUESTS.first(row["requests"]), row["requests that"]
-    decodes = {"decodes": number, "prefills": 0, "both": -(-number // 2)}[that]
+def _fields(row: Row, draw: Draw) -> Fields:
+    selected, longest = first(_shapes(row, draw))
+    number, that = draw.of(_REQUESTS, row["requests"]), row["requests that"]
+    some = 1 + draw.below(number - 1, "decodes") if draw and number > 1 else -(-number // 2)
+    decodes = {"decodes": number, "prefills": 0, "both": some}[that]
     drafted = _QUERIES.first(row["queries"]) if decodes else 0
-    q = (drafted,) * decodes + (min(_tokens(row), longest),) * (number - decodes)
-    totals = [
-        longest if n in (0, number - 1) else max(q[n], min(longest, _SHORT[n % len(_SHORT)])) for n in range(number)
-    ]
+    tokens = draw.of(_TOKENS, row["tokens"]) if row["tokens"] else 0
+    q = (drafted,) * decodes + (min(tokens, longest),) * (number - decodes)
+    short = [draw.near(1, longest, n) for n in range(len(_SHORT))] if draw else _SHORT
+    ends = (draw.below(number, "longest"),) if draw else (0, number - 1)
+    totals = [longest if n in ends else max(q[n], min(longest, short[n % len(short)])) for n in range(number)]
     kv = tuple(total - new for total, new in zip(totals, q, strict=True))
     return {"call": Call.SPARSE_LAYER, "q": q, "kv": kv, "decodes": decodes, **selected}
 

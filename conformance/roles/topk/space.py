@@ -6,11 +6,11 @@ from itertools import cycle, islice
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
-from mla_conformance.cases.classes import Numbers, exactly
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
 from mla_conformance.cases.columns import COLUMNS, LENGTHS, against
 from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import Only, Pick, Row, Rule, Space, measured, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, measured, plain, values
 from mla_conformance.roles.topk.case import LOGITS, TopKCase
 
 _QUERIES = ("1", "2", batches.MIXED, "3", "4", "17 to 4,096")
@@ -32,21 +32,21 @@ def _others(case: TopKCase) -> str:
     return "equal" if len(set(case.spans)) == 1 else "shorter"
 
 
-def _tokens(queries: str) -> Lengths:
-    return batches.MIXED_QUERIES[0] if queries == batches.MIXED else (batches.QUERIES.first(queries),)
+def _tokens(queries: str, draw: Draw = PLAIN) -> Lengths:
+    return batches.query_tokens(queries, draw)[0]
 
 
-def _shapes(row: Row) -> Iterator[tuple[int, int]]:
+def _shapes(row: Row, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
     """Columns of the longest row, and columns that are selected."""
-    least = max(_tokens(row["queries"])) + 2
-    for longest in batches.lengths(row["longest"], row["tile"], least):
-        for topk in _counts(longest, row["columns"], row["keys"]):
-            if topk % _POOLS.first(row["pool"]) == 0:
+    least = max(_tokens(row["queries"], draw)) + 2
+    for longest in batches.lengths(row["longest"], row["tile"], least, draw=draw):
+        for topk in _counts(longest, row["columns"], row["keys"], draw):
+            if topk % draw.of(_POOLS, row["pool"], "pool") == 0:
                 yield longest, topk
 
 
-def _counts(longest: int, columns: str, keys: str) -> Sequence[int]:
-    tried = (longest,) if keys == "as many" else COLUMNS.some[columns]
+def _counts(longest: int, columns: str, keys: str, draw: Draw) -> Sequence[int]:
+    tried = (longest,) if keys == "as many" else draw.some(COLUMNS, columns, longest)
     return [n for n in tried if COLUMNS.class_of(n) == columns and against(longest, n) == keys]
 
 
@@ -64,12 +64,16 @@ def _few(requests: str, queries: str, others: str, longest: str, starts: str, ma
     return number * tokens * width * (_LOOSE if maxima == "loose" else 1) <= _MOST_LOGITS
 
 
-def _fields(row: Row, pick: Pick) -> Fields:
-    longest, topk = pick(tuple(_shapes(row)))
-    number = batches.REQUESTS.first(row["requests"])
-    q = tuple(islice(cycle(_tokens(row["queries"])), number))
-    kv = [_columns(row["others"], request, new, longest) for request, new in enumerate(q)]
-    kv[number // 2] = longest - q[number // 2] + 1
+def _fields(row: Row, draw: Draw) -> Fields:
+    longest, topk = first(_shapes(row, draw))
+    number = draw.of(batches.REQUESTS, row["requests"])
+    q = tuple(islice(cycle(_tokens(row["queries"], draw)), number))
+    if draw and row["others"] != "equal":
+        kv = batches.contexts_of(row["others"], number, longest - max(q), draw)
+    else:
+        kv = [_columns(row["others"], request, new, longest) for request, new in enumerate(q)]
+    place = draw.below(number, "longest") if draw else number // 2
+    kv[place] = longest - q[place] + 1
     return {"call": Call.SELECT, "q": q, "kv": tuple(kv), "topk": topk}
 
 
@@ -128,4 +132,5 @@ TOPK = Space(
         "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),
         "maxima": ("true",),
     },
+    grids=(("requests", "columns"),),
 )

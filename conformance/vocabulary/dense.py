@@ -1,0 +1,105 @@
+"""Dense batches and long requests of every role, as ``ci/arrays.py`` draws them by hash. No torch.
+
+A dense batch has tens of requests whose lengths and query tokens are their own; a long request has one head and small
+head dims where it can, so that a CPU judges lengths and rows that engines use.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.classes import Draw
+from mla_conformance.cases.grammar import Lengths
+from mla_conformance.cases.space import Preference, Row, Space
+from mla_conformance.cases.work import is_light
+
+_BATCHES, _TRIES = 20, 80
+"""Dense batches of a role, and how often one is drawn until a CPU is asked for it."""
+_REQUESTS = (33, 34, 40, 48, 63, 64, 65, 66, 72, 96, 97, 100, 127, 128, 129, 130)
+_EDGES = (0, 0, 1, 5, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 191, 192, 255, 256, 257)
+_FAR = (255, 256, 257, 2047, 2048, 2049, 32_767, 32_768, 40_000, 65_535, 65_536, 70_000)
+"""Positions, where the context of a request is nothing but one."""
+_LONG = (513, 1100, 1537, 2049, 4200, 9000, 17_000, 33_000, 70_000)
+_ROWS = (257, 513, 640, 1100, 2049, 4200)
+_POSITIONS = "positions"
+_OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)
+"""Roles whose requests have any number of new tokens, or none."""
+_PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
+_RUN = (33, 40, 48)
+
+
+def dense_cases(space: Space) -> list[Case]:
+    """The dense batches and long requests of a role that a CPU is asked for and that are in classes of the space."""
+    found = [next(_drawn(space, f"dense {number}", _dense), None) for number in range(_BATCHES)]
+    for name, numbers in (("keys", _LONG), ("rows", _ROWS)):
+        found += [next(_drawn(space, f"{name} {number}", _long, number), None) for number in numbers]
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _drawn(space: Space, name: str, changed: Any, *arguments: int) -> Iterator[Case]:
+    """Cases like a drawn one of the space with other lengths, as far as there are such and a CPU is asked for them."""
+    for attempt in range(_TRIES):
+        draw = Draw(f"{space.capability}|{name}|{attempt}")
+        row = space.completed((), preferred(space, draw))
+        assert row
+        with suppress(CaseError):
+            case = space.case_of(row, draw)
+            case = replace(case, **changed(space, case, draw, name.startswith("rows"), *arguments))
+            if is_light(case) and not space.outside(case):
+                yield case
+
+
+def preferred(space: Space, draw: Draw, classes: Mapping[str, Sequence[str]] | None = None) -> Preference:
+    """Any classes, of these where some are given, but those of small batches first where these are named."""
+
+    def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
+        usual, known = space.small.get(name, labels), classes[name] if classes else labels
+        return sorted(known, key=lambda label: (label not in usual, draw.below(2**32, name, label)))
+
+    return prefer
+
+
+def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
+    """Tens of requests with lengths of their own: mixed, in runs beyond a warp, or two long ones with short between."""
+    number = draw.pick(_REQUESTS, "requests")
+    most = draw.pick((1, 1, 2, 4, 8), "queries")
+    one = case.pad or draw.below(2, "one")
+    q = [most if one and not case.pad else 1 if case.pad else 1 + draw.below(most, "new", n) for n in range(number)]
+    far = any(each.name == _POSITIONS for each in space.dimensions)
+    run = draw.pick((1, 1, draw.pick(_RUN, "run")), "runs")
+    kv = [draw.pick(_FAR if far and draw.below(2, n // run) else _EDGES, "kv", n // run) for n in range(number)]
+    if draw.below(3, "long") == 0:
+        first, second = draw.below(number, "first"), draw.below(number, "second")
+        kv[first], kv[second] = draw.pick((513, 700, 1100), "longer"), draw.pick((513, 1000, 1025), "longest")
+    if not case.has_context or (case.role in _OF_ANY_NEW and draw.below(2, "new")):
+        q, kv = kv, q[::-1]
+    return _shaped(case, q, kv, draw)
+
+
+def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict[str, Any]:
+    """One long request, or one of many rows, alone or among short ones."""
+    number, few = draw.pick((1, 2, 3), "requests"), draw.pick((1, 1, 2, 4), "queries")
+    q, kv = [few] * number, [draw.pick(_EDGES, "kv", n) for n in range(number)]
+    place = draw.below(number, "longest")
+    (q if rows or not case.has_context or case.role is Role.CACHE else kv)[place] = length
+    heads = {"heads": draw.pick((1, 1, 2, 3), "heads")} if case.heads > 1 and case.role is not Role.COMPRESS else {}
+    return {**_shaped(case, q, kv, draw), **heads}
+
+
+def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, Any]:
+    """The fields that give a case these lengths."""
+    decodes: dict[str, Any] = {}
+    if hasattr(case, "decodes"):
+        many = len(q) if case.decodes == len(case.q) else 0 if not case.decodes else draw.below(len(q), "decodes")
+        drafted = min(q[0], 3)
+        longer = [drafted + 1 + draw.below(24, "tokens", n) if new < 24 else new for n, new in enumerate(q)]
+        if getattr(case, "order", "") == "decodes_first" or case.role is Role.SPARSE_LAYER:
+            q, decodes = [drafted] * many + longer[many:], {"decodes": many}
+        else:
+            q, decodes = longer[: len(q) - many] + [drafted] * many, {"decodes": many}
+    lengths: dict[str, Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.has_context else ()}
+    room = {"workspace": case.page * len(q) * draw.pick((1, 2, 4, 16), "workspace")} if case.call in _PLANNED else {}
+    return {**lengths, **decodes, **room}
