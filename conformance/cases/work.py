@@ -41,7 +41,8 @@ def operations_of(case: Case) -> float:
 def work_of(case: Case) -> float:
     """About the nanoseconds that judging a case takes on one core of a CPU."""
     calls = (case.ranks if isinstance(case, CachedCase) else 1) + _chunks(case)
-    tokens = sum(case.q) + sum(case.kv)
+    # Of a preparation, whose context is a position, a table up to the largest one is made.
+    tokens = sum(case.q) + (max(case.kv) // 4 if case.role is Role.PREPARE else sum(case.kv))
     elements = sum(case.q) * case.sizes.row + tokens * _key_width(case)
     work = _OF_A_TOKEN * tokens + _OF_AN_ELEMENT * elements + calls * (_OF_A_CALL + len(case.q) * _OF_A_REQUEST)
     if isinstance(case, CachedCase) and case.sizes.key > 1:  # slots alone are computed of no cache
@@ -55,7 +56,7 @@ def work_of(case: Case) -> float:
         work += _OF_A_LISTED * sum(case.q) * int(getattr(case, "topk", 0))
     if case.role is Role.SPARSE_LAYER:
         work += _OF_A_LAYERS_ROW * sum(case.q)
-    if case.role is not Role.PREPARE:  # whose context is a position
+    if case.role is not Role.PREPARE:
         work += _OF_AN_OPERATION * operations_of(case)
     return work
 
