@@ -234,6 +234,7 @@ def shapes(
     tile: str,
     page: str = "1",
     last: str = "full",
+    *,
     draw: Draw = PLAIN,
 ) -> Iterator[Shape]:
     """Those of these classes; ``page`` and ``last`` as for a batch whose keys lie in no pages."""

@@ -45,7 +45,7 @@ def named(longest: int, columns: int) -> str:
     return _OF_64[rest] if tile in ("64", "128") else "between"
 
 
-def column_counts(longest: int, columns: str, length: str, whole: str, draw: Draw = PLAIN) -> Sequence[int]:
+def column_counts(longest: int, columns: str, length: str, whole: str, *, draw: Draw = PLAIN) -> Sequence[int]:
     """Columns of these classes beside so long a request."""
     tried = (longest,) if length == "as many" else draw.some(COLUMNS, columns, longest)
     wanted = (columns, length, whole)
@@ -84,7 +84,7 @@ def _leaves(columns: str, keys: str, whole: str) -> bool:
 def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[Shape, int]]:
     """Shapes with columns."""
     for shape in shapes_of(row, draw):
-        for columns in column_counts(shape.longest, row["columns"], row["keys"], row["named"], draw):
+        for columns in column_counts(shape.longest, row["columns"], row["keys"], row["named"], draw=draw):
             yield shape, columns
 
 

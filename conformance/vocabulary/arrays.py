@@ -129,6 +129,6 @@ def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[C
             holders[light].update(each)
     for case in sorted(cases, key=work_of, reverse=True):
         if all(holders[light][pair] > 1 for light, pairs in found[case].items() for pair in pairs):
-            for light, pairs in found.pop(case).items():
-                holders[light].subtract(pairs)
+            for light, each in found.pop(case).items():
+                holders[light].subtract(each)
     return list(found)

@@ -28,6 +28,7 @@ _POSITIONS = "positions"
 _OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)
 """Roles whose requests have any number of new tokens, or none."""
 _PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
+_SHORT = 43
 _RUN = (33, 40, 48)
 
 
@@ -74,6 +75,8 @@ def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
     if draw.below(3, "long") == 0:
         first, second = draw.below(number, "first"), draw.below(number, "second")
         kv[first], kv[second] = draw.pick((513, 700, 1100), "longer"), draw.pick((513, 1000, 1025), "longest")
+    if case.role is Role.SPARSE_LAYER:  # whose keys are made from hidden states, which takes long
+        kv = [tokens % _SHORT for tokens in kv]
     if not case.has_context or (case.role in _OF_ANY_NEW and draw.below(2, "new")):
         q, kv = kv, q[::-1]
     return _shaped(case, q, kv, draw)

@@ -26,8 +26,10 @@ def grid_cases(space: Space, classes: Mapping[str, Sequence[str]]) -> list[Case]
     heads: Sequence[int] = _HEADS if "heads" in classes else (0,)
     found = []
     for names in space.grids:
-        labels = [[label for label in classes[name] if name != "queries" or label in _QUERIES] for name in names]
-        for number, *cell in product(heads, *labels):
+        labels: list[list[str]] = [
+            [label for label in classes[name] if name != "queries" or label in _QUERIES] for name in names
+        ]
+        for number, cell in product(heads, product(*labels)):
             cases = _in_cell(space, classes, number, dict(zip(names, cell, strict=True)))
             found.append(min(cases, key=work_of, default=None))
     return list(dict.fromkeys(filter(None, found)))

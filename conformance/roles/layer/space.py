@@ -61,6 +61,7 @@ def _batches(
     tile: str,
     page: str,
     last: str,
+    *,
     draw: Draw = PLAIN,
 ) -> Iterator[_Batch]:
     """Those of these classes."""
