@@ -200,7 +200,7 @@ def test_slots_lead_to_the_keys_that_the_golden_result_is_of(fields: dict[str, A
     assert call.case.kv_lora_rank == call.width
     named = call.selected >= 0
     held = {**call.given, **call.named}
-    entries = gather(held.get("kv", held.get("kv_cache")), call.topk_indices[named].long(), call.case.cache)
+    entries = gather(held["kv" if "kv" in held else "kv_cache"], call.topk_indices[named].long(), call.case.cache)
     read = dequantise(entries, call.case.cache, call.k_scale, torch.bfloat16)
     torch.testing.assert_close(read.double(), call.k[call.selected[named], 0], rtol=1e-6, atol=0.0)
 
