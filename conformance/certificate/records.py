@@ -277,11 +277,12 @@ def write_sanitized(path: Path, found: SanitizedKernel) -> None:
 def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRecord]]) -> None:
     """Write a file's records anew; what is not changed keeps its line, and so does what is refused, at the end."""
     with _alone(path):
-        suite, ids, lines = _read(path) if path.exists() else (SUITE_VERSION, [], [])
-        if suite == SUITE_VERSION:
-            ids = list(dict.fromkeys([*ids, *(case.id for entry in CAPABILITIES.values() for case in entry.cases)]))
+        suite, ids, lines = _read(path) if path.exists() else ("", [], [])
         unchanged = {id(line.kept): line.text for line in lines if line.kept}
         after = sorted(change([line.kept for line in lines if line.kept]), key=lambda each: _key(each.certificate))
+        suite = suite or next((each.certificate.suite for each in after), SUITE_VERSION)
+        if suite == SUITE_VERSION:
+            ids = list(dict.fromkeys([*ids, *(case.id for entry in CAPABILITIES.values() for case in entry.cases)]))
         texts = [
             msgspec.json.encode(_Head(suite=suite, cases=tuple(folded(ids)))).decode(),
             *(unchanged.get(id(each)) or pack(each, ids) for each in after),
