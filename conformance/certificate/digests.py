@@ -72,21 +72,19 @@ def _stored(suite: str = SUITE_VERSION) -> dict[str, Any]:
     return dict(stored.get(suite, {}))
 
 
-def is_known(suite: str) -> bool:
-    """Whether it is stored here what a version of the suite stood for, so that its records can be held to it."""
-    return bool(_stored(suite))
+def counts_here(certificate: Certificate) -> bool:
+    """Whether a record is of this suite, or of an earlier one that is stored here and whose list of cases is here."""
+    return certificate.is_current or (
+        bool(_stored(certificate.suite)) and all(name != "cases" for name, _, _ in unlike(certificate))
+    )
 
 
 def judged_list(certificate: Certificate) -> frozenset[str]:
-    """The ids of the list that a record was judged on: the list here, or what that was before cases were added.
-
-    Of an earlier suite's record, whose list is not here, all that it judged.
-    """
-    if not certificate.is_current:
-        return frozenset(certificate.cases)
+    """The ids of the list that a record was judged on: the list here, or what that was before cases were added."""
     listed = listed_ids()
     known, stated = listed.intersection(certificate.cases), certificate.digests.get("cases")
-    return known if stated in _stored().get(EARLIER, ()) and stated == _cases_digest(known) else listed
+    earlier = _stored(certificate.suite).get(EARLIER, ())
+    return known if stated in earlier and stated == _cases_digest(known) else listed
 
 
 @cache
@@ -95,20 +93,17 @@ def listed_ids() -> frozenset[str]:
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
-    """What is otherwise here, by name: the digest here, or of its earlier suite, and the stated one."""
-    if not certificate.is_current:
-        stored = _stored(certificate.suite)
-        for name in ("cases", *LOCKED):
-            known = [*stored.get(EARLIER, ()), stored["cases"]] if name == "cases" else stored[name]
-            if (seen := certificate.digests.get(name)) not in known:
-                yield name, known[-1], seen
-        return
+    """What is otherwise here, by name: the digest here, and the stated one, unless its suite lists that as alike."""
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
         here = here | {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}
-    stated = {name: digest for name, digest in certificate.digests.items() if name != FITTED}
+    # The digest of what must pass names its suite; the cases decide what that is.
+    passed_over = {FITTED} if certificate.is_current else {FITTED, "must_pass"}
+    here, stated = ({n: x for n, x in each.items() if n not in passed_over} for each in (here, certificate.digests))
     for name, ours, theirs in sorted(differing(here, stated), key=lambda each: each[0]):
-        if not {ours, theirs} <= set(locked_digests().get(name, ())):
+        # Of an earlier suite nothing says that the sources here judge like its own.
+        among_alike = {ours, theirs} if certificate.is_current else {theirs}
+        if name not in LOCKED or not among_alike <= set(_stored(certificate.suite).get(name, ())):
             yield name, ours, theirs
 
 

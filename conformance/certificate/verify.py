@@ -15,7 +15,7 @@ from mla_conformance.certificate.certificate import Certificate, records_of, ren
 from mla_conformance.certificate.digests import (
     FITTED,
     LOCKED,
-    is_known,
+    counts_here,
     judged_list,
     listed_ids,
     locked_digests,
@@ -41,9 +41,7 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     if unknown := age(certificate):
         return [*found, unknown]
     checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
-        (_digests, _cases, _counts, _must_pass, _findings, _real_kernel) if certificate.is_current
-        # An earlier suite's list, and what of it must pass, are not here.
-        else (_digests, _counts, _findings, _real_kernel)
+        _digests, _cases, _counts, _must_pass, _findings, _real_kernel,
     )  # fmt: skip
     found += [problem for check in checks for problem in check(certificate)]
     stated = certificate.environment.get("device"), certificate.environment.get("suite")
@@ -57,8 +55,8 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
 
 
 def age(certificate: Certificate) -> str:
-    """Why a certificate counts for nothing here; empty if it is of this suite, or of one that is known here."""
-    if certificate.is_current or is_known(certificate.suite):
+    """Why a certificate counts for nothing here; empty if it does."""
+    if counts_here(certificate):
         return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
     return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
@@ -77,8 +75,7 @@ def _digests(certificate: Certificate) -> Iterator[str]:
             todo = (
                 f"; suite {SUITE_VERSION} does not list the sources that are here; to show that they judge alike: {run}"
             )
-        where = "as installed here" if certificate.is_current else "or one that judges alike"
-        yield f"digest '{name}': expected {here} {where}, got {stated}{todo}"
+        yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
     if certificate.tier != Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
 

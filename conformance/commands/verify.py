@@ -111,8 +111,7 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
     against += sanitized_problems(certificate, kept.sanitized)
     take(_signature(*signed, options.signers))
     if new := not_yet_judged(certificate):
-        listed = "the suite's list" if certificate.is_current else f"suite {SUITE_VERSION}, which is installed here,"
-        reported.append(f"{len(new)} cases of {listed} are not yet judged, for example {min(new)}")
+        reported.append(f"{len(new)} cases of the suite's list are not yet judged, for example {min(new)}")
     if certificate.is_current:
         take(_beside_this_machine(certificate, options))
     elif again and not against:

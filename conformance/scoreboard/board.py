@@ -33,7 +33,6 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, role_of, scope_of, total
 from mla_conformance.report.summary import CapabilitySummary, Counts, RunSummary, count_by_capability, summarise
-from mla_conformance.version import SUITE_VERSION
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 _PAIRS = 3
@@ -65,7 +64,7 @@ class KnownFailure:
 @dataclass(frozen=True)
 class Entry:
     record: Shown  # what of it is shown
-    old: str  # why it counts for nothing here, and how to renew it; empty if its suite is known
+    old: str  # why it counts for nothing here, and how to renew it; empty if it counts
     sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
     not_yet: int = 0  # number of cases of the list here that its own lacked
 
@@ -104,12 +103,8 @@ class Entry:
 
     @cached_property
     def pairs(self) -> JudgedPairs | None:
-        """The pairs of classes that it claims, over all roles; None where its suite had other classes."""
-        return (
-            None
-            if self.record.suite != SUITE_VERSION
-            else total(judged_pairs(self._records, fitted_of(self.record.cases)))
-        )
+        """The pairs of classes that it claims, over all roles; None of an old record, whose suite had other classes."""
+        return None if self.old else total(judged_pairs(self._records, fitted_of(self.record.cases)))
 
     @property
     def pairs_in_words(self) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-STORED = json.loads((files("mla_conformance.fixtures") / "suites.json").read_text())
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))
 PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
@@ -208,7 +206,7 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
     assert line in path.read_text().split("\n")
     assert main(["verify", str(path)]) == 1 and "digest 'cases': expected" in capsys.readouterr().err
     stored = digests._stored()
-    monkeypatch.setattr(digests, "_stored", lambda: {**stored, digests.EARLIER: [earlier]})
+    monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: {**stored, digests.EARLIER: [earlier]})
     assert main(["verify", str(path)]) == 0
     said = capsys.readouterr().out
     assert said.count("not yet judged") == 1 and f"not yet judged, for example {added}" in said
@@ -216,21 +214,32 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
     assert f"suite {SUITE_VERSION}, 1 cases not yet judged" in (tmp_path / "site" / "index.html").read_text("utf-8")
 
 
-def test_a_record_of_an_earlier_suite_holds_for_what_it_judged(
-    record: Path, capsys: pytest.CaptureFixture[str]
+def test_a_record_of_an_earlier_suite_holds_while_its_list_is_here(
+    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    suite = min(each for each in STORED if each != SUITE_VERSION)
-    known = {name: each[-1] if isinstance(each, list) else each for name, each in STORED[suite].items()}
-    old: dict[str, Any] = {"suite": suite, "environment": {"device": "cpu", "suite": suite}}
-    old |= {"cases": {"lse:q=[1]": Status.PASS}, "counts": msgspec.structs.replace(COUNTS, listed=1, passed=1)}
-    for stated, status in ((known, 0), ({**known, "judging": "0" * 64}, 1)):
-        made = certificate(**old, digests=record_digests(()) | stated)
+    here, stored = record_digests(()), digests._stored
+    earlier = {"cases": here["cases"], "judging": ["a" * 64], "reference": [here["reference"]]}
+    monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
+    known = here | {"judging": "a" * 64}
+    for stated, cases, said in (
+        (known, CASES, ""),
+        (known, CASES[1:], f"1 cases are missing, for example {CASES[0]}"),
+        (known | {"judging": "b" * 64}, CASES, f"got {'b' * 64}, which suite 2026.1 does not list"),
+        (known | {"cases": "b" * 64}, CASES, f"of suite 2026.1, outdated by {SUITE_VERSION}"),
+    ):
+        environment = {"device": "cpu", "suite": "2026.1"}
+        passed = dict.fromkeys(cases, Status.PASS)
+        made = certificate(suite="2026.1", environment=environment, digests=stated, cases=passed)
         record.write_bytes(msgspec.json.encode(made.to_json()))
-        assert main(["verify", str(record)]) == status
+        assert main(["verify", str(record)]) == bool(said)
+        assert said in capsys.readouterr().err
+    record.write_bytes(
+        msgspec.json.encode(certificate(suite="2026.1", environment=environment, digests=known).to_json())
+    )
     assert main(["verify", str(record), "--rerun", "1"]) == 1
-    printed = capsys.readouterr()
-    assert f"cases of suite {SUITE_VERSION}, which is installed here, are not yet judged" in printed.out
-    assert f"digest 'judging': expected {known['judging']} or one that judges alike, got 000" in printed.err
+    assert (
+        f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again" in capsys.readouterr().err
+    )
 
 
 FAILED = "new_tokens:q=[1];data=needle;lse=0"
