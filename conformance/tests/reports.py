@@ -1,6 +1,7 @@
 """Reports of runs whose records are given, and scripts of ci/ as modules."""
 
 import importlib
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -40,7 +41,14 @@ def write_run(
 
 
 def script(name: str) -> Any:
-    """A script of ci/, which is no package, as a module; they import each other by their names."""
+    """A script of ci/, which is no package, as a module; they import each other by their names.
+
+    None stays under its name, by which a test of another file in this process may import a file of its own.
+    """
+    folder = Path(__file__).parents[2] / "ci"
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[2] / "ci")
-        return importlib.import_module(name)
+        patch.syspath_prepend(folder)
+        module = importlib.import_module(name)
+    for path in folder.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+    return module
