@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from mla_conformance.api.function_case import NO_FUNCTION, FunctionCase, why_no_function
@@ -137,7 +138,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         if entry.is_array and cases:
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, light = every_case(space), is_light if size is Tier.NIGHTLY else None
-            held = Pairs(space, map(space.row_of, known))
+            held = Pairs(space, space.rows(known))
             fitting += fit(space, known, lambda some: list(map(fits, some)), held, light).cases
         found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if not found:
@@ -151,7 +152,7 @@ def _few(entry: Capability, space: Space, fitting: Sequence[Case], before: Itera
     if not entry.is_array:
         return smoke_cases(fitting)
     light = [case for case in fitting if work_of(case) <= CPU_WORK] or fitting
-    chosen = choose([space.row_of(case) for case in light], map(space.row_of, before))
+    chosen = choose([space.classes_of(case) for case in light], chain.from_iterable(map(space.classes_of, before)))
     return with_killing(fitting, {light[number] for number in chosen})
 
 

@@ -86,6 +86,11 @@ def totals(case: Case) -> list[int]:
     return [q + kv for q, kv in zip(case.q, case.kv or (0,) * len(case.q), strict=True)]
 
 
+def total(case: Case, request: int) -> int:
+    """Tokens of a request, its new ones included."""
+    return case.q[request] + (case.kv[request] if case.kv else 0)
+
+
 def query_class(q: Lengths) -> str | None:
     """As many query tokens of each request, or mixed."""
     return MIXED if len(set(q)) > 1 else QUERIES.class_of(q[0])
@@ -119,10 +124,20 @@ def _product_class(product: int) -> str:
 
 NUMBER = measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
 TOTALS = (
-    measured("longest", LONGEST, lambda case: LONGEST.class_of(max(totals(case)))),
-    measured("tile", TILE_CLASSES, lambda case: tile_class(max(totals(case)))),
+    measured(
+        "longest",
+        LONGEST,
+        lambda case: LONGEST.class_of(max(totals(case))),
+        of_request=lambda case, request: LONGEST.class_of(total(case, request)),
+    ),
+    measured(
+        "tile",
+        TILE_CLASSES,
+        lambda case: tile_class(max(totals(case))),
+        of_request=lambda case, request: tile_class(total(case, request)),
+    ),
 )
-"""Dimensions of every batch: how many requests, and the longest of them."""
+"""Dimensions of every batch: how long its longest request is, and each other one."""
 
 
 def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
@@ -130,7 +145,12 @@ def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
     return (
         measured("heads", dict.fromkeys((usual_heads, *HEADS)), lambda case: HEADS.class_of(case.heads)),
         measured("queries", queries, lambda case: query_class(case.q)),
-        measured("rows x heads", ROWS_AND_HEADS, rows_and_heads_class),
+        measured(
+            "rows x heads",
+            ROWS_AND_HEADS,
+            rows_and_heads_class,
+            of_request=lambda case, request: _product_class(case.q[request] * case.heads),
+        ),
         NUMBER,
         measured("others", OTHERS, others_class),
         *TOTALS,
@@ -154,7 +174,13 @@ def pages(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     """Tokens of a page, and how full the longest request leaves its last one."""
     return (
         measured("page", PAGES, lambda case: PAGES.class_of(case.page), only),
-        measured("last page", LAST_PAGES, lambda case: last_page(max(totals(case)), case.page), only),
+        measured(
+            "last page",
+            LAST_PAGES,
+            lambda case: last_page(max(totals(case)), case.page),
+            only,
+            lambda case, request: last_page(total(case, request), case.page),
+        ),
     )
 
 
@@ -359,12 +385,20 @@ def place_of_longest(q: Lengths, draw: Draw) -> int:
 def contexts_of(others: str, requests: int, most: int, draw: Draw) -> list[int]:
     """Contexts of requests of which none is the longest, which is put in the place of any but the last.
 
-    Drawn ones are of a few lengths, in rounds or in runs, so that ids stay short; some of them as long as can be.
+    Drawn ones are of a few lengths, in rounds or in runs, so that ids stay short; some of them as long as can be, or of
+    every magnitude below.
     """
     if not draw:
         return [context_of(others, number, requests, most) for number in range(requests)]
     run = draw.pick((1, 1, 1, 33, 40), "run") if requests >= _RUNS_FROM else 1
-    pool = [draw.near(1, max(1, min(most, _LONG_OTHER)), "other", number) for number in range(len(_SHORTER))]
+    if draw.below(2, "magnitudes"):
+        step = draw.pick((1, 2), "step")
+        highest = [most >> power for power in range(0, max(1, most.bit_length()), step)]
+        pool = [max(1, high - draw.below(max(1, high // 2), "below", high)) for high in highest]
+        pool = pool[draw.below(len(pool), "from") // 2 :]
+    else:
+        size = draw.pick((len(_SHORTER), 2 * len(_SHORTER) + 1, 3 * len(_SHORTER) + 2), "pool")
+        pool = [draw.near(1, max(1, min(most, _LONG_OTHER)), "other", number) for number in range(size)]
     if draw.below(3, "second") == 0 and requests < _RUNS_FROM:
         pool[0] = max(1, most)
     found = [max(1, min(pool[number // run % len(pool)], most)) for number in range(requests)]

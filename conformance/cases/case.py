@@ -36,9 +36,11 @@ __all__ = [
     "Layout",
     "Sizes",
     "at_least",
+    "digest_of_id",
     "given",
     "one_of",
     "parse_fields",
+    "some_of",
 ]
 CASE_FORMAT = 1
 """Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
@@ -113,6 +115,11 @@ def one_of(allowed: Iterable[str], default: str, means: str = "", kind: Kind = K
     return field(default=default, metadata={"allowed": tuple(allowed), "means": means, **law})
 
 
+def some_of(allowed: Iterable[str], default: str, means: str = "") -> Any:
+    """A field that has one of the ``allowed`` values, or several joined by +, which requests have in turn."""
+    return field(default=default, metadata={"allowed": tuple(allowed), "joined": True, "means": means})
+
+
 def at_least(least: int, default: int, means: str = "", kind: Kind = Kind.COUNT) -> Any:
     """A field that is a number of ``least``, 0 or 1, or more."""
     law = {} if kind is Kind.COUNT else {"kind": kind}
@@ -180,7 +187,7 @@ class Case(ABC):
         "DeepSeek-R1's",
         Kind.SCALE,
     )
-    data: str = one_of(Data, Data.NORMAL, "name of the data regime")
+    data: str = some_of(Data, Data.NORMAL, "name of the data regime; requests have several, joined by +, in turn")
     layout: str = one_of(Layout, Layout.KV_B_PROJ, "memory layout of the operands")
     lse: bool = given(
         True,
@@ -304,7 +311,7 @@ class Case(ABC):
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that stand for this case in histories."""
-        return hashlib.sha256(f"{CASE_FORMAT}|{self.id}".encode()).hexdigest()[:12]
+        return digest_of_id(self.id)
 
     @property
     def dimensions(self) -> MLADimensions:
@@ -345,6 +352,27 @@ class Case(ABC):
     def merges_in_place(self) -> bool:
         """Whether that merge is given the running state both as its prefix and as its output."""
         return False
+
+    def data_of(self, request: int) -> str:
+        """The data regime of a request."""
+        regimes = self.data.split("+")
+        return regimes[request % len(regimes)]
+
+    @cached_property
+    def regimes(self) -> tuple[str, ...]:
+        """The data regimes of requests with new tokens, that of the longest first."""
+        if "+" not in self.data:
+            return (self.data,)
+        asked = (request for request, new in enumerate(self.q) if new)
+        return tuple(dict.fromkeys(map(self.data_of, (self.leading[0], *asked))))
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Of the requests with new tokens the longest one, that with most of them or with most context; the first."""
+        asked = [request for request, new in enumerate(self.q) if new] or [0]
+        before = self.kv or (0,) * len(self.q)
+        by_length = (lambda n: self.q[n] + before[n], self.q.__getitem__, before.__getitem__)
+        return (*(max(asked, key=length) for length in by_length), 0)
 
     @property
     def visible_lens(self) -> tuple[int, ...]:
@@ -401,6 +429,10 @@ class Case(ABC):
 _fields = cache(fields)
 
 
+def digest_of_id(id: str) -> str:
+    return hashlib.sha256(f"{CASE_FORMAT}|{id}".encode()).hexdigest()[:12]
+
+
 def parse_fields(text: str) -> dict[str, Any]:
     """The fields written as in an id, ``field=value;…``.
 
@@ -441,8 +473,9 @@ def _types(classes: tuple[type[Case], ...]) -> dict[str, Any]:
 
 def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:
     allowed: Sequence[str] = law.get("allowed", ())
-    if allowed and value not in allowed:
-        raise CaseError(f"field {name}: expected one of {', '.join(allowed)}, got {value!r}")
+    if allowed and not set(value.split("+") if "joined" in law else (value,)).issubset(allowed):
+        several = " or several of them joined by +," if "joined" in law else ""
+        raise CaseError(f"field {name}: expected one of {', '.join(allowed)},{several} got {value!r}")
     if isinstance(value, tuple):
         require_requests(name, len(value))
     if isinstance(value, int) and abs(value) > LARGEST:

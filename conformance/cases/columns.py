@@ -14,6 +14,7 @@ from mla_conformance.cases.batches import (
     shapes,
     shapes_of,
     tile_class,
+    total,
     totals,
 )
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly
@@ -117,6 +118,18 @@ def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     """Columns, the keys that there are, and those that a full list names."""
     return (
         measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), only),
-        measured("keys", LENGTHS, lambda case: against(max(totals(case)), case.topk), only),
-        measured("named", NAMED, lambda case: named(max(totals(case)), case.topk), only),
+        measured(
+            "keys",
+            LENGTHS,
+            lambda case: against(max(totals(case)), case.topk),
+            only,
+            lambda case, request: against(total(case, request), case.topk),
+        ),
+        measured(
+            "named",
+            NAMED,
+            lambda case: named(max(totals(case)), case.topk),
+            only,
+            lambda case, request: named(total(case, request), case.topk),
+        ),
     )

@@ -1,12 +1,18 @@
 """Covering arrays: few rows that together hold every pair of classes that a row can hold. No torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from itertools import cycle
+from typing import Protocol, TypeVar
 
-from mla_conformance.cases.space import ClassOf, Row, Space, held
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.space import DATA, ClassOf, Row, Space, held
 
 _T = TypeVar("_T")
+_MOST_REGIMES = 16
+_COMPARED = 4
+"""Rows of which the one that holds most of what is missing is taken."""
 Pair = tuple[ClassOf, ClassOf]
 """Two classes, in the order of their dimensions."""
 
@@ -69,10 +75,26 @@ class Pairs:
         """The classes that one is paired with, as a mask."""
         return self._partners[value]
 
+    def densest(self, most: int = 1) -> list[Pair]:
+        """Of so many classes that are in most pairs, each with that partner which is in most others."""
+
+        def count(value: ClassOf) -> int:
+            return self._partners[value].bit_count()
+
+        found = []
+        for first in sorted(filter(count, self._partners), key=count, reverse=True)[:most]:
+            second = max((value for value, bit in self._bits.items() if bit & self._partners[first]), key=count)
+            found.append((first, second) if self._bits[first] < self._bits[second] else (second, first))
+        return list(dict.fromkeys(found))
+
     def held_by(self, row: Row) -> int:
         """How many of the pairs a row holds, each counted twice."""
         mask = self.mask(row)
         return sum(self.gain(value, mask) for value in held(row) if value in self._bits)
+
+    def new_in(self, rows: Iterable[Row]) -> int:
+        """How many of the pairs rows hold together."""
+        return len(self) - len(self - Pairs(self.space, rows))
 
     def gain(self, value: ClassOf, mask: int) -> int:
         """Pairs of a class with those of a mask."""
@@ -103,39 +125,71 @@ class Pairs:
 
 
 def cover(
-    space: Space, missing: Pairs, made: Callable[[Row], _T | None], small: bool = False
+    space: Space,
+    missing: Pairs,
+    made: Callable[[Row, Pairs], _T | None],
+    rows_of: Callable[[_T], Iterable[Row]],
+    small: bool = False,
 ) -> tuple[list[_T], Pairs]:
-    """What is made of rows that hold all pairs which are missing and which such a row holds; and the other pairs.
+    """Cases of rows that hold all pairs which are missing and which such a row holds; and the other pairs.
 
     Args:
         space: what they are of.
         missing: pairs.
-        made: what becomes of a row once it is found; None refuses it, and one with smaller batches is tried then.
+        made: the case of a row once it is found, and of what is still missing; None refuses it, and one with smaller
+            batches is tried then.
+        rows_of: what a case holds.
         small: only rows with batches as small as can be.
     """
-    rows: list[_T] = []
+    found: list[_T] = []
     left, without = missing | Pairs(space), Pairs(space)
 
-    while pair := next(iter(left), None):
-        tried = (True,) if small else (False, True)
-        for few in tried:
-            row = space.completed(pair, partial(left.dense, small=few))
-            if row and (case := made(row)) is not None:
-                rows.append(case)
-                left.drop(row)
-                break
+    while pairs := left.densest(_COMPARED):
+        case = None
+        for few in (True,) if small else (False, True):
+            rows = (space.completed(pair, partial(left.dense, small=few)) for pair in pairs)
+            for row in sorted(filter(None, rows), key=left.held_by, reverse=True):
+                case = case or made(row, left)
+        if case:
+            found.append(case)
+            for each in rows_of(case):
+                left.drop(each)
         else:
-            without.add(dict(pair))
-            left.drop(dict(pair))
-    return rows, without
+            without.add(dict(pairs[0]))
+            left.drop(dict(pairs[0]))
+    return found, without
 
 
-def choose(rows: Sequence[Row], given: Iterable[Row]) -> list[int]:
-    """Numbers of few rows that, with the ``given`` ones, hold every class that all rows hold."""
-    missing = {value for row in rows for value in held(row)} - {value for row in given for value in held(row)}
+class Missing(Protocol):
+    """Pairs or triples that are to be held."""
+
+    def held_by(self, row: Row) -> int:
+        """A number that grows with those that a row holds."""
+
+
+def mixed(space: Space, case: Case, left: Missing) -> Case:
+    """The case with other data regimes of requests that are not its longest: those that add most of what is missing.
+
+    A case of one request, and one whose regimes are no dimension, stay as they are.
+    """
+    row, slots = space.row_of(case), min(len(case.q), _MOST_REGIMES)
+    own = {request % slots for request in case.leading}
+    if not space.regimes or len(own) == slots or row.get(DATA) != case.data:
+        return case
+    gains = {label: left.held_by(space.beside(row, label)) for label in space.regimes if label != case.data}
+    chosen = sorted((label for label, gain in gains.items() if gain), key=lambda label: -gains[label])
+    if not chosen:
+        return case
+    others = cycle(chosen[: slots - len(own)])
+    return replace(case, data="+".join(row[DATA] if slot in own else next(others) for slot in range(slots)))
+
+
+def choose(cases: Sequence[Collection[ClassOf]], given: Iterable[ClassOf]) -> list[int]:
+    """Numbers of few cases that, with the ``given`` classes, hold every class that all of them hold."""
+    missing = set().union(*cases) - set(given)
     chosen = []
     while missing:
-        best = max(range(len(rows)), key=lambda number: len(missing.intersection(held(rows[number]))))
+        best = max(range(len(cases)), key=lambda number: len(missing.intersection(cases[number])))
         chosen.append(best)
-        missing.difference_update(held(rows[best]))
+        missing.difference_update(cases[best])
     return sorted(chosen)

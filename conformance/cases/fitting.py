@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.space import ClassOf, Row, Space, held
+from mla_conformance.cases.covering import Pairs, mixed
+from mla_conformance.cases.space import DATA, ClassOf, Row, Space, held
 from mla_conformance.cases.triples import Triples
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
@@ -45,7 +45,7 @@ class Region:
 
     Attributes:
         space: the space.
-        rows: rows that it supports.
+        rows: rows that it supports, and those of further data regimes behind theirs.
         cases: for those of them that hold pairs which no listed case holds, and for triples behind them.
         triples: what is held of them, if they were asked for.
     """
@@ -83,38 +83,43 @@ def fit(
     """
     asked = supports(listed)
     cases = [case for case, supported in zip(listed, asked, strict=True) if supported]
-    rows = list(map(space.row_of, cases))
-    if not rows:
+    if not cases:
         return Region(space, [])
-    fitting = _Fitting(Region(space, rows), supports, reachable)
+    fitting = _Fitting(space, cases, supports, reachable)
     if light:
         small = filter(light, (*cases, *fitting.region.cases))
-        fitting.find_triples(Pairs(space, map(space.row_of, small)), light)
+        fitting.find_triples(Pairs(space, space.rows(small)), light)
     return fitting.region
 
 
 class _Fitting:
     """Finding further rows; what is refused once is not asked again."""
 
-    def __init__(self, region: Region, supports: Supports, reachable: Pairs) -> None:
-        self.region, self._supports = region, supports
+    def __init__(self, space: Space, cases: Iterable[Case], supports: Supports, reachable: Pairs) -> None:
+        self.region, self._supports = Region(space, []), supports
         self._light: Callable[[Case], bool] = lambda case: True
         self._left: Pairs | Triples
         self._with: dict[ClassOf, list[Row]] = {}
-        for row in region.rows:
-            self._index(row)
-        self._decides = {each.name for each in region.space.dimensions}
-        refused = set(region.space.values)
+        for case in cases:
+            self._add(case)
+        self._decides = {each.name for each in space.dimensions}
+        refused = set(space.values)
         while refused.intersection(self._with):  # at first, and once rows have a class that seemed refused
-            left = self._left = reachable - Pairs(region.space, region.rows)
+            left = self._left = reachable - Pairs(space, self.region.rows)
             refused = self._find_classes()
             left.leave(refused)
             self._decides = {name for name, _ in refused}
             self._find_pairs(left)
 
-    def _index(self, row: Row) -> None:
-        for value in held(row):
-            self._with.setdefault(value, []).append(row)
+    def _add(self, case: Case) -> list[Row]:
+        """Take the rows of a supported case."""
+        first, *further = rows = list(self.region.space.rows((case,)))
+        self.region.rows += rows
+        for value in held(first):
+            self._with.setdefault(value, []).append(first)
+        for row in further:
+            self._with.setdefault((DATA, row[DATA]), []).append({**first, DATA: row[DATA]})
+        return rows
 
     def _find_classes(self) -> set[ClassOf]:
         """Try each class that no supported row has; those that are refused."""
@@ -159,11 +164,11 @@ class _Fitting:
         """Whether a row with these classes, in all that decides about support like one of the bases, is supported."""
         case = next(filter(None, (self._supported(wanted, base, self._decides) for base in bases)), None)
         if case:
-            row = self.region.space.row_of(case)
-            self.region.rows.append(row)
+            several = mixed(self.region.space, case, self._left)
+            case = several if several == case or all(self._supports((several,))) else case
             self.region.cases.append(case)
-            self._index(row)
-            self._left.drop(row)
+            for row in self._add(case):
+                self._left.drop(row)
         return case is not None
 
     def _deciding(self, wanted: Sequence[ClassOf], bases: Iterable[Row]) -> str | None:

@@ -23,6 +23,7 @@ def simpler(case: Case) -> Iterator[Case]:
 
 def _steps(case: Case) -> Iterator[dict[str, Any]]:
     yield from _fewer_requests(case)
+    yield from ({"data": regime} for regime in case.regimes if regime != case.data)
     if case.dims != _SMALL:
         yield {"dims": _SMALL}
     yield from ({"heads": heads} for heads in _smaller(case.heads, 1))

@@ -25,6 +25,8 @@ ClassOf = tuple[str, str]
 """A dimension and a class of it."""
 Preference = Callable[[str, Sequence[str], Row], Iterable[str]]
 """The order in which the classes of a dimension are tried behind a row."""
+DATA = "data"
+"""The dimension of which requests of one case may have different classes."""
 _DRAWS = 12
 """How often members are drawn for a row, before those that stand for its classes are taken."""
 
@@ -58,6 +60,7 @@ class Dimension:
         class_of: the class of a case; None outside of all.
         only: where it has a say.
         drawn: a field, and the numbers that are drawn for it.
+        of_request: the class of a request of a case, where each has its own and ``class_of`` tells that of the longest.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Dimension:
     class_of: Callable[[Any], str | None]
     only: Only = ALWAYS
     drawn: tuple[str, Numbers] | None = None
+    of_request: Callable[[Any, int], str | None] | None = None
 
     def has_say(self, row: Row) -> bool:
         """Whether a row that has the dimension it depends on gives it a say."""
@@ -88,15 +92,32 @@ def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dime
 
 
 def values(name: str, field: str, *found: Any, only: Only = ALWAYS) -> Dimension:
-    """A dimension whose classes are values of one field."""
-    return plain(name, {str(value): {field: value} for value in found}, only)
+    """A dimension whose classes are values of one field; of several that requests have, that of the longest."""
+    classes: dict[str, Fields] = {str(value): {field: value} for value in found}
+    if field != DATA:
+        return plain(name, classes, only)
+
+    def known(regime: str) -> str | None:
+        return regime if regime in classes else None
+
+    return Dimension(
+        name,
+        classes,
+        lambda case: known(case.regimes[0]),
+        only,
+        of_request=lambda case, request: known(case.data_of(request)),
+    )
 
 
 def measured(
-    name: str, classes: Iterable[str], class_of: Callable[[Any], str | None], only: Only = ALWAYS
+    name: str,
+    classes: Iterable[str],
+    class_of: Callable[[Any], str | None],
+    only: Only = ALWAYS,
+    of_request: Callable[[Any, int], str | None] | None = None,
 ) -> Dimension:
     """A dimension that the shape of the batch decides."""
-    return Dimension(name, {label: {} for label in classes}, class_of, only)
+    return Dimension(name, {label: {} for label in classes}, class_of, only, of_request=of_request)
 
 
 def _has(case: Case, fields: Fields) -> bool:
@@ -169,6 +190,12 @@ class Space:
         """Every class of every dimension."""
         return tuple((each.name, label) for each in self.dimensions for label in each.classes)
 
+    @cached_property
+    def regimes(self) -> tuple[str, ...]:
+        """The data regimes that requests of one case may have; none where all of them have one."""
+        own = (each for each in self.dimensions if each.name == DATA and not each.only.name)
+        return tuple(label for each in own for label in each.classes)
+
     def case_of(self, row: Row, draw: Draw = PLAIN, further: Fields | None = None) -> Case:
         """A case of a row that has every dimension, with further fields.
 
@@ -199,6 +226,37 @@ class Space:
             if label is not None:
                 row[each.name] = label
         return row
+
+    def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
+        """The classes that cases hold together: of each case with its longest request, then with each other one."""
+        for case in cases:
+            row = self.row_of(case)
+            yield row
+            own = [each for each in self._of_requests if row.get(each.name, NOTHING) != NOTHING]
+            known = {tuple(row[each.name] for each in own)}
+            requests = {(new, case.kv[n] if case.kv else 0, case.data_of(n)): n for n, new in enumerate(case.q) if new}
+            for request in requests.values():
+                labels = tuple(each.of_request(case, request) for each in own if each.of_request)
+                if labels not in known:
+                    known.add(labels)
+                    yield self._with(row, {each.name: label for each, label in zip(own, labels, strict=True)})
+
+    @staticmethod
+    def _with(row: Row, others: Mapping[str, str | None]) -> Row:
+        """A row with other classes of some dimensions, without those of them that are in no class."""
+        return {name: kept for name, label in row.items() if (kept := others.get(name, label)) is not None}
+
+    def classes_of(self, case: Case) -> set[ClassOf]:
+        """Every class that a case holds."""
+        return {value for row in self.rows((case,)) for value in held(row)}
+
+    def beside(self, row: Row, regime: str) -> Row:
+        """The classes of a row that hold for every request of its batch, with this data regime."""
+        return {**self._with(row, {each.name: None for each in self._of_requests}), DATA: regime}
+
+    @cached_property
+    def _of_requests(self) -> tuple[Dimension, ...]:
+        return tuple(each for each in self.dimensions if each.of_request)
 
     def outside(self, case: Case) -> list[str]:
         """The dimensions of which a case is in no class."""

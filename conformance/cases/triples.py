@@ -45,6 +45,11 @@ class Triples:
 
         return sorted(labels, key=gain, reverse=True)
 
+    def held_by(self, row: Row) -> int:
+        """How many of the triples a row holds, each counted three times or more."""
+        mask, numbers = self._pairs.mask(row), self._of(row)
+        return sum((self._thirds[first][second] & mask).bit_count() for first in numbers for second in numbers)
+
     def densest(self) -> Triple | None:
         """A triple of the two classes that are in most; None if there is none left."""
         for first in range(len(self._values)):

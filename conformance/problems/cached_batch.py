@@ -42,19 +42,19 @@ class CachedBatch(Draw[AnyCached]):
     @cached_property
     def entries(self) -> torch.Tensor:
         """[S, width] entries of all tokens, on the CPU."""
-        return self.draw_entries(sum(self.totals), self.case.cache)
+        return self.draw_entries(self.totals, self.case.cache)
 
     @cached_property
     def keys(self) -> torch.Tensor:
         """[S, 1, L + R] float64 on the device: what the entries mean."""
         return self.meaning(self.entries, self.case.cache)
 
-    def draw_entries(self, tokens: int, layout: str) -> torch.Tensor:
-        """[tokens, width] entries of a layout as the data regime makes keys, on the CPU."""
-        case, rank = self.case, self.case.kv_lora_rank
+    def draw_entries(self, lengths: Sequence[int], layout: str) -> torch.Tensor:
+        """[tokens, width] entries of a layout, so many of each request as its regime makes keys, on the CPU."""
+        case, rank, starts = self.case, self.case.kv_lora_rank, start_loc(lengths)
         width = rank + case.dimensions.qk_rope_head_dim
-        keys = self.regime.keys(torch.randn(tokens, 1, width, generator=self.generator))[:, 0]
-        kv_c = self.regime.values(keys[:, :rank])
+        keys = self.keys_of(torch.randn(starts[-1], 1, width, generator=self.generator), starts)[:, 0]
+        kv_c = self.values_of(keys[:, :rank], starts)
         parts = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
         # Every step of it is exact or correctly rounded, so that a GPU writes the same bits, sooner.
         return encode(*parts, layout, float(self.k_scale), case.scales).cpu()  # type: ignore[arg-type, call-arg]

@@ -1,7 +1,8 @@
 """What the inputs of every call are made from: the draw of a case's random numbers, edges, lengths, memory layouts."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 
 from mla_conformance.cases.case import CASE_FORMAT, Case, Layout
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.regimes import REGIMES, Regime
+from mla_conformance.problems.regimes import REGIMES, Site
 from mla_conformance.reference.quantization import E4M3_MAX
 
 TORCH_DTYPES: dict[str, torch.dtype | None] = {
@@ -49,10 +50,42 @@ class Draw(Generic[AnyCase]):
         drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
         self.generator = torch.Generator().manual_seed(_digest((*drawn, salt) if salt else drawn))
 
-    @property
-    def regime(self) -> Regime:
-        """What queries, keys and values are made of; of a role whose inputs are others its ``data`` names none."""
-        return REGIMES[self.case.data]
+    def by_request(
+        self, kinds: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, starts: Sequence[int]
+    ) -> torch.Tensor:
+        """Rows of the batch, each request's as its kind makes them.
+
+        Args:
+            kinds: by the name of a data regime, what it makes of standard normal numbers.
+            x: [rows, ...] of all requests.
+            starts: first row of each request, and the end.
+        """
+        if len(self.case.regimes) == 1:
+            return kinds[self.case.data](x)
+        numbered = enumerate(segments(starts))
+        return torch.cat([kinds[self.case.data_of(request)](x[rows]) for request, rows in numbered])
+
+    def keys_of(self, k: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+        """[S, N, D] keys as each request's data regime makes them of standard normal ones."""
+        return self.by_request({name: regime.keys for name, regime in REGIMES.items()}, k, starts)
+
+    def values_of(self, v: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
+        """[S, N, V] values."""
+        return self.by_request({name: regime.values for name, regime in REGIMES.items()}, v, starts)
+
+    def queries_of(self, q: torch.Tensor, sites: Callable[[], Iterable[tuple[slice, Site]]]) -> torch.Tensor:
+        """[T, N, D] queries, which may be written over, as each request's data regime makes them over its keys.
+
+        Args:
+            q: standard normal ones.
+            sites: of all rows, some of one request each; asked for where keys or other rows matter.
+        """
+        if len(self.case.regimes) == 1:
+            return REGIMES[self.case.data].new_queries(q, self.case.softmax_scale, sites)
+        starts = start_loc(self.case.q)
+        for rows, site in sites():
+            q[rows] = REGIMES[self.case.data_of(bisect_right(starts, rows.start) - 1)].queries(site)
+        return q
 
     @property
     def key(self) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
@@ -29,18 +30,19 @@ class JudgedPairs:
 
 def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, JudgedPairs]:
     """By role; nothing of roles whose covering array was not asked, or of which nothing is declared."""
-    by_role: dict[str, list[tuple[Row, Status]]] = {space.role: [] for space in SPACES.values()}
+    by_role: dict[str, list[tuple[Sequence[Row], Status]]] = {space.role: [] for space in SPACES.values()}
     counted = [record for record in records if record.capability != EXPLORED and counts(record.capability)]
     arrays = {record.capability for record in counted}
     for record in counted:
         if record.status is not Status.UNSUPPORTED:  # most are, and to parse a case takes longer than all else here
-            role, row = _placed(record.case)
-            by_role[role].append((row, record.status))
+            role, held = _placed(record.case)
+            by_role[role].append((held, record.status))
     rows, found = list(map(_placed, fitted)), {}
     for space in (space for name, space in SPACES.items() if name in arrays):
         declared, without = by_role[space.role], (Status.UNAVAILABLE, Status.HARNESS_ERROR)
-        judged = Pairs(space, (row for row, status in declared if status not in without))
-        every = Pairs(space, (row for row, _ in declared)) | Pairs(space, (row for x, row in rows if x is space.role))
+        judged = Pairs(space, (row for held, status in declared if status not in without for row in held))
+        of_cases = (*(held for held, _ in declared), *(held for role, held in rows if role is space.role))
+        every = Pairs(space, chain.from_iterable(of_cases))
         if every:
             left = tuple(" · ".join(map("=".join, pair)) for pair in every - judged)
             found[str(space.role)] = JudgedPairs(len(every), len(judged), left)
@@ -48,10 +50,10 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
 
 
 @lru_cache(maxsize=2**14)
-def _placed(case_id: str) -> tuple[Role, Row]:
-    """The role and the classes of a case, which are asked for again with each backend and each report."""
+def _placed(case_id: str) -> tuple[Role, Sequence[Row]]:
+    """The role of a case and the classes that it holds, which are asked for again with each backend and each report."""
     case = Case.parse(case_id)
-    return case.role, _SPACE_OF[case.role].row_of(case)
+    return case.role, tuple(_SPACE_OF[case.role].rows((case,)))
 
 
 def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:

@@ -50,9 +50,17 @@ def allowed(given: Space, row: Row) -> bool:
     return all(rule.allows(row) for rule in given.all_rules)
 
 
+def taken(row: Row, left: Pairs) -> Row:
+    return dict(row)
+
+
+def alone(row: Row) -> list[Row]:
+    return [row]
+
+
 @every
 def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
-    rows, impossible = cover(given, Pairs.every(given), dict)
+    rows, impossible = cover(given, Pairs.every(given), taken, alone)
     assert all(allowed(given, row) and list(row) == list(CLASSES) for row in rows)
     possible = {
         frozenset(pair) for row in possible_rows(given) if allowed(given, row) for pair in combinations(held(row), 2)
@@ -63,7 +71,7 @@ def test_every_pair_that_can_be_is_held_and_no_other(given: Space) -> None:
 
 @every
 def test_an_excluded_pair_has_a_rule_that_says_why(given: Space) -> None:
-    for pair in cover(given, Pairs.every(given), dict)[1]:
+    for pair in cover(given, Pairs.every(given), taken, alone)[1]:
         reason = given.reason(pair)
         together = pair == (("a", "1"), ("c", "p"))
         expected = {"several rules together"} if together else {rule.why for rule in given.all_rules}
@@ -71,7 +79,7 @@ def test_an_excluded_pair_has_a_rule_that_says_why(given: Space) -> None:
 
 
 def test_where_a_row_is_not_accepted_a_smaller_one_is_tried() -> None:
-    rows, without = cover(FREE, Pairs.every(FREE), lambda row: row if row["c"] != "s" else None)
+    rows, without = cover(FREE, Pairs.every(FREE), lambda row, left: row if row["c"] != "s" else None, alone)
     assert rows and all(row["c"] != "s" for row in rows)
     assert set(without) == {pair for pair in Pairs.every(FREE) if ("c", "s") in pair}
 

@@ -59,6 +59,26 @@ def test_what_one_writes_another_does_not_see(text: str) -> None:
     assert all_bytes(built(text)) == before
 
 
+@pytest.mark.parametrize(
+    ("text", "first", "second"),
+    [
+        ("decode:dims=small;q=[1,2,1,1];kv=[9,70,5,33]", "low_rank", "needle"),
+        ("new_tokens:dims=small;q=[5,9,0,4]", "rising", "shifted"),
+        ("chunked_context:dims=small;q=[5,9,1,4];kv=[20,70,0,33]", "integers", "hot_ones"),
+        ("sparse_decode:dims=small;q=[1,2,1,1];kv=[9,70,5,33];topk=64", "needle", "tiny_values"),
+        ("select:q=[1,2,1,1];kv=[9,70,5,33]", "falling", "masked"),
+        ("prepare_index:q=[1,2,1,1];kv=[9,70,5,33]", "integers", "outliers"),
+    ],
+)
+def test_requests_have_data_regimes_in_turn(text: str, first: str, second: str) -> None:
+    both, *alone = (built(f"{text};data={data}").calls[0] for data in (f"{first}+{second}", first, second))
+    for request, rows in enumerate(operands.segments(both.query_start_loc)):
+        expected = alone[request % 2].q[rows]
+        torch.testing.assert_close(both.q[rows], expected, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(alone[0].q.nan_to_num(), alone[1].q.nan_to_num())
+    assert Case.parse(f"{text};data={first}+{second}").regimes == (second, first)  # the second request is the longest
+
+
 def test_codes_need_a_torch_with_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TORCH_DTYPES, "e4m3", None)
     with pytest.raises(ProblemError, match="dtype e4m3 needs a torch with float8, this is "):

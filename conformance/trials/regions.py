@@ -36,7 +36,7 @@ def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
 def reachable(space: Space, device_type: str) -> Pairs:
     """The pairs that cases hold which a device of this type is asked for."""
     light = (case for case in listed(space) if device_type != "cpu" or work_of(case) <= CPU_WORK)
-    return Pairs(space, map(space.row_of, light))
+    return Pairs(space, space.rows(light))
 
 
 def fitted_cases(subject: Subject) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from itertools import chain, combinations, islice
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.covering import Pair, Pairs, cover
+from mla_conformance.cases.covering import Pair, Pairs, cover, mixed
 from mla_conformance.cases.residues import RESIDUES, residues_of
 from mla_conformance.cases.space import Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
@@ -33,9 +33,9 @@ SPACES: dict[str, Space] = {
     for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, COMPRESS, CACHE, SPARSE_LAYER)
 }
 """By the capability whose cases their arrays are."""
-_LIGHT = 1e8
+_LIGHT = 2e7
 """Work of a case of an array that is taken where there is one."""
-_COMPARED = 3
+_COMPARED = 6
 """Draws of members of a row that fit a device, of which the best is taken."""
 
 
@@ -52,9 +52,12 @@ def _kept() -> dict[str, list[str]]:
     return {capability: [f"{capability}:{fields}" for fields in array] for capability, array in kept.items()}
 
 
-def digest_of(fitted: Iterable[str]) -> str:
-    """Twelve hexadecimal digits of the arrays, and of cases that were fitted beside them."""
-    text = "\n".join([*chain.from_iterable(_kept()[name] for name in SPACES), *sorted(fitted)])
+def digest_of(fitted: Iterable[str], listed: Iterable[str] | None = None) -> str:
+    """Twelve hexadecimal digits of the arrays, or of those in another list, and of cases fitted beside them."""
+    arrays = _kept()
+    if listed is not None:
+        arrays = {name: [id for id in listed if id.startswith(f"{name}:")] for name in SPACES}
+    text = "\n".join([*chain.from_iterable(arrays[name] for name in SPACES), *sorted(fitted)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -78,23 +81,23 @@ def found_array(space: Space, given: Sequence[Case], stored: Sequence[Case] = ()
         given: cases that are there anyway.
         stored: an array that holds every pair; where there is one, its rows are taken as far as they are needed.
     """
-    rows = list(map(space.row_of, given))
-    members = _Members(space, given)
     if stored:
         kept = needed(space, given, stored)
-        drawn = [members.of(space.row_of(case), _limit(case)) or case for case in kept]
-        return drawn, Pairs.every(space) - Pairs(space, [*rows, *map(space.row_of, drawn)])
-    missing, found = Pairs.every(space) - Pairs(space, rows), list[Case]()
+        return kept, Pairs.every(space) - Pairs(space, space.rows((*given, *kept)))
+    members = _Members(space, given)
+
+    def rows_of(case: Case) -> Iterable[Row]:
+        return space.rows((case,))
+
+    missing, found = Pairs.every(space) - Pairs(space, space.rows(given)), list[Case]()
     for most in (_LIGHT, CPU_WORK, GPU_WORK):
-        cases, missing = cover(space, missing, partial(members.of, most=most))
+        cases, missing = cover(space, missing, partial(members.of, most=most), rows_of)
         found += cases
-    largest, impossible = cover(space, missing, space.case_of, small=True)
-    return [*found, *largest], impossible
-
-
-def _limit(case: Case) -> float:
-    """What the work of another case of the same row may be."""
-    return next((most for most in (_LIGHT, CPU_WORK, GPU_WORK) if work_of(case) <= most), work_of(case))
+    # The first members alone, since what is drawn is hardly less work.
+    largest, impossible = cover(
+        space, missing, lambda row, left: mixed(space, space.case_of(row), left), rows_of, small=True
+    )
+    return needed(space, given, [*found, *largest]), impossible
 
 
 class _Members:
@@ -102,17 +105,24 @@ class _Members:
 
     def __init__(self, space: Space, given: Iterable[Case]) -> None:
         self._space, finer = space, replace(space, dimensions=(*space.dimensions, *RESIDUES))
-        self._left = Pairs.every(finer) - Pairs(finer, map(finer.row_of, given))
+        self._left = Pairs.every(finer) - Pairs(finer, finer.rows(given))
 
-    def of(self, row: Row, most: float) -> Case | None:
-        """The case of a row that adds most pairs of residues, of a few with no more than so much work."""
+    def of(self, row: Row, left: Pairs, most: float) -> Case | None:
+        """The case of a row that adds most of what is left, of a few with no more than so much work.
+
+        Then pairs with residues count.
+        """
         if work_of(self._space.case_of(row)) > most:  # those that are drawn are hardly less
             return None
         fits = (case for case in self._space.drawn(row) if work_of(case) <= most)
         rows = {case: {**row, **residues_of(case)} for case in islice(fits, _COMPARED)}
-        best = max(rows, key=lambda case: self._left.held_by(rows[case]))
+
+        def added(case: Case) -> tuple[int, int]:
+            return left.new_in(self._space.rows((case,))), self._left.held_by(rows[case])
+
+        best = max(rows, key=added)
         self._left.drop(rows[best])
-        return best
+        return mixed(self._space, best, left)
 
 
 def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[Case]:
@@ -120,7 +130,7 @@ def needed(space: Space, given: Iterable[Case], cases: Sequence[Case]) -> list[C
     holders = {False: Counter[Pair](), True: Counter[Pair]()}
 
     def pairs_of(case: Case) -> dict[bool, list[Pair]]:
-        pairs = list(combinations(held(space.row_of(case)), 2))
+        pairs = list({pair for row in space.rows((case,)) for pair in combinations(held(row), 2)})
         return {False: pairs, **({True: pairs} if is_light(case) else {})}
 
     found = {case: pairs_of(case) for case in cases}

@@ -103,8 +103,8 @@ class Capability:
             return smoke_cases(self.cases)
         space = SPACES[self.name]
         light = [case for case in self.cases if work_of(case) <= CPU_WORK]
-        given = (space.row_of(case) for case in counted(space, Tier.SMOKE))
-        chosen = choose([space.row_of(case) for case in light], given)
+        given = chain.from_iterable(map(space.classes_of, counted(space, Tier.SMOKE)))
+        chosen = choose([space.classes_of(case) for case in light], given)
         return with_killing(self.cases, {light[number] for number in chosen})
 
     @property

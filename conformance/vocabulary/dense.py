@@ -24,6 +24,8 @@ _FAR = (255, 256, 257, 2047, 2048, 2049, 32_767, 32_768, 40_000, 65_535, 65_536,
 """Positions, where the context of a request is nothing but one."""
 _LONG = (513, 1100, 1537, 2049, 4200, 9000, 17_000, 33_000, 70_000)
 _ROWS = (257, 513, 640, 1100, 2049, 4200)
+_REGIMES = (1, 2, 5, 9, 16)
+"""How many data regimes requests have in turn."""
 _POSITIONS = "positions"
 _OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)
 """Roles whose requests have any number of new tokens, or none."""
@@ -49,6 +51,9 @@ def _drawn(space: Space, name: str, changed: Any, *arguments: int) -> Iterator[C
         with suppress(CaseError):
             case = space.case_of(row, draw)
             case = replace(case, **changed(space, case, draw, name.startswith("rows"), *arguments))
+            if space.regimes and len(case.q) > 1:
+                many = draw.pick(_REGIMES, "regimes")
+                case = replace(case, data="+".join(draw.pick(space.regimes, "regime", n) for n in range(many)))
             if is_light(case) and not space.outside(case):
                 yield case
 

@@ -23,19 +23,19 @@ def tier_lines() -> Iterator[str]:
         held = _held(space)  # the full tier holds every pair that is possible
         smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
         light = (case for case in listed(space) if work_of(case) <= CPU_WORK)
-        in_smoke, in_light = (len(Pairs(space, map(space.row_of, cases))) for cases in (smoke, light))
+        in_smoke, in_light = (len(Pairs(space, space.rows(cases))) for cases in (smoke, light))
         pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_light:,} due on a GPU"
         yield f"  {space.role:<7} {len(held):,} pairs possible: {pairs}"
         # Those that are possible two by two; the nightly tier holds more of what a backend declares.
         left = Triples(held)
         possible = len(left)
-        for case in listed(space):
-            left.drop(space.row_of(case))
+        for row in space.rows(listed(space)):
+            left.drop(row)
         yield f"  {'':<7} {possible:,} triples of these: full {possible - len(left):,}"
 
 
 def _held(space: Space) -> Pairs:
-    return Pairs(space, map(space.row_of, listed(space)))
+    return Pairs(space, space.rows(listed(space)))
 
 
 def excluded_lines() -> Iterator[str]:

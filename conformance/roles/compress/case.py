@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of, some_of
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
@@ -27,7 +27,7 @@ class CompressCase(CacheOperation):
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
-    data: str = one_of(VALUES, "normal", "what key states and scores are like")
+    data: str = some_of(VALUES, "normal", "what key states and scores are like")
     ratio: int = at_least(2, 4, "tokens of an entry", Kind.SIZE)
     overlap: bool = given(False, "whether groups take the one before as well")
     norm: bool = given(True, "whether entries are normalised")

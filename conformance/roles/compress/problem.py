@@ -78,8 +78,8 @@ class CompressBatch(Draw[CompressCase]):
     def projected(self) -> torch.Tensor:
         """[S, 2 · C · D] key states and scores of all tokens of each request, one request after another."""
         drawn = torch.randn(sum(self.case.totals), 2, self.case.columns, generator=self.generator)
-        kv, score = KINDS[self.case.data](drawn[:, 0], drawn[:, 1])
-        return torch.cat((kv, score), dim=1).to(input_dtype(self.case, self.dtype))
+        made = self.by_request(KINDS, drawn, start_loc(self.case.totals))
+        return made.flatten(1).to(input_dtype(self.case, self.dtype))
 
     @cached_property
     def weights(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,15 +201,19 @@ class CompressBatch(Draw[CompressCase]):
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)
 
 
-KINDS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
-    "normal": lambda kv, score: (kv, score),
-    "peaked": lambda kv, score: (kv, 20 * score),
-    "large_scores": lambda kv, score: (kv, score + 200),
-    "tiny_values": lambda kv, score: (kv * 1e-3, score),
-    "zeros": lambda kv, score: (kv * 0.0, score * 0.0),
+def _times(kv: float, score: float, above: float = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: torch.stack((x[:, 0] * kv, x[:, 1] * score + above), dim=1)
+
+
+KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda x: x,
+    "peaked": _times(1, 20),
+    "large_scores": _times(1, 1, above=200),
+    "tiny_values": _times(1e-3, 1),
+    "zeros": _times(0, 0),
 }
-"""Standard normal key states and scores [S, C · D] float32 to those of a kind: one token of a group that outweighs all
-others, exponentials beyond float32, no more variance than the norm adds, nothing but what belongs to places."""
+"""Standard normal key states and scores [S, 2, C · D] float32 to those of a kind: one token of a group that outweighs
+all others, exponentials beyond float32, no more variance than the norm adds, nothing but what belongs to places."""
 
 
 COMPRESS = RoleDefinition(

@@ -31,12 +31,16 @@ def _residue(tokens: int, ratio: int) -> str:
     return str(rest) if rest < 2 else "all but one" if rest == ratio - 1 else "between"
 
 
-def _first(case: CompressCase) -> tuple[int, int]:
-    return case.q[0], case.kv[0]
+def _before(case: CompressCase, request: int = 0) -> str:
+    return _residue(case.kv[request], case.ratio) if case.kv[request] else "nothing"
 
 
-def _before(case: CompressCase) -> str:
-    return _residue(case.kv[0], case.ratio) if case.kv[0] else "nothing"
+def _end(case: CompressCase, request: int = 0) -> str:
+    return _residue(case.q[request] + case.kv[request], case.ratio)
+
+
+def _new_of(case: CompressCase, request: int = 0) -> str:
+    return _new(case.q[request], case.ratio)
 
 
 def _new(q: int, ratio: int) -> str:
@@ -94,9 +98,9 @@ def _dimensions() -> Iterator[Dimension]:
     yield plain("overlap", {"none": {"overlap": False}, "with the group before": {"overlap": True}})
     yield plain("norm", {"normalised": {"norm": True}, "as they are": {"norm": False}})
     yield batches.NUMBER
-    yield measured("before", _BEFORE, _before)
-    yield measured("end", _RESIDUES, lambda case: _residue(sum(_first(case)), case.ratio))
-    yield measured("new", _NEW, lambda case: _new(case.q[0], case.ratio))
+    yield measured("before", _BEFORE, _before, of_request=_before)
+    yield measured("end", _RESIDUES, _end, of_request=_end)
+    yield measured("new", _NEW, _new_of, of_request=_new_of)
     yield measured("chunks", _CHUNKS, _chunks)
     yield measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page))
     yield numbers("state page", "state_page", _STATE_PAGES)

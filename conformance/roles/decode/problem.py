@@ -26,7 +26,7 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         """[T, N, L + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, sum(case.latent_dims), generator=self.generator)
-        q = self.regime.new_queries(q, case.softmax_scale, lambda: self.sites(q))
+        q = self.queries_of(q, lambda: self.sites(q))
         return self.padded(q.to(self.dtype))
 
     @property

@@ -62,7 +62,7 @@ class IndexerBatch(CachedBatch[IndexerCase]):
         """[rows, H, D] in the model's dtype, on the CPU, without rows of padding."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
-        return self.regime.new_queries(q, case.softmax_scale, lambda: self.sites(q)).to(self.dtype)
+        return self.queries_of(q, lambda: self.sites(q)).to(self.dtype)
 
     @cached_property
     def weights(self) -> torch.Tensor:

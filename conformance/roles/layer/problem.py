@@ -162,7 +162,7 @@ class LayerBatch(CachedBatch[LayerCase]):
         """[T, N, P + R] in the model's dtype, on the device; rows of padding are poison."""
         case = self.case
         q = torch.randn(sum(case.q), case.heads, case.dimensions.qk_head_dim, generator=self.generator)
-        return self._padded(self.regime.new_queries(q, case.softmax_scale, lambda: self._sites(q)).to(self.dtype))
+        return self._padded(self.queries_of(q, lambda: self._sites(q)).to(self.dtype))
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
         """Each request's rows of the queries, and its keys."""

@@ -1,11 +1,12 @@
 """The cached context of a chunked case: latents in a paged cache, gathered chunk by chunk and up-projected."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw
+from mla_conformance.problems.operands import Draw, start_loc
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -32,7 +33,7 @@ def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext
     Raises:
         ValueError: the workspace is too small for one page per request with context.
     """
-    case, device, generator, regime = draw.case, draw.device, draw.generator, draw.regime
+    case, device, generator = draw.case, draw.device, draw.generator
     dims, rank = case.dimensions, case.kv_lora_rank
 
     def latents(tokens: int) -> ContextKeys:
@@ -44,9 +45,9 @@ def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext
     def weight(width: int) -> torch.Tensor:
         return (torch.randn(rank, case.heads, width, generator=generator) * rank**-0.5).to(dtype)
 
-    def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor) -> ContextKeys:
+    def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor, starts: Sequence[int]) -> ContextKeys:
         k, v = _up_project(kv_c, k_pe, weights, dims.qk_nope_head_dim)
-        return regime.keys(k), regime.values(v)
+        return draw.keys_of(k, starts), draw.values_of(v, starts)
 
     weights = kv_b_proj(weight(dims.qk_nope_head_dim), weight(dims.v_head_dim)).to(device)
     cached, new = latents(sum(case.kv)), latents(sum(case.q))
@@ -57,8 +58,8 @@ def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext
     for chunk in chunks:
         gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
         workspace[: chunk.num_tokens] = torch.cat(gathered, dim=-1)
-        chunk_keys.append(keys_of(*gathered))
-    new_tokens = keys_of(new[0].to(device), new[1].to(device))
+        chunk_keys.append(keys_of(*gathered, chunk.key_start_loc))
+    new_tokens = keys_of(new[0].to(device), new[1].to(device), start_loc(case.q))
     return LatentContext(chunks, tuple(chunk_keys), new_tokens, block_table, workspace)
 
 

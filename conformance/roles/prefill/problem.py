@@ -37,7 +37,7 @@ class PrefillBatch(Draw[PrefillCase]):
         locations = start_loc(lengths)
         dims = self.case.dimensions
         k, v = (self._normal(locations[-1], self.case.heads, width) for width in (dims.qk_head_dim, dims.v_head_dim))
-        keys = self._cast((self.regime.keys(k), self.regime.values(v)))
+        keys = self._cast((self.keys_of(k, locations), self.values_of(v, locations)))
         q = self._queries([keys[0][keys_of] for keys_of in segments(locations)])
         chunks = () if chunk_idx is None else one_chunk(lengths)
         metadata = assemble_metadata(self.case, self.case.q, chunks, self.dtype, self.device)
@@ -87,7 +87,7 @@ class PrefillBatch(Draw[PrefillCase]):
             for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
                 yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), case.is_causal)
 
-        return stored(self.regime.new_queries(q, case.softmax_scale, sites), self.dtype)
+        return stored(self.queries_of(q, sites), self.dtype)
 
     def _call(
         self,

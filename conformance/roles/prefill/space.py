@@ -71,6 +71,14 @@ def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
     return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
 
 
+def _tokens_of(case: PrefillCase, request: int) -> str | None:
+    return TOKENS.class_of(case.q[request])
+
+
+def _tile_of(case: PrefillCase, request: int) -> str:
+    return batches.tile_class(case.q[request])
+
+
 def _tokens(tokens: str, tile: str, draw: Draw = PLAIN) -> Sequence[int]:
     (whole,) = TOKENS.parts[tokens]
     return batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, draw=draw)
@@ -163,11 +171,23 @@ PREFILL = Space(
         measured("heads", batches.HEADS, lambda case: batches.HEADS.class_of(case.heads)),
         batches.NUMBER,
         measured("others", _OTHERS, lambda case: _others(case.q)),
-        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(case.q))),
-        measured("tile", batches.TILE_CLASSES, lambda case: batches.tile_class(max(case.q))),
+        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(case.q)), of_request=_tokens_of),
+        measured("tile", batches.TILE_CLASSES, lambda case: batches.tile_class(max(case.q)), of_request=_tile_of),
         measured("contexts", _OTHERS, lambda case: _others(case.kv), _CONTEXT),
-        measured("context", batches.LONGEST, lambda case: batches.LONGEST.class_of(max(case.kv)), _CONTEXT),
-        measured("context tile", batches.TILE_CLASSES, lambda case: batches.tile_class(max(case.kv)), _CONTEXT),
+        measured(
+            "context",
+            batches.LONGEST,
+            lambda case: batches.LONGEST.class_of(max(case.kv)),
+            _CONTEXT,
+            lambda case, request: batches.LONGEST.class_of(case.kv[request]),
+        ),
+        measured(
+            "context tile",
+            batches.TILE_CLASSES,
+            lambda case: batches.tile_class(max(case.kv)),
+            _CONTEXT,
+            lambda case, request: batches.tile_class(case.kv[request]) if case.kv[request] else None,
+        ),
         values("planner", "planner", *PLANNERS, only=_CHUNKED),
         measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page), _CHUNKED),
         measured("chunks", CHUNKS, _chunks, _CHUNKED),

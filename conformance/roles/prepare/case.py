@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of, some_of
 from mla_conformance.reference.entry_formats import TILE_SCALES
 
 VALUES = ("normal", "outliers", "integers", "shifted", "tiny_values", "zeros")
@@ -32,7 +32,7 @@ class PrepareCase(Case):
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
     heads: int = at_least(1, _USUAL_HEADS)
-    data: str = one_of(VALUES, "normal", "what queries and keys are like")
+    data: str = some_of(VALUES, "normal", "what queries and keys are like")
     pairs: str = one_of(PAIRS, "halves", "what is rotated together, columns R/2 apart or neighbours")
     rope_last: bool = given(False, "whether the last R columns are rotated, not the first")
     hadamard: bool = given(True, "whether queries and keys pass through the Hadamard transform")

@@ -42,10 +42,10 @@ class PrepareBatch(Draw[PrepareCase]):
     """The batch of a preparation's case."""
 
     def calls(self) -> tuple[PrepareCall]:
-        case, drawn = self.case, KINDS[self.case.data](self._normal(self.case.heads, self.case.head_dim))
+        case, starts = self.case, start_loc(self.case.q)
+        drawn = self.by_request(KINDS, self._normal(case.heads, case.head_dim), starts)
         q = self.padded(drawn.to(self.dtype))
         k, weights = self._beside()
-        starts = start_loc(case.q)
         q = lay_out("q", q, q, case)
         norm_weight = (1 + 0.5 * self._normal(case.head_dim)[0]).to(self.device)
         norm_bias = self._normal(case.head_dim)[0].to(self.device)
@@ -76,7 +76,8 @@ class PrepareBatch(Draw[PrepareCase]):
     def _beside(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [T, D], and the weights [T, H] of the model's dtype beside them, or in float32 by themselves."""
         case = self.case
-        keys = self.padded(KINDS[case.data](self._normal(case.head_dim)).to(self.dtype))
+        keys = self.by_request(KINDS, self._normal(case.head_dim), start_loc(case.q))
+        keys = self.padded(keys.to(self.dtype))
         weights = self.padded(self._normal(case.heads).to(self.dtype if case.fused else torch.float32))
         if not case.fused:
             return keys, weights

@@ -63,7 +63,12 @@ PREPARE = Space(
         numbers("heads", "heads", batches.HEADS),
         measured("queries", _QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
-        measured("positions", _POSITIONS, lambda case: _POSITIONS.class_of(max(case.kv))),
+        measured(
+            "positions",
+            _POSITIONS,
+            lambda case: _POSITIONS.class_of(max(case.kv)),
+            of_request=lambda case, request: _POSITIONS.class_of(case.kv[request]),
+        ),
         LAYOUT,
         SCALE,
         PADDING,

@@ -73,7 +73,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         bounds = torch.tensor(lengths).repeat_interleave(per_row)
         columns = self.case.extra_topk
         lists = draw_lists(self.case, firsts.repeat_interleave(per_row), bounds, columns, self._drawing)
-        return self._source(lengths, self.draw_entries(sum(lengths), self.case.extra), lists, self.case.extra)
+        return self._source(lengths, self.draw_entries(lengths, self.case.extra), lists, self.case.extra)
 
     def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
         if self.case.unselected == "poison":
@@ -90,7 +90,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         if case.data == Data.NORMAL:
             return self.padded(self._normal(shape))
         q = torch.randn(*shape, generator=self.generator)
-        q = self.regime.new_queries(q, case.softmax_scale, lambda: self._sites(q))
+        q = self.queries_of(q, lambda: self._sites(q))
         return self.padded(q.to(self.dtype).to(self.device))
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of, some_of
 
 LOGITS = (
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
@@ -33,7 +33,7 @@ class TopKCase(Case):
     dtype: str = one_of(("fp32", "bf16", "fp16"), "fp32")
     dims: str = "small"
     heads: int = at_least(1, 1)
-    data: str = one_of(LOGITS, "normal", "what the logits are like")
+    data: str = some_of(LOGITS, "normal", "what the logits are like")
     topk: int = at_least(1, _USUAL, "columns selected for each row, or their tokens")
     packed: bool = given(
         False,

@@ -55,9 +55,11 @@ class TopKBatch(Draw[TopKCase]):
     def logits(self) -> torch.Tensor:
         """[T, C] on the CPU: those of a row's window are of the case's kind, all others are poison."""
         made = poison((len(self.windows), self.case.width), self.dtype, torch.device("cpu"), self.case.poison)
+        requests = [request for request, rows in enumerate(self.case.q) for _ in range(rows)]
         for row, (start, length) in enumerate(self.windows):
             normal = torch.randn(length, generator=self.generator)
-            made[row, start : start + length] = KINDS[self.case.data](normal).to(self.dtype)
+            kind = KINDS[self.case.data_of(requests[row] if row < len(requests) else 0)]
+            made[row, start : start + length] = kind(normal).to(self.dtype)
         return made
 
     def calls(self) -> tuple[TopKCall]:
