@@ -23,7 +23,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, SPACES, Tier
 
 _MOST_WORKERS = 16
 """Each takes some hundred megabytes, and a core."""
@@ -126,7 +126,9 @@ def further_tasks(tier: Tier, killed: Collection[str]) -> Iterator[MatrixTask]:
 def _on_each_case(tier: Tier, asked: Callable[[MatrixKernel, str], bool]) -> Iterator[MatrixTask]:
     for capability in CAPABILITIES.values():
         chosen = [kernel for kernel in kernels() if asked(kernel, capability.name)]
-        yield from (MatrixTask((case,), chosen) for case in capability.select(tier) if chosen)
+        # Kernels of one task share a golden result; of a procedure of many calls each takes seconds of its own.
+        together = [chosen] if capability.procedure == CONFORMS else [[kernel] for kernel in chosen]
+        yield from (MatrixTask((case,), some) for case in capability.select(tier) for some in together if some)
 
 
 def run_task(task: MatrixTask) -> list[Record]:
