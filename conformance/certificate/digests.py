@@ -2,14 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from mla_conformance.cases.case import digest_of_id
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.files.installed import meaning_digest
@@ -25,6 +27,9 @@ LOCKED = ("judging", "reference")
 EARLIER = "earlier_cases"
 """In ``suites.json``, the digests of a suite's list before cases were added: what was judged on it stays valid."""
 
+NUMBER = "listed"
+"""In ``suites.json``, how many cases a suite's list has; in a record they stand first, in their order."""
+
 SOURCES = "sources"
 """In ``suites.json``, by module of this package that a kernel is reached through, digests that judge alike."""
 
@@ -36,7 +41,7 @@ FITTED = "fitted"
 def installed_digests() -> dict[str, str]:
     """SHA-256 of what is installed here, by what it is of."""
     return {
-        "cases": _cases_digest(listed_ids()),
+        "cases": _cases_digest(_in_order()),
         # The tolerance table and the sources of judge and procedures, then those of the golden mathematics.
         "judging": meaning_digest(judging_sources()),
         "reference": meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py")),
@@ -49,11 +54,12 @@ def record_digests(fitted: Iterable[str]) -> dict[str, str]:
     return {**installed_digests(), FITTED: digest_of(fitted)}
 
 
-def version_digests() -> dict[str, str | list[str]]:
+def version_digests() -> dict[str, str | int | list[str]]:
     """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``."""
     here = installed_digests()
     words = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split()
-    return {"cases": here["cases"], "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
+    of_list = {"cases": here["cases"], NUMBER: len(_in_order())}
+    return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
 @cache
@@ -73,30 +79,49 @@ def _stored(suite: str = SUITE_VERSION) -> dict[str, Any]:
 
 
 def counts_here(certificate: Certificate) -> bool:
-    """Whether a record is of this suite, or of an earlier one that is stored here and whose list of cases is here."""
-    return certificate.is_current or (
-        bool(_stored(certificate.suite)) and all(name != "cases" for name, _, _ in unlike(certificate))
-    )
+    """Whether a record is of this suite, or of an earlier one whose list is stored here and stands in the record."""
+    return certificate.is_current or _own_list(certificate) is not None
 
 
-def judged_list(certificate: Certificate) -> frozenset[str]:
-    """The ids of the list that a record was judged on: the list here, or what that was before cases were added."""
-    listed = listed_ids()
-    known, stated = listed.intersection(certificate.cases), certificate.digests.get("cases")
+def judged_list(certificate: Certificate) -> Collection[str]:
+    """The ids of the list that a record was judged on: that of its suite, or what that was before cases were added."""
+    if own := _own_list(certificate):
+        return own
+    known, stated = dict.fromkeys(id for id in _in_order() if id in certificate.cases), certificate.digests.get("cases")
     earlier = _stored(certificate.suite).get(EARLIER, ())
-    return known if stated in earlier and stated == _cases_digest(known) else listed
+    return known.keys() if stated in earlier and stated == _cases_digest(tuple(known)) else listed_ids()
+
+
+def _own_list(certificate: Certificate) -> Collection[str] | None:
+    """Of a record of an earlier suite, the ids of its suite's list; None if it does not hold them."""
+    stored = _stored(certificate.suite)
+    if certificate.is_current or NUMBER not in stored:
+        return None
+    ids = tuple(islice(certificate.cases, stored[NUMBER]))
+    return dict.fromkeys(ids).keys() if _cases_digest(ids) == stored["cases"] else None
+
+
+def fitted_digest(certificate: Certificate, fitted: Iterable[str]) -> str:
+    """Of the arrays of a record's list and of cases that were fitted beside them."""
+    listed = judged_list(certificate)
+    return digest_of(fitted, None if listed == listed_ids() else listed)
 
 
 @cache
-def listed_ids() -> frozenset[str]:
-    return frozenset(case.id for entry in CAPABILITIES.values() for case in entry.cases)
+def _in_order() -> tuple[str, ...]:
+    return tuple(case.id for entry in CAPABILITIES.values() for case in entry.cases)
+
+
+@cache
+def listed_ids() -> Collection[str]:
+    return dict.fromkeys(_in_order()).keys()
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:
     """What is otherwise here, by name: the digest here, and the stated one, unless its suite lists that as alike."""
     among, here = judged_list(certificate), installed_digests()
     if among != listed_ids():
-        here = here | {"cases": _cases_digest(among), "must_pass": MustPass.of_vocabulary(among).digest}
+        here = here | {"cases": _cases_digest(tuple(among)), "must_pass": MustPass.of_ids(tuple(among)).digest}
     # The digest of what must pass names its suite; the cases decide what that is.
     passed_over = {FITTED} if certificate.is_current else {FITTED, "must_pass"}
     here, stated = ({n: x for n, x in each.items() if n not in passed_over} for each in (here, certificate.digests))
@@ -108,9 +133,9 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
 
 
 @lru_cache(maxsize=8)
-def _cases_digest(among: frozenset[str]) -> str:
-    cases = (case for entry in CAPABILITIES.values() for case in entry.cases if case.id in among)
-    return meaning_digest((), "\n".join(case.digest + case.id for case in cases))
+def _cases_digest(ids: Sequence[str]) -> str:
+    """Of a list in its order."""
+    return meaning_digest((), "\n".join(digest_of_id(id) + id for id in ids))
 
 
 def seal(certificate: Certificate) -> str:

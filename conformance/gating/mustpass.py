@@ -9,8 +9,9 @@ it declares so, or they are those that only a GPU is asked for (``gpu``), so tha
 
 import hashlib
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -53,14 +54,20 @@ class MustPass:
     demanded: tuple[str, ...] = ()  # profiles that bind a backend whatever it declares
 
     @staticmethod
-    def of_vocabulary(among: Collection[str] | None = None) -> "MustPass":
-        """The list that the vocabulary gives, or its cases among these; ``mla-conformance mustpass`` prints it."""
+    def of_vocabulary() -> "MustPass":
+        """The list that the vocabulary gives; ``mla-conformance mustpass`` prints it."""
         cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
-        return MustPass.of((profile_of(case), case.id) for case in cases if among is None or case.id in among)
+        return MustPass.of((profile_of(case), case.id) for case in cases)
 
     @staticmethod
-    def of_suite(among: Collection[str] | None = None) -> "MustPass":
-        """The list of this suite version, or its cases among these: what the vocabulary gives, if it still is that."""
+    @lru_cache(maxsize=8)
+    def of_ids(ids: Sequence[str]) -> "MustPass":
+        """The list that cases give, by the profiles of this suite."""
+        return MustPass.of((profile_of(Case.parse(id)), id) for id in ids)
+
+    @staticmethod
+    def of_suite() -> "MustPass":
+        """The list of this suite version: what the vocabulary gives, if it still is that."""
         found = MustPass.of_vocabulary()
         source = "mla_conformance.fixtures/mustpass.json"
         text = (files("mla_conformance.fixtures") / "mustpass.json").read_text(encoding="utf-8")
@@ -70,7 +77,7 @@ class MustPass:
                 f"{source}: expected digest {expected.get(SUITE_VERSION)} of the must-pass list of suite "
                 f"{SUITE_VERSION}, got {found.digest} from the vocabulary; a changed list needs a new version"
             )
-        return found if among is None else MustPass.of_vocabulary(among)
+        return found
 
     @staticmethod
     def asked(texts: Sequence[str]) -> "MustPass":

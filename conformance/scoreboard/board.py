@@ -33,6 +33,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, role_of, scope_of, total
 from mla_conformance.report.summary import CapabilitySummary, Counts, RunSummary, count_by_capability, summarise
+from mla_conformance.version import SUITE_VERSION
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 _PAIRS = 3
@@ -103,8 +104,12 @@ class Entry:
 
     @cached_property
     def pairs(self) -> JudgedPairs | None:
-        """The pairs of classes that it claims, over all roles; None of an old record, whose suite had other classes."""
-        return None if self.old else total(judged_pairs(self._records, fitted_of(self.record.cases)))
+        """The pairs of classes that it claims, over all roles; None of an earlier suite, which had other classes."""
+        return (
+            None
+            if self.record.suite != SUITE_VERSION
+            else total(judged_pairs(self._records, fitted_of(self.record.cases)))
+        )
 
     @property
     def pairs_in_words(self) -> str:
