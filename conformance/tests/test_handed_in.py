@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,6 +27,7 @@ from mla_conformance.judging.record import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import Counts
 from mla_conformance.version import SUITE_VERSION
+from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
@@ -193,7 +194,8 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
 ) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
     added, *before = CASES
-    earlier, must_pass = digests._cases_digest(frozenset(before)), MustPass.of_vocabulary(before).digest
+    listed = tuple(id for id in digests._in_order() if id != added)
+    earlier, must_pass = digests._cases_digest(listed), MustPass.of_ids(listed).digest
     old = certificate(
         cases=dict.fromkeys(before, Status.PASS),
         counts=msgspec.structs.replace(COUNTS, listed=len(before), passed=len(before)),
@@ -214,28 +216,35 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
     assert f"suite {SUITE_VERSION}, 1 cases not yet judged" in (tmp_path / "site" / "index.html").read_text("utf-8")
 
 
-def test_a_record_of_an_earlier_suite_holds_while_its_list_is_here(
+def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, stored = record_digests(()), digests._stored
-    earlier = {"cases": here["cases"], "judging": ["a" * 64], "reference": [here["reference"]]}
+    listed = digests._in_order()[5:]  # another list than the one here
+    own = {"cases": digests._cases_digest(listed), "must_pass": "c" * 64, "fitted": digest_of((), listed)}
+    earlier = {**own, digests.NUMBER: len(listed), "judging": ["a" * 64], "reference": [here["reference"]]}
     monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))
-    known = here | {"judging": "a" * 64}
+    known = here | own | {"judging": "a" * 64}
+
+    def made(stated: dict[str, str], cases: Sequence[str]) -> Certificate:
+        return certificate(
+            suite="2026.1",
+            environment={"device": "cpu", "suite": "2026.1"},
+            digests=stated,
+            cases=dict.fromkeys(cases, Status.PASS),
+            counts=msgspec.structs.replace(COUNTS, listed=len(cases), passed=len(cases)),
+        )
+
     for stated, cases, said in (
-        (known, CASES, ""),
-        (known, CASES[1:], f"1 cases are missing, for example {CASES[0]}"),
-        (known | {"judging": "b" * 64}, CASES, f"got {'b' * 64}, which suite 2026.1 does not list"),
-        (known | {"cases": "b" * 64}, CASES, f"of suite 2026.1, outdated by {SUITE_VERSION}"),
+        (known, listed, ""),
+        (known, listed[1:], f"of suite 2026.1, outdated by {SUITE_VERSION}"),
+        (known | {"judging": "b" * 64}, listed, f"got {'b' * 64}, which suite 2026.1 does not list"),
+        (known | {"cases": "b" * 64}, listed, f"got {'b' * 64}, which suite 2026.1 does not list"),
     ):
-        environment = {"device": "cpu", "suite": "2026.1"}
-        passed = dict.fromkeys(cases, Status.PASS)
-        made = certificate(suite="2026.1", environment=environment, digests=stated, cases=passed)
-        record.write_bytes(msgspec.json.encode(made.to_json()))
+        record.write_bytes(msgspec.json.encode(made(stated, cases).to_json()))
         assert main(["verify", str(record)]) == bool(said)
         assert said in capsys.readouterr().err
-    record.write_bytes(
-        msgspec.json.encode(certificate(suite="2026.1", environment=environment, digests=known).to_json())
-    )
+    record.write_bytes(msgspec.json.encode(made(known, listed).to_json()))
     assert main(["verify", str(record), "--rerun", "1"]) == 1
     assert (
         f"expected a record of suite {SUITE_VERSION}, which is installed here, to run again" in capsys.readouterr().err
