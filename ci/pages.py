@@ -52,11 +52,11 @@ def commands() -> str:
 def case_fields() -> str:
     """Fields with their defaults: those that all cases have, those over a cache, and each role's own."""
     common, cached = _names(Case), _names(CachedCase)
-    over = ", ".join(case.role.value for case in _ROLES if issubclass(case, CachedCase))
+    over = ", ".join(case.role for case in _ROLES if issubclass(case, CachedCase))
     lists = [("All cases", Case, common), (f"Over a cache: {over}", CachedCase, cached - common)]
     for case in _ROLES:
         told = common | cached if issubclass(case, CachedCase) else common
-        lists.append((f"The role {case.role.value}", case, _names(case) - told))
+        lists.append((f"The role {case.role}", case, _names(case) - told))
     return "\n\n".join(_list(title, case, names) for title, case, names in lists if names)
 
 

@@ -140,7 +140,7 @@ class Sizes(NamedTuple):
     key: int
 
 
-_CLASSES: dict[str, type["Case"]] = {}
+CLASSES: dict[str, type["Case"]] = {}
 """The class of each call's cases."""
 
 
@@ -156,7 +156,7 @@ class Case(ABC):
     """
 
     role: ClassVar[Role]
-    calls: ClassVar[tuple[Call, ...]] = ()
+    calls: ClassVar[tuple[str, ...]] = ()
     follows: ClassVar[Mapping[str, str]] = {}
     longer: ClassVar[Mapping[str, int]] = {}
 
@@ -203,7 +203,10 @@ class Case(ABC):
         for name, part in vars(cls).items():
             if isinstance(part, Field):
                 _require_value(f"{cls.__name__}.{name}", part.default, part.metadata)
-        _CLASSES.update(dict.fromkeys(cls.calls, cls))
+        for call in vars(cls).get("calls", ()):
+            if call in CLASSES:
+                raise CaseError(f"{cls.__name__}.calls: {call} is a call of role {CLASSES[call].role}")
+            CLASSES[call] = cls
 
     def __post_init__(self) -> None:
         if not self.call:
@@ -221,9 +224,9 @@ class Case(ABC):
             CaseError: an unknown call or field, a field of another role, or a value that does not fit.
         """
         call = call or _default_call(capability)
-        if call not in _CLASSES:
-            raise CaseError(f"field call: expected one of {', '.join(Call)}, got {call!r}")
-        return _CLASSES[call](capability=capability, call=call, **_CLASSES[call]._own(values))
+        if call not in CLASSES:
+            raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
+        return CLASSES[call](capability=capability, call=call, **CLASSES[call]._own(values))
 
     @staticmethod
     def parse(text: str) -> "Case":
@@ -284,7 +287,7 @@ class Case(ABC):
         for name, value in values.items():
             if name in own:
                 continue
-            others = [other for other in dict.fromkeys(_CLASSES.values()) if name in other.defaults()]
+            others = [other for other in dict.fromkeys(CLASSES.values()) if name in other.defaults()]
             if all(value != other.defaults()[name] for other in others):
                 *first, last = sorted(other.role for other in others)
                 roles = f"{', '.join(first)} and {last}" if first else last
@@ -418,7 +421,7 @@ def parse_fields(text: str) -> dict[str, Any]:
 
 
 def _default_call(capability: str) -> str:
-    return capability if capability in list(Call) else Call.NEW_TOKENS
+    return capability if capability in CLASSES else Call.NEW_TOKENS
 
 
 def _known(names: Iterable[str]) -> dict[str, Any]:
@@ -427,7 +430,7 @@ def _known(names: Iterable[str]) -> dict[str, Any]:
     Raises:
         CaseError: one of ``names`` is no field.
     """
-    types = _types(tuple(dict.fromkeys(_CLASSES.values())))
+    types = _types(tuple(dict.fromkeys(CLASSES.values())))
     unknown = sorted(set(names) - set(types))
     if unknown:
         raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(types)}")

@@ -17,6 +17,7 @@ from mla_conformance.engine.messages import Hello, Setup
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.supervisor import Supervisor
 from mla_conformance.engine.tasks import ENOUGH
+from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
@@ -120,5 +121,7 @@ class Pool:
         share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or self._most_on_cpu))
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
-        setup = Setup(device, memory, request.salt, bool(request.explore), self.began, variables)
+        added = {name: space.role.file for name, space in SPACES.items() if space.role.file}
+        roles = {file: [case.id for case in array_of(name)] for name, file in added.items()}
+        setup = Setup(device, memory, request.salt, bool(request.explore), self.began, roles, variables)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

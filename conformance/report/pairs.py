@@ -14,8 +14,6 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import counts
 
-_SPACE_OF = {space.role: space for space in SPACES.values()}
-
 
 @dataclass(frozen=True)
 class JudgedPairs:
@@ -51,7 +49,8 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
 def _placed(case_id: str) -> tuple[Role, Row]:
     """The role and the classes of a case, which are asked for again with each backend and each report."""
     case = Case.parse(case_id)
-    return case.role, _SPACE_OF[case.role].row_of(case)
+    space = next(space for space in SPACES.values() if space.role is case.role)
+    return case.role, space.row_of(case)
 
 
 def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:

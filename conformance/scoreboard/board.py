@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.certificate.certificate import (
     Finding,
     Outdated,
@@ -142,7 +142,7 @@ class Entry:
         return records_of(self.record.backend, self.record.reference, self.record.cases)
 
 
-ROLES = (*map(str, Role), OTHER_ROLE)
+ROLES = (*ROLES, OTHER_ROLE)
 """The order in which roles are shown."""
 _NUMBERS = 6
 """Of a version, by which records are in order."""
