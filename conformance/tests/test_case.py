@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.backends.operands import table
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case, CaseError, at_least
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
@@ -45,7 +45,7 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
     assert {name for name, capability in CAPABILITIES.items() if not capability.cases} == set()
     assert all(case.capability == name for name, entry in CAPABILITIES.items() for case in entry.cases)
     used = {name for entry in CAPABILITIES.values() for name in entry.lists}
-    listed = {f"{role}.{name}".removeprefix(".") for role in ("", *Role) for name in lists_of(role)}
+    listed = {f"{role}.{name}".removeprefix(".") for role in ("", *ROLES) for name in lists_of(role)}
     assert used == listed - {"long_contexts"}
 
 

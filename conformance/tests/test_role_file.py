@@ -67,7 +67,7 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(
     (kernel,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / "add-a-role.md").read_text(), re.MULTILINE | re.DOTALL)
     Path("my_window.py").write_text(kernel + WRONG)
     backends = [f"--backend=my_window.py:{name}" for name in ("MyWindow", "OneTooFar")]
-    called = [command, "certify", "--role", role.name, *backends, "--device=cpu", "--out=run", "-n1"]
+    called = [str(command), "certify", "--role", role.name, *backends, "--device=cpu", "--out=run", "-n1"]
     done = subprocess.run(called, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "a role from outside, which is judged and never certified" in done.stdout + done.stderr
