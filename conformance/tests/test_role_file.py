@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -24,8 +23,7 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.arrays import SPACES, array_of, kept_arrays
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
-DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLE = DOCS / "examples" / "window_decode.py"
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 WRONG = """
 class OneTooFar(MyWindow):
     supported_dtypes, supported_block_sizes = [torch.bfloat16], [64]  # which is enough to be wrong
@@ -51,9 +49,9 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             monkeypatch.setitem(table, name, table[name])
     before = [set(table) for table in tables]
     monkeypatch.chdir(tmp_path)
-    shutil.copy(EXAMPLE, tmp_path)
+    copied = Path(shutil.copy(EXAMPLES / "window_decode.py", tmp_path))
     kept_arrays()["window_combinations"] = ["window_combinations:call=window_decode;q=[1];kv=[5]"]
-    yield tmp_path / EXAMPLE.name
+    yield copied
     array_of.cache_clear()
     lists_of.cache_clear()
     for table, names in zip(tables, before, strict=True):
@@ -64,8 +62,7 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_role_from_outside_is_judged_like_one_of_the_project(
     role: Path, command: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (kernel,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / "add-a-role.md").read_text(), re.MULTILINE | re.DOTALL)
-    Path("my_window.py").write_text(kernel + WRONG)
+    Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
     backends = [f"--backend=my_window.py:{name}" for name in ("MyWindow", "OneTooFar")]
     called = [str(command), "certify", "--role", role.name, *backends, "--device=cpu", "--out=run", "-n1"]
     done = subprocess.run(called, capture_output=True, text=True)
