@@ -134,3 +134,5 @@ def _require_operands(call: KernelCall) -> None:
             raise TypeError(f"{where}: expected an operand {name}, which the role's calls hand over, got none")
         if isinstance(x, torch.Tensor) and name not in forms:
             raise TypeError(f"{where}.{name}: expected a form of it, Annotated[Tensor, Form(...)], got none")
+        if name in forms and forms[name].written != (name in call.written):
+            raise TypeError(f"{where}.{name}: expected written={name in call.written}, as calls hand it over")
