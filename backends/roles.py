@@ -1,17 +1,10 @@
-"""Roles of a backend: what of an MLA layer it computes. One name may stand for a class in each role.
-
-Those of this project are attributes of :class:`Role`; a file from outside adds its own by naming it.
-"""
+"""Roles of a backend: what of an MLA layer it computes. One name may stand for a class in each role."""
 
 import re
 from typing import Any, ClassVar
 
 _EVERY = (
-    "get_name",
-    "validate_configuration",
-    "is_available",
-    "supports_compute_capability",
-    "supports_dtype",
+    *("get_name", "validate_configuration", "is_available", "supports_compute_capability", "supports_dtype"),
     "prepare_metadata",
 )
 
@@ -21,15 +14,12 @@ class RoleError(ValueError):
 
 
 class Role(str):
-    """A kind of classes that calls go to, by its name: one object for each.
+    """A kind of classes that calls go to, by its name: one object for each, ours or from outside.
 
-    Args:
-        name: as cases, reports and attributes of classes write it.
-        entries: methods of which each class of the role has one at least, which tells that it is of the role.
-        further: other methods that it must have, whether or not it inherits from ours.
-
-    Raises:
-        RoleError: another role has the name or an entry, or these are no names.
+    Attributes:
+        entries: methods of which only its classes have any, which tells that they are of this role.
+        required: those that each of them must have, whether or not it inherits from ours.
+        file: what defines it, as PATH@sha256:DIGEST; empty of a role of this project.
     """
 
     PREFILL: ClassVar["Role"]
@@ -45,7 +35,7 @@ class Role(str):
 
     entries: tuple[str, ...]
     required: tuple[str, ...]
-    file: str  # that defines it, as PATH@sha256:DIGEST; empty of a role of this project
+    file: str
 
     def __new__(cls, name: str, *entries: str, further: tuple[str, ...] = _EVERY) -> "Role":
         if not re.fullmatch("[a-z][a-z0-9_]*", name):
@@ -85,9 +75,9 @@ Role.CACHE = Role(
 Role.SPARSE_LAYER = Role("sparse_layer", "run_sparse_layer", further=(*_EVERY, "load_weights"))
 
 
-def outside() -> list[str]:
-    """The files of roles from outside."""
-    return [role.file for role in ROLES.values() if role.file]
+def outside() -> str:
+    """The file of the role from outside; empty without one."""
+    return next((role.file for role in ROLES.values() if role.file), "")
 
 
 def _named(name: str) -> Role:

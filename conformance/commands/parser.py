@@ -102,7 +102,7 @@ def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argpa
         if option.only_with and is_given(option.names[-1]) and not any(map(is_given, option.only_with)):
             raise InputError(f"{option.names[-1]}: expected together with {' or '.join(option.only_with)}")
     try:
-        for file in getattr(options, "role", ()):
+        if file := getattr(options, "role", None):
             from mla_conformance.trials.role_file import take_up  # with torch
 
             take_up(file)

@@ -42,7 +42,7 @@ _BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all")
 _CAPABILITIES = several("--capability", "NAME", "by default all")
 _EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
 _SALT = option("--salt", "TEXT", "draw all inputs anew, from this text", type=salt)
-_ROLE = several("--role", "FILE.py", "take up the role that this file defines")
+_ROLE = option("--role", "FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = path("report", "REPORT", "report.json, or a run's folder")
 _TIMEOUT = option("--timeout", "TIME", "end cases that take longer", type=seconds)

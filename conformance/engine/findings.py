@@ -72,7 +72,7 @@ class Installation:
         """As they are now: those of the harness, and of its libraries those that are loaded."""
         loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] in _LIBRARIES]
         paths = [Path(file) for module in loaded if (file := getattr(module, "__file__", None))]
-        roles = [Path(file.partition("@")[0]) for file in outside()]
+        roles = [Path(outside().partition("@")[0])] if outside() else []
         return Installation(
             {path: file_digest(path) for path in (*harness_files().values(), *paths, *roles)}, _beside()
         )

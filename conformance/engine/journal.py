@@ -244,7 +244,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shard: Shard | None = None
     deployment: Deployment | None = None
     salt: str = ""
-    roles: tuple[str, ...] = ()  # files of those from outside
+    role: str = ""  # the file of one from outside
 
     @staticmethod
     def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -267,7 +267,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             shard=request.shard,
             deployment=request.deployment,
             salt=request.salt,
-            roles=tuple(outside()),
+            role=outside(),
         )
 
     @staticmethod

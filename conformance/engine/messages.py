@@ -18,8 +18,8 @@ class Setup(msgspec.Struct, frozen=True):
     salt: str = ""  # what inputs are drawn with beside their case; empty for none
     draws: bool = False  # whether cases are to be drawn
     began: float = 0.0  # when the run began, in seconds of the system's clock
-    # of roles from outside, by file as PATH@sha256:DIGEST, ids of the covering array
-    roles: dict[str, list[str]] = {}
+    role: str = ""  # the file of one from outside, as PATH@sha256:DIGEST
+    array: tuple[str, ...] = ()  # ids of its covering array
     variables: dict[str, str] = {}  # of the environment, for a process that was started before they were known
 
 

@@ -97,8 +97,12 @@ class Run:
         self.supervisor.hellos()  # what judges is there before anything of a backend is
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        asked = {"salt": self.request.salt, "judge": APART, "journal": "" if keeps_from_pipes() else UNSEALED}
-        asked["role"] = "; ".join(outside())
+        asked = {
+            "salt": self.request.salt,
+            "judge": APART,
+            "role": outside(),
+            "journal": "" if keeps_from_pipes() else UNSEALED,
+        }
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 
@@ -372,8 +376,8 @@ class Run:
 
     @property
     def resume_line(self) -> str:
-        roles = "".join(f" --role {shlex.quote(file.partition('@')[0])}" for file in outside())
-        return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}{roles}"
+        role = f" --role {shlex.quote(outside().partition('@')[0])}" if outside() else ""
+        return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}{role}"
 
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""

@@ -81,8 +81,8 @@ _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GP
 
 def load_all(setup: Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
-    for file, array in setup.roles.items():
-        take_up(file, array)
+    if setup.role:
+        take_up(setup.role, setup.array)
     tolerance()
     load_lists()
     for role in ROLES.values():

@@ -95,22 +95,22 @@ def _run(report: ReportForm, source: str) -> RunSummary:
     missing = [name for name in ENVIRONMENT if name not in report.environment]
     if missing:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
-    salt, roles = report.environment.get("salt", ""), report.environment.get("role", "").split("; ")
-    for path, digest in (file.split("@") for file in filter(None, roles)):
-        if digest not in {file.rpartition("@")[2] for file in outside()}:
-            raise ValueError(f"its cases are of a role from outside; expected --role {path}, as it was: {digest}")
+    salt, role = (report.environment.get(name, "") for name in ("salt", "role"))
+    path, _, digest = role.partition("@")
+    if digest and digest != outside().partition("@")[2]:
+        raise ValueError(f"its cases are of a role from outside; expected --role {path}, as it was: {digest}")
     backends = tuple(
-        _backend(name, part, (*own, *(shard.share(part.fitted) if shard else part.fitted)), salt, roles)
+        _backend(name, part, (*own, *(shard.share(part.fitted) if shard else part.fitted)), salt, role)
         for name, part in report.backends.items()
     )
     reported = {"suite": report.suite, **report.environment}
     return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
 
 
-def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, roles: Sequence[str]) -> BackendSummary:
+def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role: str) -> BackendSummary:
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a name such as MINE or MINE[variant] of a backend, got {_brief(name)}")
-    records = list(_records(name, part, salt, roles))
+    records = list(_records(name, part, salt, role))
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
         raise ValueError(f"{name} has two records of one case, or one of a case that is not listed")
@@ -126,13 +126,13 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role
     return BackendSummary(facts, capabilities, part.stopped, part.traced, part.heat, pairs, part.traits)
 
 
-def _records(name: str, part: BackendForm, salt: str, roles: Sequence[str]) -> Iterator[Record]:
+def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Record]:
     failures = {(capability, f.case): f for capability, entry in part.capabilities.items() for f in entry.failures}
     for entry in part.records:
         capability = entry.capability or entry.case.partition(":")[0]
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
             raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
-        digest = Case.parse(entry.case).role.file.rpartition("@")[2]
+        case = Case.parse(entry.case)
         said = said_of(failures.get((capability, entry.case), entry))
         if (said["judged"] is not None) != (entry.status in _EXPECTED):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
@@ -149,7 +149,7 @@ def _records(name: str, part: BackendForm, salt: str, roles: Sequence[str]) -> I
             sampled=msgspec.to_builtins(entry.sampled) if entry.sampled else {},
             evidence=part.evidence[entry.evidence] if entry.evidence is not None else {},
             salt=salt,
-            role=next((file for file in roles if file.rpartition("@")[2] == digest), ""),
+            role=role if case.role.file else "",
             **said,
         )
 

@@ -82,11 +82,7 @@ class RoleDefinition:
         return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
     def require_whole(self, case: Case) -> None:
-        """Hold all that is said of the role against one of its cases.
-
-        Raises:
-            TypeError: a configuration, a constructor, an entry or a class of the role lacks something.
-        """
+        """Hold a role against one of its cases; a TypeError says what it lacks."""
         dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
         if self.config is not None:  # of a layer that its kernels make these are asked
             self.config_of(case, dtype)

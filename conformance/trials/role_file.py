@@ -38,7 +38,7 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
     if digest not in ("", found):
         raise InputError(f"{path}: the role was changed since the run began; start the run anew")
     file = f"{path}{_DIGEST}{found}"
-    if file in outside():  # as in a process that was forked
+    if file == outside():  # as in a process that was forked
         return
     tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, SPACES, CAPABILITIES, DEFINITIONS)
     before = [dict(table) for table in tables]
