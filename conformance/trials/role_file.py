@@ -6,6 +6,7 @@ What decides is its user's then: nothing that it judges is certified or recorded
 import hashlib
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,13 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
 
 
 def _add(path: Path, file: str, array: Sequence[str]) -> None:
-    module = import_file(path)
-    sys.modules.setdefault(path.stem, module)  # where a kernel's file imports the classes of its role from
+    module, name = import_file(path), path.stem
+    if (
+        name not in sys.modules
+        and name.isidentifier()
+        and getattr(find_spec(name), "origin", None) in (None, str(path))
+    ):
+        sys.modules[name] = module  # where a kernel's file imports the classes of its role from
     defined = [each for each in vars(module).values() if isinstance(each, RoleDefinition)]
     added = [each for each in defined if each.role not in DEFINITIONS]
     if len(added) != 1:
