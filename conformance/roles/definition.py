@@ -103,7 +103,6 @@ class RoleDefinition:
         return self.config(**{name: told[name] for name in self.config._fields})
 
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """An instance of a class for a case, its dtype and its device."""
         told = facts_of(case, dtype) | self.facts(case, dtype)
         given = {name: told[name] for name in self.constructed if told[name] is not None}
         return kernel(**given, vllm_config=None)
@@ -113,7 +112,6 @@ class RoleDefinition:
         return reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
 
     def declared(self, kernel: Any) -> Declaration:
-        """What a class declares."""
         return declaration_of(kernel)
 
 
