@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
-from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.reference.chunking import PLANNERS
 
 MOST_SLICES = 2**18
@@ -86,18 +85,3 @@ def slices_of(contexts: Sequence[int], workspace: int) -> int:
     with_context = sum(map(bool, contexts))
     share = max(1, workspace // max(1, with_context))
     return len(contexts) * (max(contexts) // share + with_context)
-
-
-def new(q: Lengths, **fields: Any) -> Fields:
-    """New tokens only."""
-    return {"q": q, **fields}
-
-
-def chunk(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """One chunk of context."""
-    return {"call": Call.CONTEXT_CHUNK, "q": q, "kv": kv, **fields}
-
-
-def chunked(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """Context in chunks, merged with the new tokens."""
-    return {"call": Call.CHUNKED_CONTEXT, "q": q, "kv": kv, **fields}
