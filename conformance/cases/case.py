@@ -5,7 +5,6 @@ No tensor and no torch: a case is written into journals, file names and bug repo
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
@@ -145,7 +144,7 @@ CLASSES: dict[str, type["Case"]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(ABC):
+class Case:
     """One question to a backend.
 
     Attributes:
@@ -153,12 +152,14 @@ class Case(ABC):
         calls: the entries that they may drive.
         follows: own fields of a class that do not stand behind the common ones in ids, each with the one before it.
         longer: how much longer requests are in :meth:`varied`.
+        asked: fields that profiles name, each with what is usual and how another value is named.
     """
 
     role: ClassVar[Role]
     calls: ClassVar[tuple[str, ...]] = ()
     follows: ClassVar[Mapping[str, str]] = {}
     longer: ClassVar[Mapping[str, int]] = {}
+    asked: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
     capability: str = field(metadata={"means": "the capability that the case decides; the prefix of the id"})
     call: str = given(
@@ -366,9 +367,10 @@ class Case(ABC):
         return Sizes(columns, self.heads * columns, self.heads * self.dimensions.v_head_dim, self.heads * columns)
 
     @property
-    @abstractmethod
     def asks(self) -> tuple[str, ...]:
         """What is asked for beyond the plainest case of the role, as profiles of the must-pass list name it."""
+        told = ((getattr(self, name), usual, words) for name, (usual, words) in self.asked.items())
+        return tuple(words.format(value) for value, usual, words in told if value != usual)
 
     def varied(self) -> Self:
         """The same configuration with longer requests in reverse order and other values, for tests of state."""

@@ -19,6 +19,7 @@ class PrefillCase(Case):
     role: ClassVar[Role] = Role.PREFILL
     calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
     longer: ClassVar[Mapping[str, int]] = {"q": 3, "kv": 0}
+    asked: ClassVar = {"quant": ("none", "quant_output"), "merge": ("golden", "own_merge")}
     # Ids are older than roles with fields of their own.
     follows: ClassVar[Mapping[str, str]] = {
         "planner": "workspace",
@@ -62,10 +63,6 @@ class PrefillCase(Case):
     @property
     def profile(self) -> str:
         return ""
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return ("quant_output" if self.quant != "none" else "", "own_merge" if self.own_merge else "")
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
