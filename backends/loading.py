@@ -25,7 +25,7 @@ from mla_conformance.backends.generations.present_adapter import PresentAdapter
 from mla_conformance.backends.generations.vllm import is_from_vllm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
-from mla_conformance.backends.roles import REQUIRED, Role, role_of, sibling
+from mla_conformance.backends.roles import ROLES, Role, role_of, sibling
 
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
@@ -38,7 +38,7 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
     if members:
         return tuple(member.role for member in members)
     named = _load_named(backend)
-    return tuple(role for role in Role if _in_role(named, role) is not None)
+    return tuple(role for role in ROLES.values() if _in_role(named, role) is not None)
 
 
 def load_role(backend: BackendReference, role: Role) -> Any:
@@ -74,7 +74,7 @@ def _load_named(backend: BackendReference) -> Any:
     def load() -> Any:
         if plugin:
             return as_backend(plugin.load())
-        module = _import_file(Path(location)) if location.endswith(".py") else import_module(location)
+        module = import_file(Path(location)) if location.endswith(".py") else import_module(location)
         if not hasattr(module, name):
             raise BackendReferenceError(f"'{backend.reference}': no class {name} in {location}")
         return as_backend(getattr(module, name))
@@ -89,7 +89,8 @@ def _in_role(named: Any, role: Role) -> Any:
     return named if role_of(named) is role else sibling(named, role)
 
 
-def _import_file(path: Path) -> Any:
+def import_file(path: Path) -> Any:
+    """The module of a file, imported once, whoever names it: a role's kernels are of the classes that the role has."""
     name = f"mla_conformance_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
@@ -109,8 +110,9 @@ def _checked(loaded: Any, reference: str) -> type:
     if not isinstance(loaded, type):
         raise BackendReferenceError(f"'{reference}': expected a class, got {type(loaded).__name__}")
     abstract: set[str] = getattr(loaded, "__abstractmethods__", set())
-    required = REQUIRED[role_of(loaded)]
-    missing = sorted(abstract | {name for name in required if not callable(getattr(loaded, name, None))})
+    missing = sorted(
+        abstract | {name for name in role_of(loaded).required if not callable(getattr(loaded, name, None))}
+    )
     if missing:
         raise BackendReferenceError(f"'{reference}': class {loaded.__name__} lacks {', '.join(missing)}")
     try:

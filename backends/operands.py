@@ -15,6 +15,13 @@ from torch import Tensor
 from mla_conformance.backends.kernel import expect, require_declared
 
 AT_LEAST = " or more"
+SIZES = {
+    *("T", "S", "B", "B + 1", "N", "H", "K", "K'", "P", "R", "P + R", "V", "L", "D", "C", "m", "C · D", "2 · C · D"),
+    *("blocks", "page", "width", "index width", "max blocks", "pages", "state page", "state pages"),
+    *("columns", "rows", "hidden", "1"),
+}
+DTYPES = {"", "model", "input", "codes", "entries", "index entries"}
+"""Names of sizes and of dtypes that tables may use; a role from outside adds its own."""
 AnyTable = TypeVar("AnyTable", bound=Callable[..., Any])
 
 
@@ -30,9 +37,25 @@ class Form:
     says: str = ""  # what else a refusal says of it
     written: bool = False  # whether the entry writes it
 
+    def __post_init__(self) -> None:
+        dtypes = self.dtype if isinstance(self.dtype, tuple) else (self.dtype,)
+        for what, names, known in (
+            ("sizes", self.dims, SIZES),
+            ("dtypes", [each for each in dtypes if isinstance(each, str)], DTYPES),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                raise TypeError(
+                    f"Form({self.shape!r}): expected {what} of {', '.join(sorted(known - {''}))}; got {unknown[0]!r}"
+                )
+
+    @property
+    def dims(self) -> list[str]:
+        """The names of its sizes."""
+        return [dim.removesuffix(AT_LEAST) for dim in self.shape.split(", ") if dim]
+
     def has(self, dim: str) -> bool:
         """Whether it has a part for each of this dimension."""
-        return self.shape.split(", ")[0].removesuffix(AT_LEAST) == dim
+        return self.dims[:1] == [dim]
 
 
 def table(of: AnyTable) -> AnyTable:
@@ -78,9 +101,10 @@ def require_forms(
 
 def require_form(name: str, x: Tensor, form: Form, known: Mapping[str, Any]) -> None:
     """The same of one tensor."""
-    dims = [dim.removesuffix(AT_LEAST) for dim in form.shape.split(", ") if dim]
-    sizes = [*x.shape, *[None] * len(dims)]  # of a dimension that nobody knows its own, as far as there is one
-    shape = [size for dim, own in zip(dims, sizes, strict=False) if (size := known.get(dim, own)) is not None]
+    if unknown := [dim for dim in form.dims[x.dim() :] if dim not in known]:
+        raise ValueError(f"{name}: expected [{form.shape}], got {list(x.shape)}, without {unknown[0]}")
+    sizes = [*x.shape, *form.dims[x.dim() :]]  # its own where nobody knows a size
+    shape = [known.get(dim, own) for dim, own in zip(form.dims, sizes, strict=False)]
     if "T" in known and form.shape.startswith((f"T{AT_LEAST}", f"S{AT_LEAST}")):
         if list(x.shape[1:]) != shape[1:] or x.shape[0] < shape[0]:
             expected = f"at least {shape[0]} tokens of {shape[1:]} by the metadata"

@@ -1,73 +1,96 @@
 """Roles of a backend: what of an MLA layer it computes. One name may stand for a class in each role."""
 
-from enum import StrEnum
-from typing import Any
-
-
-class Role(StrEnum):
-    """Kinds of classes that calls go to."""
-
-    PREFILL = "prefill"
-    """A ``MLAPrefillBackend``."""
-    DECODE = "decode"
-    """A ``MLADecodeBackend``."""
-    LAYER = "layer"
-    """An ``AttentionBackend``: a whole layer with its metadata and its cache."""
-    SPARSE = "sparse"
-    """A ``MLASparseBackend``: attention to selected keys."""
-    INDEXER = "indexer"
-    """A ``MLAIndexerBackend``: scores of cached tokens, and the best of them."""
-    TOPK = "topk"
-    """A ``MLATopKBackend``: the columns with the largest of given logits."""
-    PREPARE = "prepare"
-    """A ``MLAPrepareBackend``: index queries and keys in codes."""
-    COMPRESS = "compress"
-    """A ``MLACompressBackend``: keys of several tokens compressed to one, with states carried from call to call."""
-    CACHE = "cache"
-    """A ``MLACacheBackend``: entries written and gathered, slots computed."""
-    SPARSE_LAYER = "sparse_layer"
-    """A ``MLASparseLayerBackend``: a whole layer with its indexer, from hidden states to hidden states."""
-
+import re
+from typing import Any, ClassVar
 
 _EVERY = (
-    "get_name",
-    "validate_configuration",
-    "is_available",
-    "supports_compute_capability",
-    "supports_dtype",
+    *("get_name", "validate_configuration", "is_available", "supports_compute_capability", "supports_dtype"),
     "prepare_metadata",
 )
-REQUIRED = {
-    Role.PREFILL: (*_EVERY, "supports_quant_output", "run_prefill_new_tokens", "run_prefill_context_chunk"),
-    Role.DECODE: (*_EVERY, "run_decode"),
-    Role.LAYER: ("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"),
-    Role.SPARSE: (*_EVERY, "run_sparse_decode", "run_sparse_prefill"),
-    Role.INDEXER: (*_EVERY, "run_index_logits", "run_index_topk"),
-    Role.TOPK: (*_EVERY, "run_top_k_per_row"),
-    Role.PREPARE: (*_EVERY, "run_prepare_index"),
-    Role.COMPRESS: (*_EVERY, "run_compress"),
-    Role.SPARSE_LAYER: (*_EVERY, "load_weights", "run_sparse_layer"),
-    Role.CACHE: (
-        *(name for name in _EVERY if name != "prepare_metadata"),
-        "run_write_latent",
-        "run_write_index",
-        "run_gather_latent",
-        "run_gather_index",
-        "run_slot_mapping",
-        "run_global_slots",
-    ),
-}
-"""Methods that a class of a role must have, whether or not it inherits from ours."""
-_TOLD_BY_CALLS = tuple(role for role in Role if role not in (Role.PREFILL, Role.LAYER))
+
+
+class RoleError(ValueError):
+    """What cannot be a role, or takes what is another one's."""
+
+
+class Role(str):
+    """A kind of classes that calls go to, by its name: one object for each, ours or from outside.
+
+    Attributes:
+        entries: methods of which only its classes have any, which tells that they are of this role.
+        required: those that each of them must have, whether or not it inherits from ours.
+        file: what defines it, as PATH@sha256:DIGEST; empty of a role of this project.
+    """
+
+    PREFILL: ClassVar["Role"]
+    DECODE: ClassVar["Role"]
+    LAYER: ClassVar["Role"]
+    SPARSE: ClassVar["Role"]
+    INDEXER: ClassVar["Role"]
+    TOPK: ClassVar["Role"]
+    PREPARE: ClassVar["Role"]
+    COMPRESS: ClassVar["Role"]
+    CACHE: ClassVar["Role"]
+    SPARSE_LAYER: ClassVar["Role"]
+
+    entries: tuple[str, ...]
+    required: tuple[str, ...]
+    file: str
+
+    def __new__(cls, name: str, *entries: str, further: tuple[str, ...] = _EVERY) -> "Role":
+        if not re.fullmatch("[a-z][a-z0-9_]*", name):
+            raise RoleError(f"role {name!r}: expected a name of small letters, digits and underscores")
+        if name in ROLES:
+            raise RoleError(f"role {name}: the name is taken by a role of {ROLES[name].file or 'this project'}")
+        for other in ROLES.values():
+            if taken := set(entries).intersection(other.entries):
+                raise RoleError(f"role {name}: expected entries of its own, {min(taken)} is one of role {other}")
+        role = ROLES[name] = super().__new__(cls, name)
+        role.entries, role.required, role.file = entries, (*further, *entries), ""
+        return role
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The same object in any process that knows the role."""
+        return _named, (str(self),)
+
+
+ROLES: dict[str, Role] = {}
+"""Every role by its name, in the order in which a class is asked for its own."""
+Role.PREFILL = Role(
+    "prefill", "run_prefill_new_tokens", "run_prefill_context_chunk", further=(*_EVERY, "supports_quant_output")
+)
+Role.DECODE = Role("decode", "run_decode")
+Role.LAYER = Role("layer", further=("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"))
+Role.SPARSE = Role("sparse", "run_sparse_decode", "run_sparse_prefill")
+Role.INDEXER = Role("indexer", "run_index_logits", "run_index_topk")
+Role.TOPK = Role("topk", "run_top_k_per_row")
+Role.PREPARE = Role("prepare", "run_prepare_index")
+Role.COMPRESS = Role("compress", "run_compress")
+Role.CACHE = Role(
+    "cache",
+    *("run_write_latent", "run_write_index", "run_gather_latent", "run_gather_index"),
+    *("run_slot_mapping", "run_global_slots"),
+    further=_EVERY[:-1],
+)
+Role.SPARSE_LAYER = Role("sparse_layer", "run_sparse_layer", further=(*_EVERY, "load_weights"))
+
+
+def outside() -> str:
+    """The file of the role from outside; empty without one."""
+    return next((role.file for role in ROLES.values() if role.file), "")
+
+
+def _named(name: str) -> Role:
+    return ROLES[name]
 
 
 def role_of(loaded: type) -> Role:
-    """The role of a class, by what it can be called for."""
+    """The role of a class, by what it can be called for; of one that has nothing that tells it, prefill."""
     if callable(getattr(loaded, "get_impl_cls", None)):
         return Role.LAYER
-    calls = {role: [name for name in REQUIRED[role] if name.startswith("run_")] for role in _TOLD_BY_CALLS}
-    found = (role for role, names in calls.items() if any(callable(getattr(loaded, name, None)) for name in names))
-    return next(found, Role.PREFILL)
+    others = (role for role in ROLES.values() if role is not Role.PREFILL)
+    told = (role for role in others if any(callable(getattr(loaded, name, None)) for name in role.entries))
+    return next(told, Role.PREFILL)
 
 
 def sibling(loaded: type, role: Role) -> Any:

@@ -9,38 +9,17 @@ from pathlib import Path
 from unittest.mock import patch
 
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import CLASSES, Call, Case
 from mla_conformance.cli import _parser
 from mla_conformance.commands.options import commands_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
-from mla_conformance.roles.cache.case import CacheCase
-from mla_conformance.roles.compress.case import CompressCase
-from mla_conformance.roles.decode.case import DecodeCase
-from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.roles.prepare.case import PrepareCase
-from mla_conformance.roles.sparse.case import SparseCase
-from mla_conformance.roles.sparse_layer.case import SparseLayerCase
-from mla_conformance.roles.topk.case import TopKCase
 
 ROOT = Path(__file__).parents[1]
 _NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n", re.MULTILINE)
 """Usage, which repeats the options, headings, and the option that every command has."""
 _WIDTH = 80
-_ROLES = (
-    PrefillCase,
-    DecodeCase,
-    LayerCase,
-    SparseCase,
-    SparseLayerCase,
-    IndexerCase,
-    TopKCase,
-    PrepareCase,
-    CompressCase,
-    CacheCase,
-)
+_ROLES = tuple(dict.fromkeys(CLASSES[call] for call in Call))
 
 
 def commands() -> str:
@@ -52,11 +31,11 @@ def commands() -> str:
 def case_fields() -> str:
     """Fields with their defaults: those that all cases have, those over a cache, and each role's own."""
     common, cached = _names(Case), _names(CachedCase)
-    over = ", ".join(case.role.value for case in _ROLES if issubclass(case, CachedCase))
+    over = ", ".join(case.role for case in _ROLES if issubclass(case, CachedCase))
     lists = [("All cases", Case, common), (f"Over a cache: {over}", CachedCase, cached - common)]
     for case in _ROLES:
         told = common | cached if issubclass(case, CachedCase) else common
-        lists.append((f"The role {case.role.value}", case, _names(case) - told))
+        lists.append((f"The role {case.role}", case, _names(case) - told))
     return "\n\n".join(_list(title, case, names) for title, case, names in lists if names)
 
 

@@ -13,7 +13,7 @@ from mla_conformance.backends.loading import load_backend, load_role, roles_of, 
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, parse_reference
 from mla_conformance.backends.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 
 IMPORT = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
 DECODE = "from mla_conformance.backends.eager_decode import EagerDecodeBackend\n"
@@ -45,7 +45,7 @@ class EntryPoint:
 def test_a_name_stands_for_a_class_in_each_role() -> None:
     eager, ragged, latent = map(parse_reference, ("EAGER", "FLASH_ATTN[fa3]", "FLASHMLA"))
     assert {"EAGER", "TORCH_SDPA", "FLASH_ATTN", "CUSTOM"} - {each.name for each in known_backends()} == {"CUSTOM"}
-    assert roles_of(eager) == tuple(role for role in Role if role is not Role.LAYER)
+    assert roles_of(eager) == tuple(role for role in ROLES.values() if role is not Role.LAYER)
     assert (roles_of(ragged), roles_of(latent)) == ((Role.PREFILL,), (Role.DECODE,))
     assert load_backend(eager) is load_role(eager, Role.PREFILL) is EagerPrefillBackend
     assert load_role(ragged, Role.DECODE) is None and load_role(eager, Role.DECODE).get_name() == "EAGER"

@@ -7,7 +7,7 @@ from typing import Any
 
 from mla_conformance.api.function_case import NO_FUNCTION, FunctionCase, why_no_function
 from mla_conformance.backends.references import nearest
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.covering import Pairs, choose
 from mla_conformance.cases.fitting import fit
@@ -112,7 +112,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         InputError: an unknown role, tier, field or value, or values that no case has together.
     """
     if role in list(NO_FUNCTION):
-        raise InputError(f"cases: {NO_FUNCTION[Role(role)]}")
+        raise InputError(f"cases: {NO_FUNCTION[ROLES[role]]}")
     if role not in list(CALLS):
         raise InputError(f"cases: unknown role {role!r}; expected one of {', '.join(CALLS)}")
     space = next(space for space in SPACES.values() if space.role == role)

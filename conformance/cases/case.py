@@ -5,7 +5,6 @@ No tensor and no torch: a case is written into journals, file names and bug repo
 """
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
@@ -147,12 +146,12 @@ class Sizes(NamedTuple):
     key: int
 
 
-_CLASSES: dict[str, type["Case"]] = {}
+CLASSES: dict[str, type["Case"]] = {}
 """The class of each call's cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(ABC):
+class Case:
     """One question to a backend.
 
     Attributes:
@@ -160,12 +159,14 @@ class Case(ABC):
         calls: the entries that they may drive.
         follows: own fields of a class that do not stand behind the common ones in ids, each with the one before it.
         longer: how much longer requests are in :meth:`varied`.
+        asked: fields that profiles name, each with what is usual and how another value is named.
     """
 
     role: ClassVar[Role]
-    calls: ClassVar[tuple[Call, ...]] = ()
+    calls: ClassVar[tuple[str, ...]] = ()
     follows: ClassVar[Mapping[str, str]] = {}
     longer: ClassVar[Mapping[str, int]] = {}
+    asked: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
     capability: str = field(metadata={"means": "the capability that the case decides; the prefix of the id"})
     call: str = given(
@@ -210,7 +211,10 @@ class Case(ABC):
         for name, part in vars(cls).items():
             if isinstance(part, Field):
                 _require_value(f"{cls.__name__}.{name}", part.default, part.metadata)
-        _CLASSES.update(dict.fromkeys(cls.calls, cls))
+        for call in vars(cls).get("calls", ()):
+            if call in CLASSES:
+                raise CaseError(f"{cls.__name__}.calls: {call} is a call of role {CLASSES[call].role}")
+            CLASSES[call] = cls
 
     def __post_init__(self) -> None:
         if not self.call:
@@ -228,9 +232,9 @@ class Case(ABC):
             CaseError: an unknown call or field, a field of another role, or a value that does not fit.
         """
         call = call or _default_call(capability)
-        if call not in _CLASSES:
-            raise CaseError(f"field call: expected one of {', '.join(Call)}, got {call!r}")
-        return _CLASSES[call](capability=capability, call=call, **_CLASSES[call]._own(values))
+        if call not in CLASSES:
+            raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
+        return CLASSES[call](capability=capability, call=call, **CLASSES[call]._own(values))
 
     @staticmethod
     def parse(text: str) -> "Case":
@@ -291,7 +295,7 @@ class Case(ABC):
         for name, value in values.items():
             if name in own:
                 continue
-            others = [other for other in dict.fromkeys(_CLASSES.values()) if name in other.defaults()]
+            others = [other for other in dict.fromkeys(CLASSES.values()) if name in other.defaults()]
             if all(value != other.defaults()[name] for other in others):
                 *first, last = sorted(other.role for other in others)
                 roles = f"{', '.join(first)} and {last}" if first else last
@@ -391,9 +395,10 @@ class Case(ABC):
         return Sizes(columns, self.heads * columns, self.heads * self.dimensions.v_head_dim, self.heads * columns)
 
     @property
-    @abstractmethod
     def asks(self) -> tuple[str, ...]:
         """What is asked for beyond the plainest case of the role, as profiles of the must-pass list name it."""
+        told = ((getattr(self, name), usual, words) for name, (usual, words) in self.asked.items())
+        return tuple(words.format(value) for value, usual, words in told if value != usual)
 
     def varied(self) -> Self:
         """The same configuration with longer requests in reverse order and other values, for tests of state."""
@@ -450,7 +455,7 @@ def parse_fields(text: str) -> dict[str, Any]:
 
 
 def _default_call(capability: str) -> str:
-    return capability if capability in list(Call) else Call.NEW_TOKENS
+    return capability if capability in CLASSES else Call.NEW_TOKENS
 
 
 def _known(names: Iterable[str]) -> dict[str, Any]:
@@ -459,7 +464,7 @@ def _known(names: Iterable[str]) -> dict[str, Any]:
     Raises:
         CaseError: one of ``names`` is no field.
     """
-    types = _types(tuple(dict.fromkeys(_CLASSES.values())))
+    types = _types(tuple(dict.fromkeys(CLASSES.values())))
     unknown = sorted(set(names) - set(types))
     if unknown:
         raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(types)}")

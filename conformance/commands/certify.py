@@ -43,6 +43,11 @@ _OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", 
 
 def certify(options: argparse.Namespace) -> int:
     began, issuing = time.monotonic(), Issuing.asked(options)
+    if options.role:
+        why = "{}: cannot be combined with --role, by whose file nothing is certified or recorded"
+        _refuse(options, ("certificate", "submission", "record", "sanitize", "model", "config"), why)
+        if not (options.backend or options.resume):
+            raise InputError("--role: expected --backend with a kernel of this role")
     if options.submission:
         require_records(options.submission)
     plan = _recorded(options.resume) if options.resume else None

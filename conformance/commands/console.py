@@ -91,6 +91,8 @@ def _header(run: Run) -> Iterator[str]:
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
     what = [asked.scope, " and ".join(filter(None, cases)), salted, "golden float64", shard]
     yield " · ".join(filter(None, [*where, *what]))
+    if "role" in environment:
+        yield f"a role from outside, which is judged and never certified: {environment['role']}"
     for case in () if asked.deployment else asked.cases:
         space = next(space for space in SPACES.values() if space.role is case.role)
         if names := space.outside(case):

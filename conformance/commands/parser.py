@@ -102,6 +102,10 @@ def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argpa
         if option.only_with and is_given(option.names[-1]) and not any(map(is_given, option.only_with)):
             raise InputError(f"{option.names[-1]}: expected together with {' or '.join(option.only_with)}")
     try:
+        if file := getattr(options, "role", None):
+            from mla_conformance.trials.role_file import take_up  # with torch
+
+            take_up(file)
         status: int = resolve_name(command.run)(options)
     except ModuleNotFoundError as error:
         if error.name != "torch":

@@ -42,6 +42,7 @@ _BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all")
 _CAPABILITIES = several("--capability", "NAME", "by default all")
 _EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
 _SALT = option("--salt", "TEXT", "draw all inputs anew, from this text", type=salt)
+_ROLE = option("--role", "FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = path("report", "REPORT", "report.json, or a run's folder")
 _TIMEOUT = option("--timeout", "TIME", "end cases that take longer", type=seconds)
@@ -70,6 +71,7 @@ COMMANDS = (
         "judge backends",
         "mla_conformance.commands.certify:certify",
         *_SELECTION,
+        _ROLE,
         option(
             "--explore",
             "N|TIME",
@@ -119,6 +121,7 @@ COMMANDS = (
         "mla_conformance.commands.watch:watch",
         option("backend", "file.py:Class", "the class to judge"),
         _CAPABILITIES,
+        _ROLE,
         _DEVICE,
         _TIMEOUT,
         examples=("my_backend.py:MyBackend --capability lse",),
@@ -134,6 +137,7 @@ COMMANDS = (
         several("--after", "CASE_ID", "run this case before it, in the same process"),
         _SALT,
         _BACKEND,
+        _ROLE,
         _DEVICE,
         _TIMEOUT,
         (
@@ -150,6 +154,7 @@ COMMANDS = (
         _CASE,
         _SALT,
         _NEEDED_BACKEND,
+        _ROLE,
         _DEVICE,
         option("--timeout", "TIME", "a case that takes longer hangs; by default 60", type=seconds, default=60.0),
         option("--tries", "N", "try at most N candidates; by default 500", type=count, default=500),
@@ -188,6 +193,7 @@ COMMANDS = (
             option("--backend", "BACKEND", "instead, list what it declares of each role, and its fitted cases"),
             flag("--excluded", "instead, list the pairs that no case can hold, with reasons"),
         ),
+        _ROLE,
         option("--device", help_text="with --backend: where it runs", only_with="--backend", **_DEVICES),
         examples=("", "--backend TORCH_SDPA", "--excluded"),
     ),
@@ -310,6 +316,7 @@ COMMANDS = (
         "a report for people",
         "mla_conformance.report.commands:render",
         _REPORT,
+        _ROLE,
         option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
         path("--out", "FILE", "write this file instead of standard output"),
         examples=("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
@@ -320,6 +327,7 @@ COMMANDS = (
         "mla_conformance.report.commands:diff",
         path("before", "BEFORE", "report of the earlier run"),
         path("after", "AFTER", "report of the later run"),
+        _ROLE,
         option("--drift", "SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
         examples=("before.json after.json --drift 0.2",),
         statuses="0 no regression; 1 regressions; 2 usage",
@@ -329,6 +337,7 @@ COMMANDS = (
         "one report from those of all shards",
         "mla_conformance.report.commands:merge",
         path("shards", "SHARD", "report of a shard", nargs="+"),
+        _ROLE,
         path("--out", "FILE", "write the report here", required=True),
         examples=("1/report.json 2/report.json --out report.json",),
         statuses="0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 import torch
 
 from mla_conformance.backends.references import BackendReference, known_backends
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import judged_roles, known_defects
@@ -43,7 +43,7 @@ class MatrixKernel:
     name: str
     reference: str
     killed_by: str = ""
-    roles: tuple[Role, ...] = tuple(Role)
+    roles: tuple[Role, ...] = tuple(ROLES.values())
 
     @property
     def honest(self) -> bool:

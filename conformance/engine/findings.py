@@ -11,6 +11,7 @@ import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mla_conformance.backends.roles import outside
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
@@ -71,7 +72,10 @@ class Installation:
         """As they are now: those of the harness, and of its libraries those that are loaded."""
         loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] in _LIBRARIES]
         paths = [Path(file) for module in loaded if (file := getattr(module, "__file__", None))]
-        return Installation({path: file_digest(path) for path in (*harness_files().values(), *paths)}, _beside())
+        roles = [Path(outside().partition("@")[0])] if outside() else []
+        return Installation(
+            {path: file_digest(path) for path in (*harness_files().values(), *paths, *roles)}, _beside()
+        )
 
     def changed(self) -> list[Path]:
         """Files that came, went or hold other bytes since; sorted."""

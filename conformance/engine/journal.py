@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.backends.roles import outside
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
@@ -243,6 +244,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shard: Shard | None = None
     deployment: Deployment | None = None
     salt: str = ""
+    role: str = ""  # the file of one from outside
 
     @staticmethod
     def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
@@ -265,6 +267,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             shard=request.shard,
             deployment=request.deployment,
             salt=request.salt,
+            role=outside(),
         )
 
     @staticmethod

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from mla_conformance.backends.roles import Role
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
@@ -19,6 +18,8 @@ class Setup(msgspec.Struct, frozen=True):
     salt: str = ""  # what inputs are drawn with beside their case; empty for none
     draws: bool = False  # whether cases are to be drawn
     began: float = 0.0  # when the run began, in seconds of the system's clock
+    role: str = ""  # the file of one from outside, as PATH@sha256:DIGEST
+    array: tuple[str, ...] = ()  # ids of its covering array
     variables: dict[str, str] = {}  # of the environment, for a process that was started before they were known
 
 
@@ -116,7 +117,7 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     record: Record | None = None
     facts: BackendFacts | None = None
-    missing: dict[Role, str] = {}  # why no case of a role can be called on what was described
+    missing: dict[str, str] = {}  # why no case of a role can be called on what was described
     traced: Traced | None = None
     traits: Traits | None = None
     repeated: Repeated | None = None

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 
+from mla_conformance.backends.roles import outside
 from mla_conformance.engine.devices import (
     MOST_ON_GPU,
     VISIBLE,
@@ -17,6 +18,7 @@ from mla_conformance.engine.messages import Hello, Setup
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.supervisor import Supervisor
 from mla_conformance.engine.tasks import ENOUGH
+from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 CPU_TIMEOUT = 300.0
 GPU_TIMEOUT = 1800.0
@@ -120,5 +122,7 @@ class Pool:
         share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or self._most_on_cpu))
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
-        setup = Setup(device, memory, request.salt, bool(request.explore), self.began, variables)
+        array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
+        asked = request.salt, bool(request.explore), self.began, outside(), array
+        setup = Setup(device, memory, *asked, variables)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

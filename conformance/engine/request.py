@@ -24,7 +24,14 @@ from mla_conformance.judging.record import EXPLORED, BackendFacts
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.summary import count_by_capability
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, find_tier
+from mla_conformance.vocabulary.capabilities import (
+    CAPABILITIES,
+    CapabilityError,
+    Tier,
+    find_capability,
+    find_tier,
+    usual_capabilities,
+)
 
 NOTHING_DRAWN = Extent()
 _COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
@@ -78,7 +85,7 @@ class RunRequest:
             for name in wanted:
                 if name not in CAPABILITIES:
                     raise RequestError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
-            chosen = tuple(wanted) or tuple(CAPABILITIES)
+            chosen = tuple(wanted) or usual_capabilities()
             if device is not None and device not in DEVICES:
                 raise RequestError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
             if explore and find_spec("hypothesis") is None:

@@ -11,7 +11,7 @@ from itertools import chain, takewhile
 
 import msgspec
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
@@ -58,7 +58,7 @@ class Run:
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
-    _missing: dict[str, dict[Role, str]] = field(default_factory=dict)
+    _missing: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._on_record: Callable[[Record], None] = lambda record: None
@@ -97,7 +97,12 @@ class Run:
         self.supervisor.hellos()  # what judges is there before anything of a backend is
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
-        asked = {"salt": self.request.salt, "judge": APART, "journal": "" if keeps_from_pipes() else UNSEALED}
+        asked = {
+            "salt": self.request.salt,
+            "judge": APART,
+            "role": outside(),
+            "journal": "" if keeps_from_pipes() else UNSEALED,
+        }
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
 
@@ -266,7 +271,7 @@ class Run:
             for case in map(Case.parse, self.request.judged_of(facts) if missing else ()):
                 if case.role in missing and (facts.reference, case.id) not in self.found.verdicts:
                     about = facts.name, facts.reference, case.capability, case.id, Status.UNSUPPORTED
-                    lacking = Record(*about, salt=self.request.salt)
+                    lacking = Record(*about, salt=self.request.salt, role=case.role.file)
                     lacking = lacking.with_verdict(Verdict(Status.UNSUPPORTED, missing[case.role]), 0.0)
                     self._write(journal.Judgement(lacking))
         tasks, patience = self._left(), FailureLimit(self.limits.give_up_after)
@@ -371,7 +376,8 @@ class Run:
 
     @property
     def resume_line(self) -> str:
-        return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}"
+        role = f" --role {shlex.quote(outside().partition('@')[0])}" if outside() else ""
+        return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}{role}"
 
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""

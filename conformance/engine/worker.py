@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
@@ -66,6 +66,7 @@ from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.regions import region_of
+from mla_conformance.trials.role_file import take_up
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
@@ -80,9 +81,11 @@ _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GP
 
 def load_all(setup: Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
+    if setup.role:
+        take_up(setup.role, setup.array)
     tolerance()
     load_lists()
-    for role in Role:
+    for role in ROLES.values():
         candidates(role)
     wanted = ["torch.utils._device"]
     if setup.draws:
@@ -256,17 +259,17 @@ class Worker:
             return TaskReply(facts=done.value)
         declared = done
         if not done.error:
-            declared = self._executor.query(partial(getattr, subject, "declarations"), dict[Role, Declaration])
+            declared = self._executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
             return TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
         regions = (region_of(subject, SPACES[name], task.triples) for name in task.arrays)
         fitted = tuple(case.id for region in regions for case in region.cases)
-        words = {role.value: repr(each) for role, each in declared.value.items()}
-        missing = dict[Role, str]()  # of a role whose question fails its cases ask again
+        words = {role: repr(each) for role, each in declared.value.items()}
+        missing = dict[str, str]()  # of a role whose question fails its cases ask again
         for case in map(Case.parse, task.cases):
             asked = self._executor.query(partial(subject.missing_role, case), list[str])
             if asked.value and not (asked.error or asked.disturbed):
-                missing[case.role] = "; ".join(asked.value)
+                missing[str(case.role)] = "; ".join(asked.value)
         facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted))
         return TaskReply(facts=facts, missing=missing)
 
@@ -274,7 +277,9 @@ class Worker:
         """Journal a case before anything of it is launched."""
         reference = subject.backend.reference
         capability, salt = capability or case.capability, self._context.salt
-        record = Record(subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt)
+        record = Record(
+            subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt, role=case.role.file
+        )
         self._send(WorkerStarted(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:

@@ -45,11 +45,12 @@ def ended_by(how: str) -> str:
     return f"{_ENDED}{how}"
 
 
-def replay_line(case: str, reference: str, after: Sequence[str] = (), salt: str = "") -> str:
+def replay_line(case: str, reference: str, after: Sequence[str] = (), salt: str = "", role: str = "") -> str:
     """The command that runs a case on a backend again, after others where it fails only then."""
     before = "".join(f" --after {shlex.quote(other)}" for other in after)
     salted = f" --salt {shlex.quote(salt)}" if salt else ""
-    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}{before}{salted}"
+    defined = f" --role {shlex.quote(role.partition('@sha256:')[0])}" if role else ""
+    return f"mla-conformance replay {shlex.quote(case)} --backend {shlex.quote(reference)}{before}{salted}{defined}"
 
 
 def written(share: float) -> Share:
@@ -93,6 +94,7 @@ class Record(Said, frozen=True):
     # `rows` judged `of` all, of which `drawn` at random; empty where every row was judged
     sampled: dict[str, int] = field(default_factory=dict)
     salt: str = ""  # what the inputs were drawn with beside the case; empty for none
+    role: str = ""  # what defines the case's role, as PATH@sha256:DIGEST; empty of one of this project
 
     @property
     def key(self) -> str:
@@ -132,7 +134,7 @@ class Record(Said, frozen=True):
 
     @property
     def replay(self) -> str:
-        return replay_line(self.case, self.reference, self.after, self.salt)
+        return replay_line(self.case, self.reference, self.after, self.salt, self.role)
 
     @property
     def confirmed(self) -> str:

@@ -5,18 +5,16 @@ lists.
 """
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
-from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.grammar import Fields, Listed, for_capability, with_fields
+from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.grammar import Fields, Lengths, Listed, for_capability, with_fields
 from mla_conformance.files.inputs import InputError
 from mla_conformance.models.profile import Deployment, ModelProfile, Selection
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.entry_formats import TILED_FORMATS
-from mla_conformance.roles.decode.case import decode, single
-from mla_conformance.roles.indexer.case import best, scores
-from mla_conformance.roles.layer.case import Order, layer
-from mla_conformance.roles.prefill.case import chunk, chunked, new
-from mla_conformance.roles.sparse import case as sparse
+from mla_conformance.roles.layer.case import Order
 
 _PRESETS = {
     (d.head.qk_nope_head_dim, d.head.qk_rope_head_dim, d.head.v_head_dim, d.kv_lora_rank): name
@@ -24,6 +22,28 @@ _PRESETS = {
 }
 _FEWEST_KERNEL_HEADS = 64
 """Heads that engines fill up to where a sparse kernel takes no fewer (vLLM, ``_compute_fp8_decode_padded_heads``)."""
+
+
+def asked(call: Call, q: Lengths, kv: Lengths = (), **fields: Any) -> Fields:
+    """A case of a call: new tokens of each request, and what stands before them."""
+    return {"call": call, "q": q, "kv": kv, **fields}
+
+
+new, chunk, chunked = (partial(asked, call) for call in (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT))
+decode, sparse_decode = partial(asked, Call.DECODE, page=64), partial(asked, Call.SPARSE_DECODE, heads=64, page=64)
+sparse_prefill = partial(asked, Call.SPARSE_PREFILL, heads=64, topk=128, lse=False)  # since a kernel may have no LSE
+scores, best = (partial(asked, call, data="needle") for call in (Call.INDEX_LOGITS, Call.INDEX_TOPK))
+layer = partial(asked, Call.LAYER)
+
+
+def single(*kv: int, **fields: Any) -> Fields:
+    """One query token a request."""
+    return decode((1,) * len(kv), kv, **fields)
+
+
+def sparse_single(*kv: int, **fields: Any) -> Fields:
+    """The same over lists."""
+    return sparse_decode((1,) * len(kv), kv, **fields)
 
 
 def cases_of(profile: ModelProfile, deployment: Deployment) -> tuple[Case, ...]:
@@ -151,13 +171,13 @@ def _layers() -> Listed:
     """Batches of prefills and decodes through a whole layer."""
     yield from for_capability(
         "mixed_batch",
-        layer((1, 1, 20, 9), (63, 64, 0, 300), 2, data="needle"),
-        layer((2, 2, 9), (33, 150, 40), 2),
+        layer((1, 1, 20, 9), (63, 64, 0, 300), decodes=2, data="needle"),
+        layer((2, 2, 9), (33, 150, 40), decodes=2),
         page=64,
         order=Order.DECODES_FIRST,
     )
-    yield "mixed_batch", layer((5, 9, 1, 1), (0, 140, 33, 7), 2, page=64, data="needle")
-    yield "cache_write", layer((5, 1, 1), (60, 63, 64), 2, page=64, pad=2)
+    yield "mixed_batch", layer((5, 9, 1, 1), (0, 140, 33, 7), decodes=2, page=64, data="needle")
+    yield "cache_write", layer((5, 1, 1), (60, 63, 64), decodes=2, page=64, pad=2)
 
 
 def _sparse_decodes(selection: Selection, layout: str, common: Fields) -> Listed:
@@ -182,40 +202,40 @@ def _lists(topk: int, layout: str, second: bool) -> Listed:
     yield from _few_lists(topk, layout)
     yield from for_capability(
         "sparse_decode" if layout == "auto" else f"sparse_{layout}",
-        sparse.single(topk - 2, topk - 1, topk, data="needle"),
-        sparse.single(3 * topk, data="needle"),
-        sparse.decode((2, 2), (topk + 60, 63), data="needle"),
-        sparse.single(300, 40, data="outliers"),
-        sparse.single(300, 40, data="large_logits"),
-        sparse.single(300, 40, data="tiny_values"),
-        sparse.single(300, 40, data="hot_ones"),
-        sparse.single(*(17, 63, 64, 130) * 6, data="needle"),
-        sparse.single(200, 9, layers=2, data="needle"),
-        sparse.single(130, 70, page=128, data="needle"),
-        sparse.single(130, 70, tails="huge", poison="inf", data="needle"),
-        sparse.single(130, 9, pad=3, data="needle"),
-        sparse.decode((3, 1, 2), (60, 5, 300), data="needle"),
+        sparse_single(topk - 2, topk - 1, topk, data="needle"),
+        sparse_single(3 * topk, data="needle"),
+        sparse_decode((2, 2), (topk + 60, 63), data="needle"),
+        sparse_single(300, 40, data="outliers"),
+        sparse_single(300, 40, data="large_logits"),
+        sparse_single(300, 40, data="tiny_values"),
+        sparse_single(300, 40, data="hot_ones"),
+        sparse_single(*(17, 63, 64, 130) * 6, data="needle"),
+        sparse_single(200, 9, layers=2, data="needle"),
+        sparse_single(130, 70, page=128, data="needle"),
+        sparse_single(130, 70, tails="huge", poison="inf", data="needle"),
+        sparse_single(130, 9, pad=3, data="needle"),
+        sparse_decode((3, 1, 2), (60, 5, 300), data="needle"),
         lse=False,
     )
-    scattered = sparse.decode((3, 4), (300, 64), data="needle", fill="ragged", holes="scattered", lse=False)
+    scattered = sparse_decode((3, 4), (300, 64), data="needle", fill="ragged", holes="scattered", lse=False)
     yield "selection_padding", scattered
-    yield "selection_order", sparse.single(300, 64, data="needle", order="ascending", lse=False)
-    yield "sparse_lse", sparse.single(64)
-    yield "sparse_lse", sparse.single(300, 40, data="large_logits")
-    yield "selection_length", sparse.single(300, 64, length=True, fill="ragged", behind="huge", lse=False)
-    yield "unselected_keys", sparse.single(topk + 300, 70, unselected="poison", fill="ragged", data="needle", lse=False)
+    yield "selection_order", sparse_single(300, 64, data="needle", order="ascending", lse=False)
+    yield "sparse_lse", sparse_single(64)
+    yield "sparse_lse", sparse_single(300, 40, data="large_logits")
+    yield "selection_length", sparse_single(300, 64, length=True, fill="ragged", behind="huge", lse=False)
+    yield "unselected_keys", sparse_single(topk + 300, 70, unselected="poison", fill="ragged", data="needle", lse=False)
     if second:
-        yield "second_cache", sparse.single(300, 64, 1000, data="needle", fill="ragged", lse=False)
-    yield "cuda_graph", sparse.single(1000, 64, 300, 129, data="needle", lse=False)
+        yield "second_cache", sparse_single(300, 64, 1000, data="needle", fill="ragged", lse=False)
+    yield "cuda_graph", sparse_single(1000, 64, 300, 129, data="needle", lse=False)
 
 
 def _few_lists(topk: int, layout: str) -> Listed:
     """Requests with fewer keys than columns, and with more."""
     plain = "sparse_decode" if layout == "auto" else f"sparse_{layout}"
-    yield plain, sparse.single(64, 5, 1000, 17, data="needle", lse=False)
-    yield plain, sparse.single(topk + 500, 40, data="hot_tail", lse=False)
-    yield "sparse_lse", sparse.single(64, 9, topk - 1)
-    yield "selection_padding", sparse.decode((1, 2), (300, 0), data="needle", lse=False)
+    yield plain, sparse_single(64, 5, 1000, 17, data="needle", lse=False)
+    yield plain, sparse_single(topk + 500, 40, data="hot_tail", lse=False)
+    yield "sparse_lse", sparse_single(64, 9, topk - 1)
+    yield "selection_padding", sparse_decode((1, 2), (300, 0), data="needle", lse=False)
 
 
 def _sparse_prefills(selection: Selection, common: Fields) -> Listed:
@@ -228,17 +248,17 @@ def _sparse_prefills(selection: Selection, common: Fields) -> Listed:
 
 
 def _gathered(topk: int) -> Listed:
-    yield "sparse_prefill", sparse.prefill((5, 9), (0, 300), data="needle")
-    yield "sparse_prefill", sparse.prefill((2,), (topk + 300,), data="hot_tail")
-    yield "sparse_lse", sparse.prefill((5, 2), (64, 300), lse=True)
-    yield "sparse_prefill", sparse.prefill((40,), (200,), data="needle")
-    yield "sparse_prefill", sparse.prefill((3,), (topk - 2,), data="needle")
-    yield "sparse_prefill", sparse.prefill((9, 3), (100, 40), data="large_logits")
-    yield "sparse_prefill", sparse.prefill((9,), (100,), data="outliers")
-    yield "sparse_prefill", sparse.prefill((20, 19, 1), (40, 0, 7), data="needle")
-    yield "sparse_lse", sparse.prefill((7,), (64,), fill="ragged", holes="scattered", lse=True)
-    yield "selection_padding", sparse.prefill((7, 9), (0, 200), fill="ragged", data="needle")
-    yield "selection_length", sparse.prefill((3, 4), (300, 64), fill="ragged", length=True, behind="huge")
+    yield "sparse_prefill", sparse_prefill((5, 9), (0, 300), data="needle")
+    yield "sparse_prefill", sparse_prefill((2,), (topk + 300,), data="hot_tail")
+    yield "sparse_lse", sparse_prefill((5, 2), (64, 300), lse=True)
+    yield "sparse_prefill", sparse_prefill((40,), (200,), data="needle")
+    yield "sparse_prefill", sparse_prefill((3,), (topk - 2,), data="needle")
+    yield "sparse_prefill", sparse_prefill((9, 3), (100, 40), data="large_logits")
+    yield "sparse_prefill", sparse_prefill((9,), (100,), data="outliers")
+    yield "sparse_prefill", sparse_prefill((20, 19, 1), (40, 0, 7), data="needle")
+    yield "sparse_lse", sparse_prefill((7,), (64,), fill="ragged", holes="scattered", lse=True)
+    yield "selection_padding", sparse_prefill((7, 9), (0, 200), fill="ragged", data="needle")
+    yield "selection_length", sparse_prefill((3, 4), (300, 64), fill="ragged", length=True, behind="huge")
 
 
 def _indexed(topk: int) -> Listed:

@@ -1,12 +1,12 @@
 """What a run over a deployed model's cases says of each backend: which group it falls into, and part by part."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -26,21 +26,21 @@ class Group(StrEnum):
     UNTESTED = "untested"
 
 
-_PARTS = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
+_PARTS: Mapping[str, str] = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
 _GROUPS = {
     BackendOutcome.FAIL: Group.WRONG,
     BackendOutcome.NOT_RUN: Group.INCOMPLETE,
     BackendOutcome.UNAVAILABLE: Group.INCOMPLETE,
     BackendOutcome.UNSUPPORTED: Group.REFUSED,
 }
-_OTHER_ROLES = tuple(f"{role} only" for role in Role)
+_OTHER_ROLES = tuple(f"{role} only" for role in ROLES)
 """How what is said of a case ends whose role a backend does not have."""
 
 
 def _part_of(case: str) -> str:
     """The part of an engine that a case is of: prefill, decode, layer, indexer, sparse decode or sparse prefill."""
     parsed = Case.parse(case)
-    return _PARTS.get(Call(parsed.call), str(parsed.role))
+    return _PARTS.get(parsed.call, str(parsed.role))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import require_id
 from mla_conformance.cases.sharding import Shard
@@ -94,19 +95,22 @@ def _run(report: ReportForm, source: str) -> RunSummary:
     missing = [name for name in ENVIRONMENT if name not in report.environment]
     if missing:
         raise ValueError(f"the environment lacks {', '.join(missing)}")
-    salt = report.environment.get("salt", "")
+    salt, role = (report.environment.get(name, "") for name in ("salt", "role"))
+    path, _, digest = role.partition("@")
+    if digest and digest != outside().partition("@")[2]:
+        raise ValueError(f"its cases are of a role from outside; expected --role {path}, as it was: {digest}")
     backends = tuple(
-        _backend(name, part, (*own, *(shard.share(part.fitted) if shard else part.fitted)), salt)
+        _backend(name, part, (*own, *(shard.share(part.fitted) if shard else part.fitted)), salt, role)
         for name, part in report.backends.items()
     )
     reported = {"suite": report.suite, **report.environment}
     return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
 
 
-def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> BackendSummary:
+def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role: str) -> BackendSummary:
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a name such as MINE or MINE[variant] of a backend, got {_brief(name)}")
-    records = list(_records(name, part, salt))
+    records = list(_records(name, part, salt, role))
     judged = {record.key for record in records}
     if len(judged) < len(records) or not judged <= {*cases, EXPLORED}:
         raise ValueError(f"{name} has two records of one case, or one of a case that is not listed")
@@ -122,13 +126,13 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str) -> B
     return BackendSummary(facts, capabilities, part.stopped, part.traced, part.heat, pairs, part.traits)
 
 
-def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
+def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Record]:
     failures = {(capability, f.case): f for capability, entry in part.capabilities.items() for f in entry.failures}
     for entry in part.records:
         capability = entry.capability or entry.case.partition(":")[0]
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
             raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
-        Case.parse(entry.case)
+        case = Case.parse(entry.case)
         said = said_of(failures.get((capability, entry.case), entry))
         if (said["judged"] is not None) != (entry.status in _EXPECTED):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
@@ -145,6 +149,7 @@ def _records(name: str, part: BackendForm, salt: str) -> Iterator[Record]:
             sampled=msgspec.to_builtins(entry.sampled) if entry.sampled else {},
             evidence=part.evidence[entry.evidence] if entry.evidence is not None else {},
             salt=salt,
+            role=role if case.role.file else "",
             **said,
         )
 

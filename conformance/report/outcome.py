@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
@@ -118,8 +118,9 @@ def _cause(head: str, cause: Cause, run: RunSummary, width: int) -> Iterator[str
 
 
 def from_here(record: Record) -> Record:
-    """A record whose backend is named as one would name it in the current folder."""
+    """A record whose backend and role are named as one would name them in the current folder."""
     location, _, name = record.reference.rpartition(":")
+    record = record.with_fields(role=str(near(Path(record.role)))) if record.role else record
     return record.with_fields(reference=f"{near(Path(location))}:{name}") if location.endswith(".py") else record
 
 
@@ -262,7 +263,7 @@ def declared(facts: BackendFacts) -> str:
     found: dict[str, dict[str, list[str]]] = {}
     for key, value in facts.rounding.items():
         role, _, name = key.partition(": ")
-        role, name = (role, name) if role in list(Role) else (str(Role.PREFILL), key)
+        role, name = (role, name) if role in ROLES else (str(Role.PREFILL), key)
         found.setdefault(name.replace("_", " "), {}).setdefault(value, []).append(role)
     roles = {role for values in found.values() for having in values.values() for role in having}
     classes = []  # each once, with the roles that have it where they do not all have the same

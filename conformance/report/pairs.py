@@ -15,8 +15,6 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import counts
 
-_SPACE_OF = {space.role: space for space in SPACES.values()}
-
 
 @dataclass(frozen=True)
 class JudgedPairs:
@@ -53,7 +51,8 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
 def _placed(case_id: str) -> tuple[Role, Sequence[Row]]:
     """The role of a case and the classes that it holds, which are asked for again with each backend and each report."""
     case = Case.parse(case_id)
-    return case.role, tuple(_SPACE_OF[case.role].rows((case,)))
+    space = next(space for space in SPACES.values() if space.role is case.role)
+    return case.role, tuple(space.rows((case,)))
 
 
 def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:

@@ -7,7 +7,7 @@ Imports from: cases, problems, driving, judging.
 
 from importlib import import_module
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 
-for _role in sorted(Role):  # a call is known by the class of its cases, which a role's room holds
+for _role in sorted(ROLES):  # a call is known by the class of its cases, which a role's room holds
     import_module(f"{__name__}.{_role}.case")

@@ -1,5 +1,6 @@
 """What a role is: one table, from which everything that differs between roles is taken."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,13 +9,17 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, declaration_of
 from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends.operands import forms_of
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
+from mla_conformance.cases.space import Space
 from mla_conformance.judging.golden import Golden, golden_attention
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.steps import Steps
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.problems.problem import Problem
 
 KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -60,6 +65,11 @@ class RoleDefinition:
     facts: Callable[[Any, torch.dtype], dict[str, Any]] = lambda case, dtype: {}
     golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
     judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
+    # what files hold of the roles of this project: what varies in its cases, as `space.py`, its lists, as `cases.txt`,
+    # and its entries, as `capabilities.toml`
+    space: Space | None = None
+    lists: str = ""
+    capabilities: str = ""
 
     def problem(self, case: Any, device: torch.device, salt: str = "") -> Problem:
         """The inputs that a case stands for.
@@ -71,6 +81,20 @@ class RoleDefinition:
         batch = self.batch(case, device, salt)
         return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
+    def require_whole(self, case: Case) -> None:
+        """Hold a role against one of its cases; a TypeError says what it lacks."""
+        dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
+        if self.config is not None:  # of a layer that its kernels make these are asked
+            self.config_of(case, dtype)
+        told = facts_of(case, dtype) | self.facts(case, dtype)
+        if unknown := [name for name in self.constructed if name not in told]:
+            raise TypeError(f"role {self.role}: expected a fact for the constructor's {unknown[0]}, got none")
+        for call in self.problem(case, torch.device("cpu")).calls:
+            if call.interface is not None:
+                _require_operands(call)
+                if missing := [name for name in self.role.required if not hasattr(call.interface, name)]:
+                    raise TypeError(f"{call.interface.__name__}: expected a method {missing[0]}, got none")
+
     def config_of(self, case: Case, dtype: torch.dtype, **otherwise: Any) -> Any:
         """What a case asks of a class; some of it otherwise."""
         told = facts_of(case, dtype) | self.facts(case, dtype) | otherwise
@@ -79,7 +103,6 @@ class RoleDefinition:
         return self.config(**{name: told[name] for name in self.config._fields})
 
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """An instance of a class for a case, its dtype and its device."""
         told = facts_of(case, dtype) | self.facts(case, dtype)
         given = {name: told[name] for name in self.constructed if told[name] is not None}
         return kernel(**given, vllm_config=None)
@@ -89,5 +112,21 @@ class RoleDefinition:
         return reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
 
     def declared(self, kernel: Any) -> Declaration:
-        """What a class declares."""
         return declaration_of(kernel)
+
+
+def _require_operands(call: KernelCall) -> None:
+    """Refuse an entry that has no operand for what is handed over, or no form of it."""
+    where = f"{call.interface.__name__}.{call.entry}"
+    entry = getattr(call.interface, call.entry, None)
+    if entry is None:
+        raise TypeError(f"{where}: expected the entry that the role's calls drive, got none")
+    named = {name: x for name, x in call.named.items() if x is not None}
+    taken, forms = inspect.signature(entry).parameters, forms_of(entry)
+    for name, x in {**call.given, **call.written, **named}.items():
+        if name not in taken:
+            raise TypeError(f"{where}: expected an operand {name}, which the role's calls hand over, got none")
+        if isinstance(x, torch.Tensor) and name not in forms:
+            raise TypeError(f"{where}.{name}: expected a form of it, Annotated[Tensor, Form(...)], got none")
+        if name in forms and forms[name].written != (name in call.written):
+            raise TypeError(f"{where}.{name}: expected written={name in call.written}, as calls hand it over")

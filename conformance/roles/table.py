@@ -23,13 +23,14 @@ from mla_conformance.roles.sparse.problem import SPARSE
 from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
 from mla_conformance.roles.topk.role import TOPK
 
-ROLES = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE)
-_BY_NAME = {definition.role: definition for definition in ROLES}
+_OURS = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE)
+DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for definition in _OURS}
+"""By name; a role from outside joins them (``trials/role_file.py``)."""
 
 
 def definition_of(role: Role) -> RoleDefinition:
     """What a role is."""
-    return _BY_NAME[role]
+    return DEFINITIONS[role]
 
 
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.certificate.certificate import (
     Finding,
     Outdated,
@@ -147,7 +147,7 @@ class Entry:
         return records_of(self.record.backend, self.record.reference, self.record.cases)
 
 
-ROLES = (*map(str, Role), OTHER_ROLE)
+_SHOWN_ROLES = (*ROLES, OTHER_ROLE)
 """The order in which roles are shown."""
 _NUMBERS = 6
 """Of a version, by which records are in order."""
@@ -239,7 +239,7 @@ class Board:
     def roles(self) -> list[tuple[str, list[str], list[Entry]]]:
         """Each role with the capabilities that any kernel has of it, and these kernels."""
         found = []
-        for role in ROLES:
+        for role in _SHOWN_ROLES:
             entries = [entry for entry in self.newest if role in entry.roles]
             judged = (name for entry in entries for name, each in entry.roles[role].items() if each.counts.judged)
             found += [(role, list(dict.fromkeys(judged)), entries)] if entries else []

@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import renewal
 from mla_conformance.files.inputs import InputError
@@ -74,7 +74,7 @@ def models() -> list[dict[str, Any]]:
                 "name": name,
                 "heads": profile.heads,
                 "dims": dims_of(profile),
-                "roles": [str(role) for role in Role if role in roles],
+                "roles": [role for role in ROLES if role in roles],
                 "tp": [
                     size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0
                 ],  # on GPUs of whole nodes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mla_conformance.backends.references import known_backends
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 
 ROOT = Path(__file__).parents[2]
 FLOORS = {
@@ -117,7 +117,7 @@ def test_a_floor_imports_from_below_only(floor: str) -> None:
 def test_cases_records_and_reports_are_read_and_judged_without_torch() -> None:
     rooms = ("report", "gating", "expectations", "files", "cases")
     paths = [path for room in rooms for path in sources(f"conformance/{room}")]
-    paths += [ROOT / "conformance" / "roles" / role / "case.py" for role in Role]
+    paths += [ROOT / "conformance" / "roles" / role / "case.py" for role in ROLES]
     further = "commands/gating", "judging/record", "judging/verdict", "vocabulary/capabilities"
     paths += [ROOT / "conformance" / f"{name}.py" for name in further]
     paths += [ROOT / "reference" / f"{name}.py" for name in ("dimensions", "chunking", "yarn")]

@@ -2,22 +2,21 @@
 
 import json
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.backends.operands import table
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.operands import Form, require_form
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case, CaseError, at_least
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.topk.case import TopKCase
 from mla_conformance.roles.topk.problem import TopKCall
-from mla_conformance.roles.topk.role import TOPK
 from mla_conformance.tests.drawn import any_case
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, find_capability, find_tier, lists_of
 
@@ -45,7 +44,7 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
     assert {name for name, capability in CAPABILITIES.items() if not capability.cases} == set()
     assert all(case.capability == name for name, entry in CAPABILITIES.items() for case in entry.cases)
     used = {name for entry in CAPABILITIES.values() for name in entry.lists}
-    listed = {f"{role}.{name}".removeprefix(".") for role in ("", *Role) for name in lists_of(role)}
+    listed = {f"{role}.{name}".removeprefix(".") for role in ("", *ROLES) for name in lists_of(role)}
     assert used == listed - {"long_contexts"}
 
 
@@ -164,14 +163,9 @@ def test_a_role_s_table_that_contradicts_itself_says_where() -> None:
         class Wrongly(TopKCall):
             means: ClassVar = {"q": "T", "logits": "T"}
 
-    with pytest.raises(
-        TypeError, match=r"Formless\.lengths: expected a form of it, Annotated\[Tensor, Form\(\.\.\.\)\]"
-    ):
-
-        @table
-        class Formless:
-            lengths: torch.Tensor | None
-
-    wrong, case = replace(TOPK, config=NamedTuple("Config", [("columns", int)])), Case.parse("select:q=[1];kv=[9]")
-    with pytest.raises(TypeError, match=r"role topk: expected a fact for Config\.columns, got none"):
-        wrong.config_of(case, torch.float32)
+    with pytest.raises(TypeError, match=r"Form\('T, heds'\): expected sizes of 1, 2 · C · D, .*; got 'heds'$"):
+        Form("T, heds")
+    with pytest.raises(TypeError, match=r"Form\('T'\): expected dtypes of codes, .*; got 'modle'$"):
+        Form("T", (torch.float32, "modle"))
+    with pytest.raises(ValueError, match=r"^logits: expected \[T, C\], got \[5\], without C$"):
+        require_form("logits", torch.zeros(5), Form("T, C"), {"T": 5})

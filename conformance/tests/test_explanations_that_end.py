@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.defects.bounds import reads, writes
 from mla_conformance.diagnosis.candidates import candidates
 
@@ -98,5 +98,5 @@ def test_no_defect_touches_memory_that_is_not_this_processs(touch: object, monke
 
 
 def test_no_failure_is_compared_with_what_touches_memory() -> None:
-    compared = {each.kernel.__module__ for role in Role for each in candidates(role)}
+    compared = {each.kernel.__module__ for role in ROLES.values() for each in candidates(role)}
     assert compared and all("bounds" not in module for module in compared)

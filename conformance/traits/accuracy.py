@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.judging.traits import ErrorSpread
 from mla_conformance.judging.verdict import Nonconformance
@@ -31,7 +31,7 @@ _MOST = 1e9
 
 def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
     """Of every role of numbers with a budget that can run here, dtype and regime, as far as the backend supports it."""
-    asked = product([role for role in subject.declarations if role in _FIELDS], _FORMS, DATA)
+    asked = product([ROLES[role] for role in subject.declarations if role in _FIELDS], _FORMS, DATA)
     found = (_spread(subject, context, role, form, data) for role, form, data in asked)
     return tuple(each for each in found if each)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, Question
@@ -148,7 +148,7 @@ def _through_a_graph(backend: Any, problem: Problem) -> Any:
 
 def bitwise(subject: Subject, context: Context) -> tuple[BitwiseAnswer, ...]:
     """All questions to all roles of a backend that can run here, with outputs of floating point."""
-    roles = [role for role in subject.declarations if role in _FIELDS]
+    roles = [ROLES[role] for role in subject.declarations if role in _FIELDS]
     return tuple(_answer(subject, context, role, question) for role in roles for question in Question)
 
 

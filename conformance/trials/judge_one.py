@@ -65,7 +65,7 @@ def judged_trial(
     seconds = round(time.perf_counter() - began, 4)
     record = Record(
         subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
-        evidence=trial.evidence(), salt=context.salt,
+        evidence=trial.evidence(), salt=context.salt, role=case.role.file,
     )  # fmt: skip
     return trial, record.with_verdict(verdict, seconds)
 

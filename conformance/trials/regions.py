@@ -1,6 +1,6 @@
 """What a backend declares of the space of a role, on its device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import compress
 
@@ -10,7 +10,6 @@ from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import listed
 from mla_conformance.vocabulary.grid import grid_cases
 
@@ -37,12 +36,6 @@ def reachable(space: Space, device_type: str) -> Pairs:
     """The pairs that cases hold which a device of this type is asked for."""
     light = (case for case in listed(space) if device_type != "cpu" or work_of(case) <= CPU_WORK)
     return Pairs(space, space.rows(light))
-
-
-def fitted_cases(subject: Subject) -> Iterator[Case]:
-    """The cases that hold what a backend declares and no listed case does, role by role."""
-    for space in SPACES.values():
-        yield from region_of(subject, space).cases
 
 
 def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:

@@ -69,9 +69,9 @@ class Subject:
         return self.declarations[role]
 
     @cached_property
-    def declarations(self) -> dict[Role, Declaration]:
+    def declarations(self) -> dict[str, Declaration]:
         usable = [role for role in self.roles if not self._unavailable[role]]
-        return {role: definition_of(role).declared(self.class_of(role)) for role in usable}
+        return {str(role): definition_of(role).declared(self.class_of(role)) for role in usable}
 
     @cached_property
     def declaration(self) -> Declaration:
@@ -91,9 +91,9 @@ class Subject:
     def rounding(self) -> dict[str, str]:
         """The declared rounding classes by name; those of a role beside prefill say so."""
         found: dict[str, str] = {}
-        kernels = {role: reported for role, reported in self.declarations.items() if role is not Role.LAYER}
+        kernels = {role: reported for role, reported in self.declarations.items() if role != Role.LAYER}
         for role, declaration in (kernels or self.declarations).items():
-            prefix = f"{role}: " if role is not Role.PREFILL and len(kernels) > 1 else ""
+            prefix = f"{role}: " if role != Role.PREFILL and len(kernels) > 1 else ""
             found |= _classes(declaration.rounding, prefix)
             if declaration.e4m3_rounding is not None:
                 found |= _classes(declaration.e4m3_rounding, f"{prefix}e4m3 operands: ")

@@ -67,7 +67,7 @@ class Trial:
     def declared(self) -> dict[str, str]:
         """What the adapter declares, by its role, in words; empty if it was not asked."""
         asked = "declaration" in self.__dict__
-        return {self.case.role.value: repr(self.declaration)} if asked else {}
+        return {str(self.case.role): repr(self.declaration)} if asked else {}
 
     @cached_property
     def backend(self) -> Any:

@@ -41,12 +41,15 @@ _COMPARED = 6
 
 @cache
 def array_of(capability: str) -> tuple[Case, ...]:
-    """The cases of a capability's covering array."""
-    return tuple(map(Case.parse, _kept()[capability]))
+    """The cases of a capability's covering array; that of a role from outside is found when it is asked for."""
+    kept = kept_arrays()
+    if capability not in kept:
+        kept[capability] = [case.id for case in found_array(SPACES[capability], ())[0]]
+    return tuple(map(Case.parse, kept[capability]))
 
 
 @cache
-def _kept() -> dict[str, list[str]]:
+def kept_arrays() -> dict[str, list[str]]:
     """The ids of each array, as they are kept."""
     kept = json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text(encoding="utf-8"))
     return {capability: [f"{capability}:{fields}" for fields in array] for capability, array in kept.items()}
@@ -54,10 +57,10 @@ def _kept() -> dict[str, list[str]]:
 
 def digest_of(fitted: Iterable[str], listed: Iterable[str] | None = None) -> str:
     """Twelve hexadecimal digits of the arrays, or of those in another list, and of cases fitted beside them."""
-    arrays = _kept()
+    arrays = kept_arrays()
     if listed is not None:
         arrays = {name: [id for id in listed if id.startswith(f"{name}:")] for name in SPACES}
-    text = "\n".join([*chain.from_iterable(arrays[name] for name in SPACES), *sorted(fitted)])
+    text = "\n".join([*chain.from_iterable(arrays.get(name, ()) for name in SPACES), *sorted(fitted)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from itertools import chain
 
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.covering import choose
 from mla_conformance.cases.grammar import Fields
@@ -131,6 +131,10 @@ def _case_list(name: str) -> Iterable[Fields]:
     return found[own]
 
 
+_OUTSIDE: dict[str, str] = {}
+"""The lists of roles from outside."""
+
+
 @cache
 def lists_of(role: str) -> dict[str, list[Fields]]:
     """The lists in a role's ``cases.txt``, by name; without one those that several roles share.
@@ -140,7 +144,9 @@ def lists_of(role: str) -> dict[str, list[Fields]]:
     """
     found: dict[str, list[Fields]] = {}
     folder = f"roles.{role}" if role else "vocabulary"
-    text = (files(f"mla_conformance.{folder}") / "cases.txt").read_text(encoding="utf-8")
+    text = _OUTSIDE.get(role)
+    if text is None:
+        text = (files(f"mla_conformance.{folder}") / "cases.txt").read_text(encoding="utf-8")
     for number, line in enumerate(text.splitlines(), 1):
         if line.startswith("["):
             found[line.strip("[]")] = []
@@ -154,16 +160,38 @@ def lists_of(role: str) -> dict[str, list[Fields]]:
 
 def load_lists() -> None:
     """Read every list of cases, which otherwise is when the first case of its capability is asked for."""
-    for role in ("", *Role):
+    for role in ("", *ROLES):
         lists_of(role)
 
 
-CAPABILITIES: dict[str, Capability] = {
-    name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry)
-    for name, entry in tomllib.loads(
-        (files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8")
-    ).items()
-}
+def _entries(text: str) -> dict[str, Capability]:
+    entries = tomllib.loads(text).items()
+    return {name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry) for name, entry in entries}
+
+
+CAPABILITIES = _entries((files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8"))
+_OF_THE_SUITE = tuple(CAPABILITIES)
+
+
+def usual_capabilities() -> tuple[str, ...]:
+    """What is asked where none is named: those of roles from outside, if there are any, or else all."""
+    return tuple(name for name in CAPABILITIES if name not in _OF_THE_SUITE) or _OF_THE_SUITE
+
+
+def add_role(space: Space, lists: str, capabilities: str) -> Iterable[Capability]:
+    """Take up the space of a role from outside, its lists as in a ``cases.txt``, and its entries.
+
+    Raises:
+        ValueError: an entry has another one's name; the texts are not of these forms, or a line is no case.
+    """
+    entries = _entries(capabilities)
+    if taken := [name for name in entries if name in CAPABILITIES]:
+        raise CapabilityError(f"capability {taken[0]}: the name is taken")
+    if space.capability not in entries:
+        raise CapabilityError(f"expected an entry of {space.capability}, whose cases hold every pair of classes")
+    SPACES[space.capability], _OUTSIDE[space.role] = space, lists
+    CAPABILITIES.update(entries)
+    return entries.values()
 
 
 def counted(space: Space, tier: Tier) -> Iterator[Case]:

@@ -1,7 +1,6 @@
 """What the role cache is, and its judge: every byte of what their caller handed over to be written (SPEC 9)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mla_conformance.backends.cache import MLACacheSelectorConfig
@@ -17,14 +16,9 @@ from mla_conformance.roles.cache.problem import SLOT_DTYPES, CacheBatch
 from mla_conformance.roles.definition import RoleDefinition
 
 
-@dataclass(frozen=True)
-class GoldenBytes(Golden):
-    """What is expected stands in the problem's own images."""
-
-
-def golden_bytes(problem: Problem) -> GoldenBytes:
-    """Every row is judged."""
-    return GoldenBytes(JudgedRows(problem.query_start_loc))
+def golden_bytes(problem: Problem) -> Golden:
+    """Every row is judged; what is expected stands in the problem's own images."""
+    return Golden(JudgedRows(problem.query_start_loc))
 
 
 class CacheJudge(Steps):
@@ -32,7 +26,7 @@ class CacheJudge(Steps):
 
     writes: ClassVar = Check.WRITTEN
 
-    def __init__(self, problem: Problem, expectation: GoldenBytes, *_: Any) -> None:
+    def __init__(self, problem: Problem, expectation: Golden, *_: Any) -> None:
         super().__init__(problem, expectation)
 
     def measured(self, observation: Observation) -> Iterator[Measured]:

@@ -1,12 +1,11 @@
 """Cases of a decode backend: absorbed queries against the latents of a paged cache, on one rank or on several."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Sizes
-from mla_conformance.cases.grammar import Fields, Lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +22,3 @@ class DecodeCase(CachedCase):
         # The latent is both key and value.
         columns = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim
         return super().sizes._replace(columns=columns, row=each, key=each)
-
-
-def decode(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """Query tokens against what the cache holds: ``kv`` tokens of context and the query's own."""
-    return {"call": Call.DECODE, "page": 64, "q": q, "kv": kv, **fields}
-
-
-def single(*kv: int, **fields: Any) -> Fields:
-    """One query token a request."""
-    return decode((1,) * len(kv), kv, **fields)

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.grammar import Fields, Lengths
 
 CODES, PLAIN = "fp8_index", "auto"
 """Layouts of an indexer's keys; its queries are in codes, or not, as they are."""
@@ -69,13 +68,3 @@ class IndexerCase(CachedCase):
         yield from super().contradictions()
         if self.dimensions.qk_rope_head_dim or self.ranks > 1:
             yield (f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}")
-
-
-def scores(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """The scores of query tokens for the tokens before them and their own."""
-    return {"call": Call.INDEX_LOGITS, "data": "needle", "q": q, "kv": kv, **fields}
-
-
-def best(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """The tokens with the best scores."""
-    return {"call": Call.INDEX_TOPK, "data": "needle", "q": q, "kv": kv, **fields}

@@ -59,8 +59,6 @@ def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> 
 
 
 class IndexJudge(SelectionSteps):
-    """The steps of an indexer's verdict."""
-
     def __init__(
         self, problem: Problem, expectation: GoldenScores, declaration: Declaration, numbers: Tolerance
     ) -> None:

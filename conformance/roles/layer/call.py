@@ -82,7 +82,6 @@ class LayerCall(CallOfARank):
         return {name: getattr(self, name) for name in ("query", "kv_c", "k_pe")}
 
     def overwritten(self, other: Self) -> Self:
-        """The other batch, at the addresses of this one."""
         mine = super().overwritten(other)
         written = {"kv_cache": replace(other.image, cache=self.image.cache)}
         return replace(other, query=mine.query, kv_c=mine.kv_c, k_pe=mine.k_pe, written=written)
@@ -119,7 +118,6 @@ class LayerCall(CallOfARank):
         backend.load(PackedLinear(dense) if self.packed else dense)
 
     def prepare(self, backend: LayerDriver) -> None:
-        """Weights and metadata."""
         self.load(backend)
         backend.prepare(self)
 

@@ -9,7 +9,7 @@ from mla_conformance.backends.layer.mla_context import MAX_WORKSPACE_TOKENS
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, at_least, given, one_of
-from mla_conformance.cases.grammar import Data, Fields, Lengths
+from mla_conformance.cases.grammar import Data
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
@@ -109,8 +109,3 @@ class LayerCase(CachedCase):
                 f"field ranks: expected weights=selection and no out where {self.ranks} ranks share the tokens, got "
                 f"weights={self.weights}, out={self.out}"
             )
-
-
-def layer(q: Lengths, kv: Lengths, decodes: int, **fields: Any) -> Fields:
-    """A batch whose last ``decodes`` requests decode, or its first ones if ``order`` says so."""
-    return {"call": Call.LAYER, "q": q, "kv": kv, "decodes": decodes, **fields}

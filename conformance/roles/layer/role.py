@@ -69,11 +69,9 @@ def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability:
 
 class _Layer(RoleDefinition):
     def kernel(self, kernel: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> Layer | LayerOnRanks:
-        """A new layer, on as many ranks as the case has."""
         return (Layer if case.ranks == 1 else LayerOnRanks)(kernel, case, dtype, device)
 
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
-        """What of a case a layer or one of its kernels declares unsupported."""
         reasons = reasons_of(
             kernel.validate_configuration(
                 head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,

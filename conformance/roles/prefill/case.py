@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
-from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.reference.chunking import PLANNERS
 
 MOST_SLICES = 2**18
@@ -20,6 +19,7 @@ class PrefillCase(Case):
     role: ClassVar[Role] = Role.PREFILL
     calls: ClassVar[tuple[Call, ...]] = (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT)
     longer: ClassVar[Mapping[str, int]] = {"q": 3, "kv": 0}
+    asked: ClassVar = {"quant": ("none", "quant_output"), "merge": ("golden", "own_merge")}
     # Ids are older than roles with fields of their own.
     follows: ClassVar[Mapping[str, str]] = {
         "planner": "workspace",
@@ -64,10 +64,6 @@ class PrefillCase(Case):
     def profile(self) -> str:
         return ""
 
-    @property
-    def asks(self) -> tuple[str, ...]:
-        return ("quant_output" if self.quant != "none" else "", "own_merge" if self.own_merge else "")
-
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         if not self.is_merged:
@@ -86,18 +82,3 @@ def slices_of(contexts: Sequence[int], workspace: int) -> int:
     with_context = sum(map(bool, contexts))
     share = max(1, workspace // max(1, with_context))
     return len(contexts) * (max(contexts) // share + with_context)
-
-
-def new(q: Lengths, **fields: Any) -> Fields:
-    """New tokens only."""
-    return {"q": q, **fields}
-
-
-def chunk(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """One chunk of context."""
-    return {"call": Call.CONTEXT_CHUNK, "q": q, "kv": kv, **fields}
-
-
-def chunked(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """Context in chunks, merged with the new tokens."""
-    return {"call": Call.CHUNKED_CONTEXT, "q": q, "kv": kv, **fields}

@@ -28,6 +28,17 @@ class PrepareCase(Case):
     role: ClassVar[Role] = Role.PREPARE
     calls: ClassVar[tuple[Call, ...]] = (Call.PREPARE_INDEX,)
     longer: ClassVar[Mapping[str, int]] = {"kv": 13}
+    # Beyond DeepSeek-V3.2's: the first columns in halves, transformed, with folded weights.
+    asked: ClassVar = {
+        "dtype": ("bf16", "{}"),
+        "pairs": ("halves", "{}"),
+        "rope_last": (False, "rope_last"),
+        "hadamard": (True, "untransformed"),
+        "scales": ("float32", "{}"),
+        "fold": (True, "unfolded"),
+        "heads": (_USUAL_HEADS, "heads_{}"),
+        "head_dim": (BLOCK, "head_dim_{}"),
+    }
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
@@ -74,20 +85,6 @@ class PrepareCase(Case):
         """A key is a row of the table of rotations."""
         columns = self.head_dim
         return super().sizes._replace(columns=columns, row=self.heads * columns, key=self.rope_dim)
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        """Beyond DeepSeek-V3.2's: the first columns in halves, transformed, with folded weights."""
-        return (
-            self.dtype if self.dtype != "bf16" else "",
-            self.pairs if self.pairs != "halves" else "",
-            "rope_last" if self.rope_last else "",
-            "" if self.hadamard else "untransformed",
-            "pow2" if self.scales == "pow2" else "",
-            "" if self.fold else "unfolded",
-            f"heads_{self.heads}" if self.heads != _USUAL_HEADS else "",
-            f"head_dim_{self.head_dim}" if self.head_dim != BLOCK else "",
-        )
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
-from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 MAIN_CACHES = tuple(dict.fromkeys((*CACHES, *(name for name, form in TILED_FORMATS.items() if form.cache == "latent"))))
@@ -121,18 +120,3 @@ class SparseCase(CachedCase):
             yield "field space: gathered keys are on one rank, expected slot or position, got rank_local"
         if not self.length and self.behind != "minus":
             yield f"field behind: without lengths every entry counts, expected minus, got {self.behind}"
-
-
-def decode(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """Query tokens against entries of a paged cache."""
-    return {"call": Call.SPARSE_DECODE, "heads": 64, "page": 64, "q": q, "kv": kv, **fields}
-
-
-def single(*kv: int, **fields: Any) -> Fields:
-    """One query token a request."""
-    return decode((1,) * len(kv), kv, **fields)
-
-
-def prefill(q: Lengths, kv: Lengths, **fields: Any) -> Fields:
-    """Query tokens against gathered keys; output only, since a kernel may have no LSE."""
-    return {"call": Call.SPARSE_PREFILL, "heads": 64, "topk": 128, "q": q, "kv": kv, "lse": False, **fields}

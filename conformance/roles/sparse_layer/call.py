@@ -73,19 +73,16 @@ class SparseLayerCall(CallOfARank):
         )
 
     def overwritten(self, other: Self) -> Self:
-        """The other batch, at the addresses of this one."""
         mine = super().overwritten(other)
         written = {name: replace(image, cache=self.written[name].cache) for name, image in other.written.items()}
         own = {name: getattr(mine, name) for name in ("hidden_states", "positions", "cos_sin_cache", "weights")}
         return replace(other, **own, metadata=mine.metadata, written=written)
 
     def prepare(self, backend: MLASparseLayerBackend) -> None:
-        """Weights and metadata."""
         backend.load_weights(self.weights)
         backend.prepare_metadata(self.metadata)
 
     def invoke(self, backend: MLASparseLayerBackend, out: Guarded | None) -> Any:
-        """The call, on memory as it was before."""
         self.reset()
         return self.run(backend)
 
@@ -138,7 +135,6 @@ class SparseLayerOnRanks(CallOnRanks[SparseLayerCall]):
         return self.parts[0].key_lens
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """Other requests, on each rank."""
         return self.of(tuple(part.regrouped(case, requests, queries) for part in self.parts))
 
     def joined(self, results: Sequence[Any]) -> Any:

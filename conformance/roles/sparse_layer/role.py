@@ -51,7 +51,6 @@ class SparseLayerJudge(AttentionJudge):
 
 class _SparseLayer(RoleDefinition):
     def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
-        """A new layer, on as many ranks as the case has."""
         configs = [self.config_of(case, dtype, tp_rank=rank) for rank in range(case.tp)]
         layers = [kernel(config, vllm_config=None) for config in configs]
         return layers[0] if case.tp == 1 else LayersOnRanks(layers)

@@ -29,6 +29,13 @@ class TopKCase(Case):
     role: ClassVar[Role] = Role.TOPK
     calls: ClassVar[tuple[Call, ...]] = (Call.SELECT,)
     longer: ClassVar[Mapping[str, int]] = {"kv": 13}
+    # Beyond 64 columns of rows that start at column 0.
+    asked: ClassVar = {
+        "packed": (False, "row_starts"),
+        "dtype": ("fp32", "{}"),
+        "topk": (_USUAL, "topk_{}"),
+        "pool": (1, "pool_{}"),
+    }
 
     dtype: str = one_of(("fp32", "bf16", "fp16"), "fp32")
     dims: str = "small"
@@ -70,16 +77,6 @@ class TopKCase(Case):
     @property
     def sizes(self) -> Sizes:
         return Sizes(columns=1, row=_STEPS * self.width, output=max(self.spans) + self.topk, key=0)
-
-    @property
-    def asks(self) -> tuple[str, ...]:
-        """Beyond 64 columns of rows that start at column 0."""
-        return (
-            "row_starts" if self.packed else "",
-            self.dtype if self.dtype != "fp32" else "",
-            f"topk_{self.topk}" if self.topk != _USUAL else "",
-            f"pool_{self.pool}" if self.pool > 1 else "",
-        )
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()

@@ -95,8 +95,6 @@ class PoolTokens:
 
 
 class TopKJudge(SelectionSteps):
-    """The steps of a top-k's verdict."""
-
     def __init__(
         self, problem: Problem, expectation: GoldenWindows, declaration: Declaration, numbers: Tolerance
     ) -> None:

@@ -1,0 +1,139 @@
+"""A role from a file outside of the project, as docs/add-a-role.md says that one adds it."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_conformance.backends.roles import ROLES
+from mla_conformance.cases.case import CLASSES
+from mla_conformance.cli import main
+from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.trials.context import Context
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.vocabulary.arrays import SPACES, array_of, kept_arrays
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+WRONG = """
+class OneTooFar(MyWindow):
+    supported_dtypes, supported_block_sizes = [torch.bfloat16], [64]  # which is enough to be wrong
+
+    def attend(self, q, keys, window, sink):
+        return super().attend(q, keys, window + 1, sink)
+
+
+class ForgetsSinks(MyWindow):
+    def attend(self, q, keys, window, sink):
+        return super().attend(q, keys, window, None)
+"""
+TAKEN = "from mla_conformance.backends.roles import Role\nR = Role('decode', 'run_window_decode')\n"
+OPERAND = '        sink: Annotated[Tensor | None, Form("N", torch.float32)],\n'
+
+
+@pytest.fixture
+def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The role's file in the current folder; what this process takes up of it, with a short array, goes again."""
+    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES, kept_arrays(), sys.modules)
+    for table in tables:
+        for name in table:
+            monkeypatch.setitem(table, name, table[name])
+    before = [set(table) for table in tables]
+    monkeypatch.chdir(tmp_path)
+    copied = Path(shutil.copy(EXAMPLES / "window_decode.py", tmp_path))
+    kept_arrays()["window_combinations"] = ["window_combinations:call=window_decode;q=[1];kv=[5]"]
+    yield copied
+    array_of.cache_clear()
+    lists_of.cache_clear()
+    for table, names in zip(tables, before, strict=True):
+        for name in set(table) - names:
+            del table[name]
+
+
+def test_a_role_from_outside_is_judged_like_one_of_the_project(
+    role: Path, command: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
+    backends = [f"--backend=my_window.py:{name}" for name in ("MyWindow", "OneTooFar")]
+    called = [str(command), "certify", "--role", role.name, *backends, "--device=cpu", "--out=run", "-n1"]
+    done = subprocess.run(called, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "a role from outside, which is judged and never certified" in done.stdout + done.stderr
+
+    report = json.loads(Path("run/report.json").read_text())
+    digest = hashlib.sha256(role.read_bytes()).hexdigest()
+    assert report["environment"]["role"] == f"{role}@sha256:{digest}"
+    right, wrong = report["backends"].values()
+    assert right["status"] == "pass"
+    assert right["pairs"]["window_decode"]["claimed"] == right["pairs"]["window_decode"]["judged"] > 0
+    assert 0 < right["capabilities"]["window_combinations"]["error_budget_used"] < 1
+    assert wrong["status"] == "fail" and "the LSE is wrong" in wrong["causes"][0]["sentence"]
+    assert wrong["causes"][0]["replay"].endswith(f"--role {role}")
+    events = map(json.loads, Path("run/journal.jsonl").read_text().splitlines())
+    assert {each["record"]["role"] for each in events if each["event"] == "verdict"} == {report["environment"]["role"]}
+
+    assert main(["report", "render", "run"]) == 2
+    assert f"expected --role {role}, as it was: sha256:{digest}" in capsys.readouterr().err
+    assert main(["report", "render", "run", "--role", role.name]) == 0
+    assert "MyWindow ✔ right" in capsys.readouterr().out
+    subject = Subject.of("my_window.py:ForgetsSinks", torch.device("cpu"))
+    record = judge_one(subject, CAPABILITIES["window_sinks"].cases[1], Context())
+    assert (record.status, record.check) == (Status.FAIL, Check.OUTPUT) and "; the LSE is right" in record.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("", "", "expected one role, a RoleDefinition as docs/add-a-role.md has it, got none"),
+        ('Role("window_decode"', 'Role("decode"', "role decode: the name is taken by a role of this project"),
+        ('"run_window_decode")', '"run_decode")', "expected entries of its own, run_decode is one of role decode"),
+        ('= ("window_decode",)', '= ("decode",)', "WindowCase.calls: decode is a call of role decode"),
+        ("[window_sinks]", "[lse]", "capability lse: the name is taken"),
+        (OPERAND, "", "run_window_decode: expected an operand sink, which the role's calls hand over, got none"),
+        ('Annotated[Tensor, Form("T or more, N, R")]', "Tensor", "q_pe: expected a form of it, Annotated["),
+        ("sink: bool", "sinks: bool", "expected a fact for WindowConfig.sinks, got none"),
+        ("sink=large\n", "sink=huge\n", "field sink: expected one of none, drawn, large, got 'huge'"),
+        ("    space=SPACE,\n", "", "role window_decode: expected a space of its own"),
+    ],
+)
+def test_a_file_that_is_no_role_is_refused_in_a_sentence(
+    role: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+) -> None:
+    text = role.read_text()
+    assert old in text
+    role.write_text(text.replace(old, new, 1) if old else "")
+    known = [dict(table) for table in (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES)]
+    assert main(["certify", "--role", role.name, "--backend", "EAGER", "--device", "cpu"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"mla-conformance: --role {role.name}: ") and said in told and told.count("\n") == 1
+    assert [dict(table) for table in (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES)] == known
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--record=mine.json"], "--record: cannot be combined with --role, by whose file nothing is certified"),
+        (["--certificate=mine.json"], "--certificate: cannot be combined with --role"),
+        (["--submission=mine.json"], "--submission: cannot be combined with --role"),
+    ],
+)
+def test_a_role_from_outside_is_never_certified(
+    role: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["certify", "--role", role.name, "--backend", "EAGER", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_the_roles_of_the_project_say_all_that_one_from_outside_has_to(name: str) -> None:
+    case = next(case for each in CAPABILITIES.values() for case in each.cases if case.role == name)
+    DEFINITIONS[name].require_whole(case)

@@ -1,0 +1,82 @@
+"""A role from a file outside of this project, taken up beside those of ``roles/`` in each process that judges.
+
+What decides is its user's then: nothing that it judges is certified or recorded.
+"""
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from mla_conformance.backends.foreign import ForeignError, call_foreign
+from mla_conformance.backends.loading import import_file
+from mla_conformance.backends.roles import ROLES, RoleError, outside
+from mla_conformance.cases.case import CLASSES, CaseError
+from mla_conformance.files.inputs import InputError, read_bytes
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.vocabulary.arrays import SPACES, kept_arrays
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, add_role
+
+_DIGEST = "@sha256:"
+
+
+def take_up(named: str, array: Sequence[str] = ()) -> None:
+    """Take up the role of a file, once; whatever becomes of it, no half of a role stays.
+
+    Args:
+        named: the file's path, or PATH@sha256:DIGEST where it must have these bytes.
+        array: ids of the cases of its covering array, where it was found before.
+
+    Raises:
+        InputError: a sentence about why there is no role in it, or none that could be judged.
+    """
+    location, _, digest = named.partition(_DIGEST)
+    path = Path(location).resolve()
+    found = hashlib.sha256(read_bytes(path)).hexdigest()
+    if digest not in ("", found):
+        raise InputError(f"{path}: the role was changed since the run began; start the run anew")
+    file = f"{path}{_DIGEST}{found}"
+    if file == outside():  # as in a process that was forked
+        return
+    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, SPACES, CAPABILITIES, DEFINITIONS)
+    before = [dict(table) for table in tables]
+    try:
+        call_foreign(lambda: _add(path, file, array), passing=(InputError, RoleError, CaseError, CapabilityError))
+    except (ForeignError, InputError, RoleError, CaseError, CapabilityError) as error:
+        for table, old in zip(tables, before, strict=True):
+            table.clear()
+            table.update(old)
+        said = str(error).removeprefix("TypeError: ")  # of what is said of the role, which messages name
+        raise InputError(f"--role {location}: {said}") from error
+
+
+def _add(path: Path, file: str, array: Sequence[str]) -> None:
+    module, name = import_file(path), path.stem
+    if (
+        name not in sys.modules
+        and name.isidentifier()
+        and getattr(find_spec(name), "origin", None) in (None, str(path))
+    ):
+        sys.modules[name] = module  # where a kernel's file imports the classes of its role from
+    defined = [each for each in vars(module).values() if isinstance(each, RoleDefinition)]
+    added = [each for each in defined if each.role not in DEFINITIONS]
+    if len(added) != 1:
+        raise InputError(
+            f"expected one role, a RoleDefinition as docs/add-a-role.md has it, got {len(added) or 'none'}"
+        )
+    (definition,) = added
+    role, space = definition.role, definition.space
+    if space is None or space.role is not role:
+        raise InputError(f"role {role}: expected a space of its own, which says what varies in its cases")
+    DEFINITIONS[role], role.file = definition, file
+    if array:
+        kept_arrays()[space.capability] = list(array)
+    entries = add_role(space, definition.lists, definition.capabilities)
+    found = {case.call: case for entry in entries for case in reversed(entry.cases)}
+    for case in found.values():
+        if case.role is not role:
+            raise InputError(f"{case.id}: expected a case of role {role}, got one of role {case.role}")
+        definition.require_whole(case)
