@@ -70,7 +70,7 @@ def lengths_of(starts: Sequence[int]) -> tuple[int, ...]:
     return tuple(b - a for a, b in pairwise(starts))
 
 
-def case_of(capability: str, scale: float | None, like: Tensor, **fields: Any) -> Case:
+def case_of(capability: str, scale: float | None, like: Tensor, **fields: Any) -> Any:
     """What stands for the form of own tensors where the house wants a case; it draws nothing."""
     if like.dtype not in _DTYPES:
         raise InputError(f"q: expected a tensor of one of {', '.join(_DTYPES.values())}, got {like.dtype}")
@@ -86,7 +86,7 @@ def case_of(capability: str, scale: float | None, like: Tensor, **fields: Any) -
 
 def latent_case(
     capability: str, scale: float, q: Tensor, rank: int, lengths: Sequence[int], totals: Sequence[int], **fields: Any
-) -> Case:
+) -> Any:
     """The case over latents, whose contexts are what a request has beyond its queries."""
     dims = f"{_NOPE}-{q.shape[2] - rank}-{_NOPE}-{rank}"
     contexts = tuple(max(0, total - length) for total, length in zip(totals, lengths, strict=True))

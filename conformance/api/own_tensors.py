@@ -92,7 +92,7 @@ def prefill(
     rope = 64 if q.shape[2] > 64 else 0
     dims = f"{q.shape[2] - rope}-{rope}-{v.shape[2]}-512"
     call = {"call": Call.NEW_TOKENS} if causal else {"call": Call.CONTEXT_CHUNK, "kv": seen}
-    case: Any = case_of("lse", scale, q, dims=dims, q=lengths, lse=lse, **call)
+    case = case_of("lse", scale, q, dims=dims, q=lengths, lse=lse, **call)
     chunks = () if causal else one_chunk(seen)
     only = PrefillCall(
         q=q, k=k, v=v, query_start_loc=queries, key_start_loc=keys, chunk_idx=None if causal else 0, prepares=True,
@@ -178,14 +178,15 @@ def sparse(
 ) -> Problem:
     """Absorbed queries against the keys that lists name, as ``golden.sparse`` has it."""
     require("sparse", {}, q=q)
-    if (kv is None) == (kv_cache is None):
-        got = "neither" if kv is None else "both"
+    stored = kv_cache if kv is None else kv
+    if stored is None or (kv is not None and kv_cache is not None):
+        got = "neither" if stored is None else "both"
         raise InputError(f"kv: expected gathered keys in kv or a cache in kv_cache, got {got}")
     require("sparse", {"T": len(q), "N": q.shape[1], "D": q.shape[2]}, topk_indices=topk_indices, kv=kv,
              topk_length=topk_length, attn_sink=attn_sink)  # fmt: skip
     starts = one_each(cu_seqlens_q, q, seq_lens) if seq_lens is not None else cu_seqlens_q
     queries = starts_of("cu_seqlens_q", starts, len(q))
-    lengths, stored = lengths_of(queries), kv_cache if kv is None else kv
+    lengths = lengths_of(queries)
     if kv is None:
         require_entries("kv_cache", stored, kv_cache_dtype, q, kv_lora_rank)
     numbers = counted(topk_indices, topk_length)
@@ -240,8 +241,8 @@ def indexer(
     sizes = {"T": len(q), "H": q.shape[1], "B": len(queries) - 1, "S": len(k)}
     require("indexer", sizes, weights=weights, seq_lens=seq_lens, block_table=block_table,
             workspace_starts=workspace_starts, k_scale=k_scale)  # fmt: skip
-    totals, lengths, width, gathered = seq_lens.tolist(), lengths_of(queries), q.shape[2], workspace_starts is not None
-    if gathered:
+    totals, lengths, width = seq_lens.tolist(), lengths_of(queries), q.shape[2]
+    if workspace_starts is not None:
         if k.dim() != 2 or k.shape[1] != width:
             raise InputError(f"k: expected gathered keys [S, {width}], as wide as q, got {list(k.shape)}")
         slots = torch.cat([start + torch.arange(total, device=k.device)
@@ -256,7 +257,7 @@ def indexer(
         keys = meaning_of(k, slots, kv_cache_dtype, 1.0, width, q)[:, 0]
     selects = {"call": Call.INDEX_TOPK, "topk": topk_tokens, "space": index_space} if topk_tokens else {}
     case = latent_case("indexer_logits", width**-0.5, q, width, lengths, totals, cache=kv_cache_dtype,
-                        gathered=gathered, **{"call": Call.INDEX_LOGITS, **selects})  # fmt: skip
+                        gathered=workspace_starts is not None, **{"call": Call.INDEX_LOGITS, **selects})  # fmt: skip
     longest = max_seqlen_k or max(1, *totals)
     only = IndexerCall(
         q=q, k=keys.unsqueeze(1), query_start_loc=queries, key_start_loc=start_loc(totals), slots=slots.cpu(),
@@ -281,7 +282,7 @@ def top_k(
     case = case_of("select", None, logits, q=(1,) * len(logits), kv=tuple(columns), topk=topk_tokens, call=Call.SELECT,
                  packed=row_starts is not None)  # fmt: skip
     only = TopKCall(
-        q=logits.unsqueeze(1), k=logits.unsqueeze(1)[:0], given={"logits": logits, "topk_tokens": topk_tokens},
+        q=logits, k=logits[:0], given={"logits": logits, "topk_tokens": topk_tokens},
         query_start_loc=tuple(range(len(logits) + 1)), key_start_loc=start_loc(columns), case=case,
         metadata=TopKMetadata(lengths, row_starts, logits.shape[1]),
     )  # fmt: skip

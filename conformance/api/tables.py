@@ -32,9 +32,11 @@ class Input:
     @property
     def line(self) -> str:
         """Form and meaning for a page."""
-        shape = self.form and (f"[{self.form.shape}]" if self.form.shape else "scalar")
-        dtype = self.form and str(self.form.dtype).removeprefix("torch.") * isinstance(self.form.dtype, torch.dtype)
-        return ", ".join(filter(None, (" ".join(filter(None, (shape, dtype))), self.says)))
+        if self.form is None:
+            return self.says
+        shape, dtype = f"[{self.form.shape}]" if self.form.shape else "scalar", self.form.dtype
+        named = f" {dtype}".replace("torch.", "") if isinstance(dtype, torch.dtype) else ""
+        return f"{shape}{named}{self.says and ', '}{self.says}"
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ def _batch(when_paged: str = "", when_gathered: str = "") -> dict[str, Input]:
 
 
 _PREFILL = forms_of(MLAPrefillBackend.run_prefill_new_tokens)
-_DECODE = forms_of(MLADecodeBackend.run_decode) | forms_of(MLACommonDecodeMetadata)
+_DECODE = {**forms_of(MLADecodeBackend.run_decode), **forms_of(MLACommonDecodeMetadata)}
 _SPARSE = forms_of(MLASparseBackend.run_sparse_decode)
 _GATHERED = forms_of(MLASparseBackend.run_sparse_prefill)
 _INDEX = forms_of(MLAIndexerBackend.run_index_logits)
-_TOPK = forms_of(MLATopKBackend.run_top_k_per_row) | forms_of(TopKMetadata)
+_TOPK = {**forms_of(MLATopKBackend.run_top_k_per_row), **forms_of(TopKMetadata)}
 _ABSORBED = Form(_DECODE["q_pe"].shape.replace("R", "L + R"))
 _CACHE, _EXTRA, _FP8 = "see [caches](#caches)", '`extra="auto"`', '`quant="fp8"`'
 _SCALE = Input(None, "a number, of the softmax")

@@ -110,10 +110,10 @@ def test_a_top_k_of_logits_is_judged_column_by_column() -> None:
     for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
         best = logits[row, start : start + length].topk(min(8, length)).indices
         right[row, : len(best)] = best
-    own = {"logits": logits, "topk_tokens": 8, "lengths": lengths, "row_starts": starts}
+    own: dict[str, Any] = {"logits": logits, "topk_tokens": 8, "lengths": lengths, "row_starts": starts}
     mla.assert_close(right, **own)
     for wrong, text in (
-        (right.clone().index_fill_(1, torch.tensor([1]), 2), "is selected twice"),
+        (right.index_copy(1, torch.tensor([1]), right[:, :1]), "is selected twice"),
         (right[:, :7], "expected topk_indices of shape [5, 8], got [5, 7]"),
     ):
         assert text in " ".join(said(lambda wrong=wrong: mla.assert_close(wrong, **own)).split())  # type: ignore[misc]
