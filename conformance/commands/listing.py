@@ -64,8 +64,8 @@ def list_models(options: argparse.Namespace) -> int:
         lines = ["| model | figures | read in |", "|---|---|---|"]
         for name in model_names():
             readings = stored_model(name).readings
-            for reading in readings:
-                figures = "all" if len(readings) == 1 else ", ".join(f"`{figure}`" for figure in reading.config)
+            for reading in readings if len(readings) > 1 else ():
+                figures = ", ".join(f"`{figure}`" for figure in reading.config)
                 unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
                 lines.append(f"| `{name}` | {figures} | {reading.source}{unconfirmed} |")
         Section.of(options.docs, "models").write("\n".join(lines))
