@@ -22,7 +22,7 @@ from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.problem import Problem
@@ -248,7 +248,8 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         JUDGED.append(record)
     lines = wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
-    for remark in filter(None, (*record.remarks, advice(record))):
+    told = advice(record if expression else record.with_fields(explanation=UNLIKE))
+    for remark in filter(None, (*record.remarks, told)):
         lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
     if again := replay_of(test) if test else expression:
         lines.append(f"{_INDENT}replay: {again}")
