@@ -19,6 +19,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import Failure
+from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.files.inputs import InputError
@@ -251,6 +252,8 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
     told = advice(record if expression else record.with_fields(explanation=UNLIKE))
     for remark in filter(None, (*record.remarks, told)):
         lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
+    if heat := heat_of(trial, record):
+        lines += [f"{_INDENT}{name:<9}{curve}" for name, curve in heat.curves(width - 2 * _MARGIN).items()]
     if again := replay_of(test) if test else expression:
         lines.append(f"{_INDENT}replay: {again}")
     return FunctionVerdict(
