@@ -1,4 +1,4 @@
-"""Rows for the table of docs/cost.md: ``python ci/cost.py COMMAND ...`` runs each command and says what it took.
+"""Rows of docs/architecture.md's costs: ``python ci/cost.py COMMAND ...`` runs each command and says what it took.
 
 A command is one argument, as a person types it: ``python ci/cost.py 'mla-conformance certify --backend TORCH_SDPA'``.
 """

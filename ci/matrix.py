@@ -1,4 +1,4 @@
-"""What README and pages show of the records, of each kernel its newest: ``python ci/matrix.py``.
+"""What pages show of the records, of each kernel its newest: ``python ci/matrix.py``.
 
 Every figure is read from a record; a table says which suite judged it, on what device, and when.
 """
@@ -19,7 +19,6 @@ from mla_conformance.scoreboard.board import Entry
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "fixtures" / "records"
 _KERNELS = "| kernel | version | passed | known to fail | worst of budget |\n|---|---|---|---|---|"
-_OVERVIEW = "| library | right | some known to fail |\n|---|---|---|"
 _FAILURES = "| kernels, cases | for example | why |\n|---|---|---|"
 
 
@@ -39,31 +38,6 @@ def newest(folder: Path) -> list[Shown]:
             name = f"{each.backend} ({version if version != known else each.device})"
             found.append(structs.replace(each, backend=name))
     return found
-
-
-def overview(records: list[Shown]) -> str:
-    """A row for each library of the newest suite's records on a GPU: how many judged cases its kernels passed."""
-    on_gpus = (each for each in _of_newest(records) if each.device != "cpu")
-    rows = []
-    for library, found in grouped(
-        on_gpus, lambda record: " ".join(next(iter(record.distributions.items()), ()))
-    ).items():
-        right = [f"{record.backend} {record.counts.passed}" for record in found if not record.counts.waived]
-        wrong = [
-            f"{record.backend} {counts.passed} of {counts.verdicts}"
-            for record in found
-            if (counts := record.counts).waived
-        ]
-        rows.append(_row([library, ", ".join(right), ", ".join(wrong)]))
-    return "\n".join([_OVERVIEW, *rows, "", outdated(records)]).strip()
-
-
-def outdated(records: list[Shown]) -> str:
-    suite = _of_newest(records)[0].suite
-    older = grouped((record for record in records if record.suite != suite), lambda record: record.suite)
-    return "\n".join(
-        f"Outdated, of suite {name}: {', '.join(record.backend for record in found)}." for name, found in older.items()
-    )
 
 
 def _of_newest(records: list[Shown]) -> list[Shown]:
@@ -107,7 +81,6 @@ def _row(cells: list[object]) -> str:
 def sections(root: Path) -> list[tuple[Section, str]]:
     records = newest(RECORDS)
     return [
-        (Section.of(root / "README.md", "h200"), overview(records)),
         (Section.of(root / "docs" / "findings.md", "h200"), kernels(records)),
         (Section.of(root / "docs" / "findings.md", "failures"), failures(records)),
     ]

@@ -1,4 +1,4 @@
-"""What pages show of the code, what every command's help says and each field of a case id: ``python ci/pages.py``."""
+"""What pages show of the code: help of commands, fields of case ids, inputs of functions: ``python ci/pages.py``."""
 
 import os
 import re
@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from unittest.mock import patch
 
+from mla_conformance.api.tables import TABLES, table_lines
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
 from mla_conformance.cli import _parser
@@ -55,6 +56,11 @@ def _list(title: str, case: type[Case], names: set[str]) -> str:
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
     yield Section.of(root / "docs" / "commands.md", "commands"), commands()
     yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
+    api, functions = root / "docs" / "python-api.md", root / "docs" / "examples" / "functions.py"
+    for name in TABLES:
+        yield Section.of(api, name), "\n".join(table_lines(name))
+    _, _, source = functions.read_text(encoding="utf-8").partition("\n\n")
+    yield Section.of(api, "functions"), f"```python\n{source.strip()}\n```"
 
 
 def main() -> None:

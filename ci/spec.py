@@ -1,14 +1,20 @@
-"""Write the hazards of SPEC section 5 from ``ci/hazards.toml`` and the case lists: ``python ci/spec.py``."""
+"""Write what SPEC says of the case lists, hazards (``ci/hazards.toml``) and requirements (``ci/requirements.toml``):
 
+``python ci/spec.py``.
+"""
+
+import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 from mla_conformance.cases.case import Case
+from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -32,6 +38,7 @@ def hazards() -> tuple[Hazard, ...]:
     return tuple(Hazard(**{**each, "sentence": " ".join(each["sentence"].split())}) for each in reported)
 
 
+_WORDS_SHOWN = 9
 _UNITS = {"scale": 1e2, "oscale": 1e6, "kscale": 1e6}
 """How many of a field's units are 1."""
 
@@ -115,5 +122,45 @@ def _line(hazard: Hazard, facts: dict[str, Any]) -> str:
     return f"- **5.{hazard.clause} {hazard.id}** {hazard.sentence.format_map(facts)}"
 
 
+def requirements(spec: str) -> dict[str, list[str]]:
+    """The sentences of each clause that say "must", which is what the suite judges."""
+    _, *parts = re.split(r"^### (\d+\.\d+) .*$", spec, flags=re.MULTILINE)
+    found = {}
+    for clause, text in zip(parts[::2], parts[1::2], strict=True):
+        sentences = re.split(r"(?<=[.:;])\s+(?=[A-Z`*|-])", " ".join(text.partition("\n## ")[0].split()))
+        if musts := [sentence for sentence in sentences if re.search(r"\b[Mm]ust\b", sentence)]:
+            found[clause] = musts
+    return found
+
+
+def requirement_lines(spec: str) -> Iterator[str]:
+    """A row for each of these sentences, with its number, what decides it, and how many cases that are.
+
+    Raises:
+        InputError: the table has more or fewer entries for a clause than it has such sentences.
+    """
+    decided = tomllib.loads(Path(__file__).with_name("requirements.toml").read_text(encoding="utf-8"))["decided"]
+    musts = requirements(spec)
+    for clause in {**musts, **decided}:
+        want, got = len(musts.get(clause, [])), len(decided.get(clause, []))
+        if want != got:
+            raise InputError(f"ci/requirements.toml: SPEC {clause} says must in {want} sentences, got {got} entries")
+    yield from ("| requirement | begins | decided by | cases |", "|---|---|---|---|")
+    for clause, sentences in musts.items():
+        for letter, sentence, by in zip(ascii_lowercase, sentences, decided[clause], strict=False):
+            number = f"{clause}{letter if len(sentences) > 1 else ''}"
+            begins = " ".join(sentence.removeprefix("- ").replace("|", "").split()[:_WORDS_SHOWN])
+            if by == "every":
+                by, cases = "every case", str(sum(len(entry.cases) for entry in CAPABILITIES.values()))
+            elif by.startswith("excluded: "):
+                cases = "0"
+            else:
+                cases = str(sum(len(CAPABILITIES[name].cases) for name in by.split()))
+                by = ", ".join(f"`{name}`" for name in by.split())
+            yield f"| {number} | {begins} … | {by} | {cases} |"
+
+
 if __name__ == "__main__":
-    Section.of(Path(__file__).parents[1] / "conformance" / "SPEC.md", "hazards").write("\n".join(section_lines()))
+    _SPEC = Path(__file__).parents[1] / "conformance" / "SPEC.md"
+    Section.of(_SPEC, "hazards").write("\n".join(section_lines()))
+    Section.of(_SPEC, "requirements").write("\n".join(requirement_lines(_SPEC.read_text(encoding="utf-8"))))

@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from mla_conformance.api.function_case import FunctionCase
     from mla_conformance.api.function_case import find_case as case
     from mla_conformance.api.selection import CaseSelection
-    from mla_conformance.api.verdicts import FunctionVerdict, assert_conforms, judge
+    from mla_conformance.api.verdicts import FunctionVerdict, assert_close, assert_conforms, judge
 
 __all__ = [
-    "FunctionCase", "FunctionVerdict", "__version__", "assert_conforms", "case", "cases", "golden", "judge", "roles",
+    "FunctionCase", "FunctionVerdict", "__version__", "assert_close", "assert_conforms", "case", "cases", "golden",
+    "judge", "roles",
 ]  # fmt: skip
 
 _LAZY = {
     "FunctionCase": "function_case",
     "FunctionVerdict": "verdicts",
+    "assert_close": "verdicts",
     "assert_conforms": "verdicts",
     "case": "function_case",
     "golden": "golden",

@@ -2,22 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from mla_conformance.api import own_tensors
+from mla_conformance.api.own_forms import starts_of
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.golden import golden_state
+from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.tolerance import roundoffs, tolerance
-from mla_conformance.problems.operands import segments, start_loc
-from mla_conformance.reference.attention import AttentionState
-from mla_conformance.reference.blockwise import blockwise_attention
-from mla_conformance.reference.cache_layout import decode_rows
-from mla_conformance.reference.chunking import ContextChunk
+from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.error_budget import element_budget, lse_budget
 from mla_conformance.reference.index_scores import index_scores as reference_scores
-from mla_conformance.reference.kv_cache import gather_latents
-from mla_conformance.reference.selected import NO_KEY, selected_attention
 
 __all__ = ["GoldenIndexScores", "GoldenResult", "decode", "index_scores", "prefill", "sparse"]
 
@@ -80,9 +78,8 @@ def prefill(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    queries = _starts(cu_seqlens_q, len(q))
-    same = cu_seqlens_k is None and len(q) == len(k)
-    return _attention(q, k, v, queries, queries if same else _starts(cu_seqlens_k, len(k)), scale, causal, declaration)
+    starts: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return _result(own_tensors.prefill(q=q, k=k, v=v, scale=scale, causal=causal, **starts), declaration)
 
 
 def decode(
@@ -115,15 +112,14 @@ def decode(
     Raises:
         ValueError: shapes that do not fit together, a block that the cache lacks, or an unknown layout.
     """
-    queries = list(range(len(q) + 1)) if cu_seqlens_q is None else _starts(cu_seqlens_q, len(q))
-    lengths = seq_lens.tolist()
-    chunk = ContextChunk((0,) * len(lengths), tuple(lengths))
-    rows, _ = gather_latents(kv_cache, block_table, chunk, kv_lora_rank=kv_cache.shape[-1])
-    keys = _meaning(rows, kv_cache_dtype, k_scale, kv_lora_rank, q)
-    codes = kv_cache_dtype != "auto"
-    return _attention(
-        q, keys, keys[..., :kv_lora_rank], queries, start_loc(lengths), scale, True, declaration, codes
-    )  # fmt: skip
+    told: dict[str, Any] = {
+        "kv_lora_rank": kv_lora_rank,
+        "kv_cache_dtype": kv_cache_dtype,
+        "k_scale": k_scale,
+        "scale": scale,
+    }
+    batch: dict[str, Any] = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
+    return _result(own_tensors.decode(q=q, kv_cache=kv_cache, **batch, **told), declaration)
 
 
 def sparse(
@@ -154,14 +150,16 @@ def sparse(
     Raises:
         ValueError: shapes that do not fit together, or a list that names a key which is not there.
     """
-    rows, codes = kv.reshape(-1, kv.shape[-1]), kv_cache_dtype != "auto"
-    keys = _meaning(rows, kv_cache_dtype, k_scale, kv_lora_rank, q)
-    values = keys[..., :kv_lora_rank]
-    state = selected_attention(
-        q, keys, values, topk_indices, scale=scale, sink=attn_sink, with_terms=True, with_key_terms=codes
+    told: dict[str, Any] = {
+        "kv_lora_rank": kv_lora_rank,
+        "kv_cache_dtype": kv_cache_dtype,
+        "k_scale": k_scale,
+        "scale": scale,
+    }
+    stored: dict[str, Any] = {"kv_cache" if kv.dtype == torch.uint8 or kv.shape[1] != 1 else "kv": kv}
+    return _result(
+        own_tensors.sparse(q=q, topk_indices=topk_indices, attn_sink=attn_sink, **stored, **told), declaration
     )
-    most = int((topk_indices != NO_KEY).sum(dim=1).amax()) if topk_indices.numel() else 0
-    return _result(state, q, most, declaration, codes)
 
 
 def index_scores(
@@ -186,53 +184,24 @@ def index_scores(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    queries = _starts(cu_seqlens_q, len(q))
+    queries = starts_of("cu_seqlens_q", cu_seqlens_q, len(q))
     same = cu_seqlens_k is None and len(q) == len(k)
-    keys = queries if same else _starts(cu_seqlens_k, len(k))
+    keys = queries if same else starts_of("cu_seqlens_k", cu_seqlens_k, len(k))
     found = reference_scores(q, weights, k, query_start_loc=queries, key_start_loc=keys)
     allowed = roundoffs(output_dtype(q.dtype), declaration.rounding_of(q.dtype), tolerance())
     return GoldenIndexScores(found.scores, found.budget(allowed) * tolerance().element_limit)
 
 
-def _starts(given: torch.Tensor | Sequence[int] | None, tokens: int) -> list[int]:
-    """First row of each request, and the end."""
-    if given is None:
-        return [0, tokens]
-    starts = given.tolist() if isinstance(given, torch.Tensor) else list(given)
-    if not starts or starts[-1] != tokens:
-        raise InputError(f"expected cumulative lengths that end with the {tokens} rows, got {starts}")
-    return starts
-
-
-def _meaning(
-    rows: torch.Tensor, layout: str, k_scale: torch.Tensor | float, kv_lora_rank: int, q: torch.Tensor
-) -> torch.Tensor:
-    """[S, 1, L + R] float64, what entries mean."""
-    parts = decode_rows(rows, layout, float(k_scale), kv_lora_rank, q.shape[-1] - kv_lora_rank, q.dtype)
-    return torch.cat(parts, dim=-1).unsqueeze(1)
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: Sequence[int],
-    keys: Sequence[int],
-    scale: float,
-    causal: bool,
-    declaration: Declaration,
-    codes: bool = False,
-) -> GoldenResult:
-    state = blockwise_attention(
-        q, k, v, query_start_loc=queries, key_start_loc=keys, scale=scale, causal=causal, with_terms=True,
-        with_key_terms=codes,
-    )  # fmt: skip
-    longest = max((part.stop - part.start for part in segments(keys)), default=0)
-    return _result(state, q, longest, declaration, codes)
-
-
-def _result(state: AttentionState, q: torch.Tensor, keys: int, declaration: Declaration, codes: bool) -> GoldenResult:
-    numbers = tolerance()
-    allowed = roundoffs(output_dtype(q.dtype), declaration.rounding_of(q.dtype), numbers, keys=keys, dequantised=codes)
+def _result(problem: Problem, declaration: Declaration) -> GoldenResult:
+    (call,), rows, numbers = problem.attention, JudgedRows(problem.query_start_loc), tolerance()
+    operands = call.operands()
+    state = golden_state(problem, rows, operands)
+    allowed = roundoffs(
+        problem.output_dtype,
+        declaration.rounding_of(problem.dtype),
+        numbers,
+        keys=max(call.key_lens),
+        dequantised=operands.dequantised,
+    )
     element = element_budget(state, allowed) * numbers.element_limit
     return GoldenResult(state.output, state.lse, element, lse_budget(state, allowed) * numbers.lse_limit)

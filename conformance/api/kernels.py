@@ -149,9 +149,9 @@ _KERNELS: dict[Role, type] = {
 
 
 def kernel_around(function: Function, role: Role, declaration: Declaration) -> Any:
-    """A class of the role's interface whose calls go to ``function``."""
+    """A class of the role's interface whose calls go to ``function``; results of a top-k are there without a call."""
     parts = {"function": staticmethod(function), "declaration": declaration}
-    return type(name_of(function), (_KERNELS[role],), parts)
+    return type(name_of(function), (_KERNELS.get(role, _AsksAnything),), parts)
 
 
 def name_of(function: Function) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from mla_conformance.api.function_case import FunctionCase
-from mla_conformance.api.inputs import find_torch_device, handed_last
+from mla_conformance.api.inputs import HandedInputs, find_torch_device, handed_last
 from mla_conformance.api.kernels import Function, kernel_around, name_of
+from mla_conformance.api.own_tensors import problem_of
 from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import output_of
@@ -18,11 +19,14 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import Failure
+from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
-from mla_conformance.judging.record import Record
+from mla_conformance.files.inputs import InputError
+from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.problem import Problem
 from mla_conformance.report.causes import advice
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
 from mla_conformance.trials.context import Context
@@ -147,24 +151,61 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
     """
     __tracebackhide__ = True
     handed = handed_last(case.suite_case)
-    device, suite_case = handed.problem.device, case.suite_case
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    trial = Trial(_subject(suite_case, _RESULTS, device, declaration), suite_case, handed.context)
+    device = handed.problem.device
     # The results are there already; expected is what untouched inputs give.
-    problem = handed.context.problem(suite_case, device)
-    (call,) = problem.calls
+    problem = handed.context.problem(case.suite_case, device)
+    said = f"x = {case!r}.inputs({str(device)!r})"
+    _require_right(problem, handed.context, results, declaration, said, handed)
+
+
+def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs: Any) -> None:
+    """Assert that these are right results for your own tensors: no case, the same golden result, budget and judge.
+
+    Args:
+        results: output and LSE, or the output alone; scores or indices of an indexer; indices of a top-k.
+        declaration: as for :func:`judge`.
+        inputs: what the kernel was called with, by the names of docs/python-api.md: ``q``, ``k`` and ``v`` of a
+            prefill, ``q`` and ``kv_cache`` of a decode, ``topk_indices`` besides of a sparse one, ``weights`` of an
+            indexer, ``logits`` of a top-k. They must be as they were before the call.
+
+    Raises:
+        AssertionError: they are wrong; the message says how, and what that looks like.
+        InputError: inputs of no role, or that do not fit together; names the input and what was expected.
+    """
+    __tracebackhide__ = True
+    given = results[0] if len(results) == 1 and isinstance(results[0], tuple | list) else results
+    values = tuple(given[:1]) if len(given) == 2 and given[1] is None else tuple(given)
+    if not 1 <= len(values) <= 2:
+        raise InputError(f"assert_close: expected an output, or an output and its LSE, got {len(values)} results")
+    problem = problem_of(inputs, lse=len(values) == 2)
+    _require_right(problem, Context(), values, declaration)
+
+
+def _require_right(
+    problem: Problem,
+    context: Context,
+    results: tuple[Any, ...],
+    declaration: Declaration,
+    said: str = "",
+    handed: HandedInputs | None = None,
+) -> None:
+    """Judge results that are there; ``said`` runs a case again, and own tensors have no line that would."""
+    __tracebackhide__ = True
+    if problem.device.type == "cuda":
+        torch.cuda.synchronize(problem.device)
+    (call,), case = problem.calls, problem.case
+    trial = Trial(_subject(case, _RESULTS, problem.device, declaration), case, context)
     value = results[0] if len(results) == 1 else results
     if isinstance(call, AttentionCall) and not call.returns_lse:
         value = output_of(value)
-    observation = Observation((Returned(call, value, out=handed.out),), None, tuple(handed.before.changed()))
+    changed = handed.before.changed() if handed else ()
+    observation = Observation((Returned(call, value, out=handed.out if handed else None),), None, tuple(changed))
     try:
         trial.judged(problem, trial.expect(problem), observation)
         found = trial.verdict
     except Nonconformance as outcome:
         found = outcome.verdict
-    record = Record(trial.subject.name, "", suite_case.capability, suite_case.id, Status.HARNESS_ERROR)
-    said = f"x = {case!r}.inputs({str(device)!r})"
+    record = Record(trial.subject.name, "", case.capability, case.id, Status.HARNESS_ERROR)
     verdict = _verdict(trial, record.with_verdict(found, seconds=0.0), said)
     if not verdict.passed:
         raise AssertionError(verdict.message)
@@ -198,14 +239,23 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
 
 
 def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
-    """What was found; of a failure in lines that pytest need not break, with ``expression``, which runs it again."""
-    record, width, test = _with_explanation(trial, record), columns() - _MARGIN, running_test()
-    JUDGED.append(record)
+    """What was found; of a failure in lines that pytest need not break, with ``expression``, which runs it again.
+
+    Own tensors have none, and no case either that known defects could be tried on.
+    """
+    record = _with_explanation(trial, record) if expression else record
+    width, test = columns() - _MARGIN, running_test()
+    if expression:
+        JUDGED.append(record)
     lines = wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
-    for remark in filter(None, (*record.remarks, advice(record))):
+    told = advice(record if expression else record.with_fields(explanation=UNLIKE))
+    for remark in filter(None, (*record.remarks, told)):
         lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
-    lines.append(f"{_INDENT}replay: {replay_of(test) if test else expression}")
+    if heat := heat_of(trial, record):
+        lines += [f"{_INDENT}{name:<9}{curve}" for name, curve in heat.curves(width - 2 * _MARGIN).items()]
+    if again := replay_of(test) if test else expression:
+        lines.append(f"{_INDENT}replay: {again}")
     return FunctionVerdict(
         status=record.status,
         case=record.case,

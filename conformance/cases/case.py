@@ -327,9 +327,9 @@ class Case:
         """Latent dim L."""
         return dimensions_of(self.dims)[1]
 
-    @property
+    @cached_property
     def softmax_scale(self) -> float:
-        """The softmax scale as the backend receives it."""
+        """The softmax scale as the backend receives it; a stored one where an author's own tensors have no percent."""
         return float(self.scale / 100 * self.dimensions.qk_head_dim**-0.5)
 
     @property

@@ -4,6 +4,7 @@ Nothing here imports torch; what some options ask for does.
 """
 
 import argparse
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +65,8 @@ def list_models(options: argparse.Namespace) -> int:
         lines = ["| model | figures | read in |", "|---|---|---|"]
         for name in model_names():
             readings = stored_model(name).readings
-            for reading in readings:
-                figures = "all" if len(readings) == 1 else ", ".join(f"`{figure}`" for figure in reading.config)
+            for reading in readings if len(readings) > 1 else ():
+                figures = ", ".join(f"`{figure}`" for figure in reading.config)
                 unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
                 lines.append(f"| `{name}` | {figures} | {reading.source}{unconfirmed} |")
         Section.of(options.docs, "models").write("\n".join(lines))
@@ -156,5 +157,30 @@ def print_completion(options: argparse.Namespace) -> int:
                 action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
             else:
                 action.choices = known.get(action.dest, action.choices)
-    put(shtab.complete(options.parser, options.shell))
+    if options.shell == "fish":
+        put("\n".join(_fish_lines(options.parser)))
+    else:
+        put(shtab.complete(options.parser, options.shell))
     return 0
+
+
+def _fish_lines(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The script for fish, which shtab does not write: a line for each word of a command, and for each option."""
+    yield "complete -c mla-conformance -f"
+    seen: set[str] = set()
+    for name, command in commands_of(parser):
+        before, condition = "", "__fish_use_subcommand"
+        for word in name.split():
+            if f"{before} {word}" not in seen:
+                seen.add(f"{before} {word}")
+                yield f"complete -c mla-conformance -n {shlex.quote(condition)} -a {word}"
+            here = f"__fish_seen_subcommand_from {word}"
+            before, condition = f"{before} {word}", f"{condition}; and {here}" if before else here
+        for action in command._actions:
+            flags = [f"-l {flag[2:]}" if flag.startswith("--") else f"-s {flag[1:]}" for flag in action.option_strings]
+            takes = "" if action.nargs == 0 else " -r -F" if getattr(action, "complete", None) else " -x"
+            values = f" -a {shlex.quote(' '.join(map(str, action.choices)))}" if action.choices else ""
+            said = f" -d {shlex.quote(action.help)}" if flags and action.help else ""
+            if flags or values:
+                given = f"{' '.join(flags)}{takes}" if flags else "-f"
+                yield f"complete -c mla-conformance -n {shlex.quote(condition)} {given}{values}{said}"

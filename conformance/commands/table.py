@@ -27,7 +27,7 @@ from mla_conformance.vocabulary.capabilities import Tier
 
 _REFERENCE = "NAME, module:Class or file.py:Class"
 _TIERS = "|".join(Tier)
-_SHELLS = ("bash", "zsh", "tcsh")
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
 
@@ -357,6 +357,9 @@ COMMANDS = (
         "print a script that completes this command line in a shell",
         "mla_conformance.commands.listing:print_completion",
         option("shell", "SHELL", ", ".join(_SHELLS), choices=_SHELLS),
-        examples=("bash > ~/.local/share/bash-completion/completions/mla-conformance",),
+        examples=(
+            "bash > ~/.local/share/bash-completion/completions/mla-conformance",
+            "fish > ~/.config/fish/completions/mla-conformance.fish",
+        ),
     ),
 )

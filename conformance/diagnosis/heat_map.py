@@ -1,5 +1,6 @@
 """Where the errors of a failure are, by head and row, as plain data. No torch: it travels."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -10,6 +11,8 @@ from mla_conformance.judging.verdict import ARITHMETIC
 MOST = 64
 """Heads, and rows, that a map tells apart."""
 BEYOND = 9
+_BLOCKS = "·▁▂▃▄▅▆▇██"
+"""By digit."""
 
 # In Python a line's end may stand behind what matches `$`.
 _Digits = Annotated[str, Meta(pattern=r"^[0-9]{1,64}$(?!\n)")]
@@ -49,6 +52,21 @@ class HeatMap(Struct, frozen=True, forbid_unknown_fields=True):
     def wrong(self) -> int:
         """How many are over their budget."""
         return self.cells - sum(line.count("0") for line in self.lines)
+
+    def curves(self, width: int) -> dict[str, str]:
+        """The largest error by row and by head, from the first to the last, as lines of at most ``width`` blocks.
+
+        A dot is within the budget, and each step of a block ten times further beyond it. None where there is one alone.
+        """
+        found = {"by row": list(zip(*self.lines, strict=True)), "by head": list(self.lines)}
+        return {
+            name: _blocks([max(map(int, cells)) for cells in each], width) for name, each in found.items() if each[1:]
+        }
+
+
+def _blocks(digits: Sequence[int], width: int) -> str:
+    together = -(-len(digits) // width)
+    return "".join(_BLOCKS[max(digits[at : at + together])] for at in range(0, len(digits), together))
 
 
 def is_mapped(record: Record) -> bool:

@@ -112,8 +112,8 @@ class GoldenAttention(Golden):
 
 def golden_attention(problem: Problem) -> GoldenAttention:
     rows = choose_rows(problem)
-    states = tuple(_golden(problem, rows, call.operands()) for call in problem.attention)
-    merged = _golden(problem, rows, _whole(problem)) if problem.case.is_merged else None
+    states = tuple(golden_state(problem, rows, call.operands()) for call in problem.attention)
+    merged = golden_state(problem, rows, _whole(problem)) if problem.case.is_merged else None
     if merged and problem.case.own_merge:
         new, *chunks = states
         parts = [*chunks, new]
@@ -193,7 +193,7 @@ def _visible(operands: AttentionOperands, rows: JudgedRows) -> list[slice] | lis
     return [seen[rows.number(judged)] for judged in range(rows.start_loc[-1])]
 
 
-def _golden(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
+def golden_state(problem: Problem, rows: JudgedRows, operands: AttentionOperands) -> AttentionState:
     qkv, scale = (operands.q, operands.k, operands.v), problem.case.softmax_scale
     if operands.selected is not None:
         state = selected_attention(

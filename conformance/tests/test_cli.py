@@ -211,7 +211,7 @@ def test_versions_of_package_and_suite(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
 def test_a_shell_is_told_commands_options_and_names(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out

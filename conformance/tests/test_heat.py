@@ -54,6 +54,7 @@ def test_a_picture_shows_where_errors_are() -> None:
     got[-1, 2, 0], got[0, 1, 1], got[1, 1, 0] = torch.nan, 1.0, 25.0
     found = heat_map("output of decode", Measured(got.double(), golden.double(), torch.ones(200, 3, 1).double()))
     assert found == HeatMap("output of decode", 3, 200, ("0" * 64, "2" + "0" * 63, "0" * 63 + "9"))
+    assert found.curves(8) == {"by row": "▂······█", "by head": "·▂█"}
     said = (
         "output of decode: 2 of 192 cells over their budget; 3 heads down, 200 rows to the right; the worst of several"
     )

@@ -29,7 +29,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
-from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, RIGHT, Cheat, cheats
+from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, Cheat, cheats
 
 _STORED = "cheats.json"
 _THROUGH = "gets through"
@@ -132,32 +132,17 @@ def closing_line(report: CheatReport) -> str:
 
 
 def markdown(report: CheatReport) -> str:
-    """The section of the threat model: the table, and why some are not caught."""
-    rows = [_row(entry, report.outcomes[name]) for name, entry in cheats().items()]
-    head = ["| cheat | attempts | claims | outcome |", "|---|---|---|---|"]
-    through: dict[str, list[str]] = {}
-    for entry in cheats().values():
-        if entry.trust:
-            through.setdefault(entry.trust, []).append(f"`{entry.name}`")
-    reasons = [f"- {', '.join(names)}: {reason}" for reason, names in through.items()]
-    return "\n".join(
-        [
-            f"{closing_line(report)}. Where no claim is named, it is {RIGHT}.",
-            "",
-            *head,
-            *rows,
-            "",
-            "Not caught, and why:",
-            "",
-            *reasons,
-        ]
-    )
-
-
-def _row(entry: Cheat, said: str) -> str:
-    claims = "" if entry.claims == RIGHT else entry.claims
-    cells = (f"`{entry.name}`", entry.attempt, claims, _short(said) + (" (with a salt)" if entry.salted else ""))
-    return f"| {' | '.join(cells)} |"
+    """The section of the threat model: which are caught, and what the others attempt and why it works."""
+    caught = ", ".join(f"`{name}`" for name in cheats() if report.outcomes[name])
+    through: dict[str, list[Cheat]] = {}
+    for entry in (entry for name, entry in cheats().items() if not report.outcomes[name]):
+        through.setdefault(entry.trust, []).append(entry)
+    rows = [
+        f"| {', '.join(f'`{each.name}`' for each in group)} | {'; '.join(each.attempt for each in group)} | {trust} |"
+        for trust, group in through.items()
+    ]
+    head = ["| not caught | attempts | why |", "|---|---|---|"]
+    return "\n".join([f"{closing_line(report)}.", "", *head, *rows, "", f"Caught: {caught}."])
 
 
 def _short(said: str) -> str:

@@ -1,0 +1,196 @@
+"""What own tensors are checked and read with: their forms, lengths, slots, and what entries mean."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_conformance.api.tables import TABLES
+from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends.operands import AT_LEAST
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.files.inputs import InputError
+from mla_conformance.problems.cached_batch import int32
+from mla_conformance.problems.operands import TORCH_DTYPES
+from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width
+from mla_conformance.reference.kv_cache import read_entries
+from mla_conformance.reference.selected import NO_KEY
+
+Starts = Tensor | Sequence[int] | None
+_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
+_NOPE = 128
+"""Columns of a head before absorption, which own tensors do not tell; no result depends on them."""
+
+
+def require(role: str, sizes: Mapping[str, int], **given: Tensor | None) -> None:
+    """Refuse what is no tensor of the table's form, where a dimension without a size may have any."""
+    for name, x in given.items():
+        form = TABLES[role].inputs[name].form
+        if x is None or form is None:
+            continue
+        dims = form.shape.split(", ")
+        wanted = [(sizes.get(dim.removesuffix(AT_LEAST)), dim.endswith(AT_LEAST)) for dim in dims]
+        if isinstance(x, Tensor) and x.dim() == len(dims):
+            fits = (size is None or (got >= size if least else got == size)
+                    for got, (size, least) in zip(x.shape, wanted, strict=True))  # fmt: skip
+            if all(fits):
+                continue
+        shown = ", ".join(str(sizes.get(dim.removesuffix(AT_LEAST), dim)) for dim in dims)
+        got = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise InputError(f"{name}: expected a tensor [{form.shape}]"
+                         f"{f', here [{shown}]' if shown != form.shape else ''}, got {got}")  # fmt: skip
+
+
+def starts_of(name: str, given: Starts, rows: int, requests: int = 0) -> tuple[int, ...]:
+    """First row of each request, and the end; by default of one request with all rows."""
+    if given is None:
+        return 0, rows
+    starts = tuple(given.tolist() if isinstance(given, Tensor) else given)
+    if len(starts) < 2 or starts[0] or any(b < a for a, b in pairwise(starts)) or starts[-1] > rows:
+        raise InputError(f"{name}: expected cumulative lengths from 0 to at most the {rows} rows, got {list(starts)}")
+    if requests and len(starts) != requests + 1:
+        raise InputError(f"{name}: expected {requests + 1} numbers for {requests} requests, got {len(starts)}")
+    return starts
+
+
+def one_each(given: Starts, q: Tensor, seq_lens: Tensor) -> Starts:
+    """By default each request has one query."""
+    if given is None and len(q) != len(seq_lens):
+        raise InputError(f"cu_seqlens_q: expected the first row of each of the {len(seq_lens)} requests in the "
+                         f"{len(q)} rows of q, got none")  # fmt: skip
+    return range(len(q) + 1) if given is None else given
+
+
+def lengths_of(starts: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each request."""
+    return tuple(b - a for a, b in pairwise(starts))
+
+
+def case_of(capability: str, scale: float | None, like: Tensor, **fields: Any) -> Any:
+    """What stands for the form of own tensors where the house wants a case; it draws nothing."""
+    if like.dtype not in _DTYPES:
+        raise InputError(f"q: expected a tensor of one of {', '.join(_DTYPES.values())}, got {like.dtype}")
+    heads = like.shape[1] if like.dim() == 3 else 1
+    try:
+        case = Case.of(capability=capability, dtype=_DTYPES[like.dtype], heads=heads, poison="large", **fields)
+    except CaseError as error:
+        raise InputError(f"assert_close: {error}") from error
+    if scale is not None:
+        vars(case)["softmax_scale"] = float(scale)  # of which a case holds whole percents alone
+    return case
+
+
+def latent_case(
+    capability: str, scale: float, q: Tensor, rank: int, lengths: Sequence[int], totals: Sequence[int], **fields: Any
+) -> Any:
+    """The case over latents, whose contexts are what a request has beyond its queries."""
+    dims = f"{_NOPE}-{q.shape[2] - rank}-{_NOPE}-{rank}"
+    contexts = tuple(max(0, total - length) for total, length in zip(totals, lengths, strict=True))
+    return case_of(capability, scale, q, dims=dims, q=tuple(lengths), kv=contexts, **fields)
+
+
+def slots_of(
+    cache: Tensor, layout: str, q: Tensor, rank: int, block_table: Tensor, totals: Sequence[int], name: str = "kv_cache"
+) -> Tensor:
+    """[S] slots of all tokens, request by request."""
+    require_entries(name, cache, layout, q, rank)
+    page, blocks, lengths = cache.shape[1], cache.shape[0], torch.tensor(totals, device=cache.device)
+    position = torch.arange(sum(totals), device=cache.device) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    if totals and max(totals) > block_table.shape[1] * page:
+        raise InputError(f"block_table: expected room for {max(totals)} tokens in pages of {page}, got "
+                         f"{block_table.shape[1]} blocks a request")  # fmt: skip
+    request = torch.arange(len(totals), device=cache.device).repeat_interleave(lengths)
+    block = block_table.to(cache.device)[request, position // page].long()
+    if bool(((block < 0) | (block >= blocks)).any()):
+        raise InputError(f"block_table: expected blocks in 0..{blocks - 1} up to each request's length, got "
+                         f"{int(block.min())}..{int(block.max())}")  # fmt: skip
+    return block * page + position % page
+
+
+def require_entries(name: str, cache: Tensor, layout: str, q: Tensor, rank: int) -> None:
+    """Refuse a cache of another width or dtype than its layout has."""
+    if not isinstance(cache, Tensor) or cache.dim() != 3:
+        got = f"shape {list(cache.shape)}" if isinstance(cache, Tensor) else f"a {type(cache).__name__}"
+        raise InputError(f"{name}: expected a tensor [blocks, page, width], got {got}")
+    if not 0 < rank <= q.shape[2]:
+        raise InputError(f"kv_lora_rank: expected at most the {q.shape[2]} columns of q, got {rank}")
+    try:
+        width, dtype = entry_width(layout, rank, q.shape[2] - rank), cache_dtype(layout, output_dtype(q.dtype))
+    except ValueError as error:
+        raise InputError(f"kv_cache_dtype: {error}") from error
+    if cache.shape[2] != width or cache.dtype != dtype:
+        why = f"kv_cache_dtype {layout!r}, kv_lora_rank {rank} and {q.shape[2]} columns of q"
+        raise InputError(f"{name}: expected [blocks, page, {width}] of {dtype} by {why}, got {list(cache.shape)} of "
+                         f"{cache.dtype}")  # fmt: skip
+
+
+def meaning_of(cache: Tensor, slots: Tensor, layout: str, k_scale: Tensor | float, rank: int, q: Tensor) -> Tensor:
+    """[S, 1, L + R] float64, what the entries of these slots mean."""
+    rows = read_entries(cache, slots, layout)
+    parts = decode_rows(rows, layout, float(k_scale), rank, q.shape[2] - rank, output_dtype(q.dtype))
+    return torch.cat(parts, dim=-1).unsqueeze(1)
+
+
+def counted(indices: Tensor, length: Tensor | None) -> Tensor:
+    """[T, K] int64; what stands after a row's length is none."""
+    numbers = indices.long()
+    if length is None:
+        return numbers
+    places = torch.arange(numbers.shape[1], device=numbers.device)
+    return numbers.where(places < length.unsqueeze(1), NO_KEY)
+
+
+def places_of(name: str, numbers: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots that are named, ascending, and the lists as places among these."""
+    most = stored.shape[0] * stored.shape[1]
+    if numbers.numel() and (int(numbers.min()) < NO_KEY or int(numbers.max()) >= most):
+        got = f"{int(numbers.min())}..{int(numbers.max())}"
+        raise InputError(f"{name}: expected -1 or slots in 0..{most - 1}, got {got}")
+    used = numbers[numbers != NO_KEY].unique()
+    places = torch.searchsorted(used, numbers.clamp(min=0)) if len(used) else torch.zeros_like(numbers)
+    return used, places.where(numbers != NO_KEY, NO_KEY)
+
+
+def slots_of_positions(
+    numbers: Tensor, queries: Sequence[int], block_table: Tensor | None, starts: Tensor | None, page: int
+) -> Tensor:
+    """[T, K] slots of positions in each row's request, which ``queries`` tell."""
+    request = torch.arange(len(queries) - 1).repeat_interleave(torch.tensor(lengths_of(queries))).to(numbers.device)
+    if starts is not None:
+        slots = starts.long()[request].unsqueeze(1) + numbers
+    elif block_table is not None:
+        pages = (numbers.clamp(min=0) // page).clamp(max=block_table.shape[1] - 1)
+        slots = block_table.long()[request].gather(1, pages) * page + numbers % page
+    else:
+        raise InputError("block_table: expected one where index_space is not slot, or workspace_starts, got neither")
+    return slots.where(numbers != NO_KEY, NO_KEY)
+
+
+def batch_of(
+    queries: Sequence[int],
+    totals: Sequence[int],
+    block_table: Tensor | None,
+    space: str,
+    device: torch.device,
+    longest: int = 0,
+    workspace_starts: Tensor | None = None,
+) -> MLASparseMetadata:
+    """What calls over keys of requests are told; of it the judge asks where rows belong, and the longest request."""
+    lengths = lengths_of(queries)
+    request = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
+    return MLASparseMetadata(
+        query_start_loc=int32(queries, device),
+        req_id_per_token=request.to(device),
+        seq_lens=int32(totals, device),
+        block_table=block_table,
+        workspace_starts=workspace_starts,
+        index_space=IndexSpace(space),
+        max_query_len=max(lengths),
+        max_seq_len=longest or max(1, *totals),
+        query_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
+        seq_lens_cpu=torch.tensor(totals, dtype=torch.int32),
+    )
