@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from hypothesis import HealthCheck, Phase, Verbosity, reject, settings
 from hypothesis import strategies as st
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.classes import Draw
-from mla_conformance.cases.space import Row, Space
+from mla_conformance.cases.space import DATA, Row, Space
 
 _MOST_SEEDS, _MOST_KEYS = 100, 2**16
+_MOST_REGIMES = 7
+"""Data regimes that requests have beside the first one."""
 _DRAWS = 8
 """How often members of a row's classes are drawn; the key 0 stands for the plainest, to which failures shrink."""
 
@@ -54,10 +57,11 @@ def cases(draw: st.DrawFn, space: Space, classes: Mapping[str, Sequence[str]], c
     fields = {"seed": draw(st.integers(0, _MOST_SEEDS)), "capability": capability or space.capability}
     key = draw(st.integers(0, _MOST_KEYS))
     draws = [Draw(f"{key}|{number}" if key else "") for number in range(_DRAWS)]
-    for each in draws[:-1]:
+    regimes = draw(st.lists(st.sampled_from(classes[DATA]), max_size=_MOST_REGIMES)) if space.regimes else []
+    for each in draws:
         with suppress(CaseError):  # a rule that only single members of classes break
-            return space.case_of(row, each, fields)
-    try:
-        return space.case_of(row, draws[-1], fields)
-    except CaseError:
+            case = space.case_of(row, each, fields)
+            break
+    else:
         reject()
+    return replace(case, data="+".join((case.data, *regimes))) if len(case.q) > 1 else case

@@ -177,7 +177,7 @@ def of_pairs(cases: tuple[Case, ...], status: Status = Status.PASS) -> list[Reco
 
 
 def held(cases: tuple[Case, ...]) -> int:
-    return len(Pairs(SPACE, map(SPACE.row_of, cases)))
+    return len(Pairs(SPACE, SPACE.rows(cases)))
 
 
 def test_what_lacked_memory_or_a_verdict_is_claimed_and_named() -> None:
