@@ -27,10 +27,13 @@ class Parser(argparse.ArgumentParser):
         """The options; a word too many, where a backend could be named and is not, is told how to name one."""
         options, further = self.parse_known_args(args, namespace)
         if further:
+            own = options.run.args[-1] if isinstance(options.run, partial) else self
             stray = next((word for word in further if not word.startswith("-")), "")
+            if further[0].startswith("--"):
+                own.error(unknown("option", further[0], own._option_string_actions, f"{own.prog} --help"))
             is_backend = stray and not getattr(options, "backend", stray)
             hint = f"; a backend is named with an option: --backend {stray}" if is_backend else ""
-            self.error(f"unrecognized arguments: {' '.join(further)}{hint}")
+            own.error(f"unrecognized arguments: {' '.join(further)}{hint}")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -71,10 +74,15 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         room, _, word = command.words.rpartition(" ")
         if room not in rooms:
             rooms[room] = rooms[""].add_parser(room, help=GROUPS[room]).add_subparsers(required=True)
-        own = rooms[room].add_parser(word, help=command.help)
+        sentence = fill(f"{command.help[0].upper()}{command.help[1:]}.", _WIDTH)
+        own = rooms[room].add_parser(word, help=command.help, description=sentence)
+        groups: dict[str, argparse._ArgumentGroup | Parser] = {"": own}
         required, given = [], []  # a usage line has the options that have to be given, and the arguments
         for alternatives in command.options:
-            which = own.add_mutually_exclusive_group() if len(alternatives) > 1 else own
+            heading = alternatives[0].group
+            if heading not in groups:
+                groups[heading] = own.add_argument_group(heading)
+            which = groups[heading].add_mutually_exclusive_group() if len(alternatives) > 1 else groups[heading]
             for option in alternatives:
                 which.add_argument(*option.names, **option.settings)
                 metavar = option.settings.get("metavar")

@@ -14,7 +14,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
 from mla_conformance.report.causes import Cause, advice, raised_at
 from mla_conformance.report.pages import traits_lines
-from mla_conformance.report.pairs import JudgedPairs, scope_of, total
+from mla_conformance.report.pairs import JudgedPairs, right_on, total
 from mla_conformance.report.summary import (
     FORESEEN,
     SIGN,
@@ -231,9 +231,7 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
     if counts.waived:
         return f"wrong, as expected, on {counts.waived:,} of {counts.verdicts:,} cases; {capabilities}"
-    scope = scope_of(record.case for record in backend.records if record.status is Status.PASS)
-    right = f"right on {counts.passed:,} of {counts.listed:,} cases"
-    return f"{right}: {scope}; {capabilities}" if scope else f"{right}; {capabilities}"
+    return f"right: {right_on(backend.records)}; {capabilities}"
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:

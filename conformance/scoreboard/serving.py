@@ -16,7 +16,7 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model, model_names
 from mla_conformance.report.answers import Group, answers
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.scoreboard.board import Board, Entry, Profile
+from mla_conformance.scoreboard.board import Board, Entry, Profile, versions_of
 from mla_conformance.version import SUITE_VERSION
 
 _LETTERS = {Status.PASS: "p", Status.UNSUPPORTED: "u", Status.EXPECTED_FAILURE: "w", **dict.fromkeys(FAILED, "w")}
@@ -125,13 +125,16 @@ def _run(run: RunSummary) -> dict[str, Any]:
 
 
 def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
-    """What a run of a model says of each backend: in words, as a style, and passed of listed cases by part."""
+    """What a run of a model says of each backend: in words, as a style, and of which version and parts."""
     styles = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}
     found = {}
     for answer in answers(run):
-        parts = {part: [counts.passed, counts.listed] for part, counts in answer.parts.items()}
-        says = {"says": str(answer.group), "style": styles.get(answer.group, "unavailable"), "parts": parts}
-        found[answer.backend.name] = says
+        found[answer.backend.name] = {
+            "says": str(answer.group),
+            "style": styles.get(answer.group, "unavailable"),
+            "judged": answer.reported,
+            "versions": versions_of(answer.backend.facts.versions),
+        }
     return found
 
 
