@@ -18,6 +18,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import Failure
+from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.judging.record import Record
@@ -199,7 +200,8 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
 
 def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
     """What was found; of a failure in lines that pytest need not break, with ``expression``, which runs it again."""
-    record, width, test = _with_explanation(trial, record), columns() - _MARGIN, running_test()
+    record = _with_explanation(trial, with_reach(trial, record))
+    width, test = columns() - _MARGIN, running_test()
     JUDGED.append(record)
     lines = wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)

@@ -23,7 +23,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_form, report_json, to_text
-from mla_conformance.report.outcome import closing_line, outcome_lines
+from mla_conformance.report.outcome import Detail, closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side
 from mla_conformance.vocabulary.arrays import SPACES
@@ -38,6 +38,7 @@ def run_and_report(
     keep_report: bool = True,
     resumed: Plan | None = None,
     check: Callable[[Run], str] | None = None,
+    detail: Detail = Detail.FULL,
 ) -> int:
     """Carry out a run, write ``report.json``, show the outcome, and return the exit status.
 
@@ -47,15 +48,17 @@ def run_and_report(
         keep_report: whether the run's folder outlives the command, so that it is worth naming.
         resumed: the plan of the run that is gone on with, which must be this one.
         check: says of a prepared run why it is not to be carried out at all.
+        detail: how much is said of what is not wrong.
     """
     with run:
         refused = _prepare(run, resumed, check)
         if refused:
             say(f"mla-conformance: {refused[0]}", error=True)
             return refused[1]
-        if not as_json:
+        is_quiet = as_json or detail is Detail.QUIET
+        if not is_quiet:
             _say_wrapped(*_header(run))
-        broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
+        broken, status = _judge(run, is_quiet, run.resume_line if keep_report else "")
         try:
             run.finish()
         except RunError as error:
@@ -69,10 +72,11 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        for line in outcome_lines(summary, columns(), run.request.is_default):
+        for line in outcome_lines(summary, columns(), run.request.is_default, detail):
             say(line)
-        _say_wrapped(closing_line(summary))
-        if keep_report:
+        if not is_quiet:
+            _say_wrapped(closing_line(summary))
+        if keep_report and (not is_quiet or summary.exit_status):
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
     for message in filter(None, (broken, unwritten)):
         say(f"mla-conformance: {message}", error=True)

@@ -140,7 +140,8 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
 
 def badge(entry: Entry) -> str:
     record = entry.record
-    left, right = shown(record.backend, _LONGEST), shown(f"{entry.verdict} · {record.device} · {entry.state}", _LONGEST)
+    verdict = f"right on {entry.counts.passed:,} cases" if entry.verdict.startswith("right") else entry.verdict
+    left, right = shown(record.backend, _LONGEST), shown(f"{verdict} · {record.device} · {entry.state}", _LONGEST)
     widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
     colour = _BADGE_BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
     title, texts, start = escape(f"{left}: {right}"), "", 0.0

@@ -33,7 +33,7 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     digest = hashlib.sha256((tmp_path / "out" / "report.json").read_bytes()).hexdigest()
     report = f"report {tmp_path / 'out' / 'report.html'}, and report.json beside it, SHA-256 {digest}\n"
     assert printed.endswith(f"\n{report}")
-    assert " · judging 1 failure again, and looking for an explanation\n" in printed
+    assert " · judging 1 failure again, explaining 1, for up to a minute each; --no-explain " in printed
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
     assert f"wrong: Mine, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
@@ -116,10 +116,11 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
     try:
         assert re.fullmatch(r"[\d:]{8} Mine ✔ \d+ passed · 0 failed · .* of its budget · \d:\d\d\n", reported())
         assert re.match(r"[\d:]{8} Mine ✘ \d+ passed · [1-9]\d* failed", saved(WRONG))
-        assert re.match(r"wrong: Mine, \d+ cases: the LSE is wrong, ", reported())
+        assert re.match(r"wrong: Mine, \d+ cases: the LSE is wrong, \S+ to \S+ × its budget", reported())
         while "replay: " not in (line := reported()):
             assert line.startswith("       ")
         assert line.endswith(" --backend mine.py:Mine\n")
+        assert re.match(r"explained: \d+ cases: the LSE is wrong, unlike every known defect", reported())
         assert re.match(
             r"[\d:]{8} Mine \? '\S+/mine.py:Mine' does not import: SyntaxError: .*\(mine.py, line 1\)\n",
             saved("def" + RIGHT.lstrip()),
