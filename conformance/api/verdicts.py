@@ -11,9 +11,10 @@ import torch
 from mla_conformance.api.function_case import FunctionCase
 from mla_conformance.api.inputs import find_torch_device, handed_last
 from mla_conformance.api.kernels import Function, kernel_around, name_of
-from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test
+from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test, say_meanwhile
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import output_of
+from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
@@ -24,7 +25,7 @@ from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.report.causes import advice
+from mla_conformance.report.causes import advice, symptom
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
@@ -40,6 +41,8 @@ _NAMED = " " * len("AssertionError: ")
 """What pytest puts before the first line, beside the margin."""
 _FINDINGS: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
 """What the numbers of some failures give away, by test function and by the name of what is judged."""
+_LOOKED_FOR: set[tuple[str, str, str]] = set()
+"""The kinds of failures of these whose first one was seen, which is compared with all known mistakes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -193,6 +196,9 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
         _FINDINGS[function].add(record.finding)
     if record.finding or not record.is_wrong_number:
         return record
+    if (kind := (*function, symptom(record))) not in _LOOKED_FOR:
+        _LOOKED_FOR.add(kind)
+        say_meanwhile(f"{cut(record.message)} · looking for mistakes like it; --no-explain leaves that out")
     said = EXPLAINER.explain(function, Failure.of(trial, record))
     same = (finding for finding in _FINDINGS[function] if said.casefold().startswith(finding.casefold()))
     return record.with_fields(explanation=next(same, said))

@@ -31,12 +31,9 @@ from mla_conformance.engine.messages import read_line
 from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import UNASKED, Record, ended_by
-from mla_conformance.report.causes import simplicity
+from mla_conformance.report.causes import symptom
 from mla_conformance.trials.context import Context
 
-_PATIENCE = 10.0
-"""Seconds of CPU time after which a further failure of a function is compared with every candidate only if it is
-simpler than all before, so that the simplest one, which is shown in the end, always is."""
 _MOST_ENDED = 3
 """Processes that may end over comparing before nothing is compared any more: each takes seconds to start."""
 Function = tuple[str, str]  # a test function, and the name of what is judged
@@ -44,23 +41,19 @@ Function = tuple[str, str]  # a test function, and the name of what is judged
 
 @dataclass
 class Explained:
-    """What was found of the failures of one function; those that were compared with every candidate took ``spent``."""
+    """What was found of the failures of one function, and of which kinds the first one was compared with everything."""
 
     reported: ReportedCauses = field(default_factory=lambda: ReportedCauses([]))
-    spent: float = 0.0
-    compared: list[Record] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
 
     def explain(self, failure: Failure) -> str:
-        """What an earlier failure looked like if this one does, too; of the first ones, whoever does the same."""
+        """What an earlier failure looked like if this one does, too; of the first of a kind, whoever does the same."""
         if said := self.reported.explain(failure):
             return said
-        is_simplest = all(simplicity(failure.record) < simplicity(other) for other in self.compared)
-        if self.spent > _PATIENCE and not is_simplest:
+        if (kind := symptom(failure.record)) in self.kinds:
             return UNASKED
-        self.compared.append(failure.record)
-        started = time.thread_time()
-        said = explain(failure, WHOLE if is_simplest else PATIENCE)
-        self.spent += time.thread_time() - started
+        said = explain(failure, PATIENCE if self.kinds else WHOLE)
+        self.kinds.add(kind)
         if failure.record.with_fields(explanation=said).is_explained:
             self.reported.texts.append(said)
         return said

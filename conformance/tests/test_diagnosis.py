@@ -195,6 +195,7 @@ def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str
 
 
 EXACTLY = "exactly the requests with"
+BOUND = f"{EXACTLY} 48 keys or more are wrong, those with 32 or fewer are right"
 
 
 @pytest.mark.parametrize(
@@ -206,8 +207,7 @@ EXACTLY = "exactly the requests with"
         (["x.", "x."], [9, 9], []),  # which of the two it is, is not known
         (["x.x.", "..x"], [9, 9], []),
         ([".", "x", ".", "x"], [16, 17, 32, 40], [f"{EXACTLY} a last page of 16 tokens that is not full are wrong"]),
-        (["."] * 3 + ["x"] * 3, [16, 9, 32, 64, 48, 65], [f"{EXACTLY} 48 keys or more are wrong, those with 32 or fewer "
-                                                          "are right"]),
+        (["."] * 3 + ["x"] * 3, [16, 9, 32, 64, 48, 65], [BOUND]),
         ([".", "x", "x"], [9, 9, 9], ["only request 0 is right"]),
         ([".", "x"], [9, 30], []),
         (["xx", "xxx"], [16, 9], []),
