@@ -17,7 +17,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import put, refuse, typed, wrapped
 
 _WIDTH = 80
-_HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ..."}
+_HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
 
 
 class Parser(argparse.ArgumentParser):

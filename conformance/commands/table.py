@@ -194,9 +194,11 @@ COMMANDS = (
     ),
     command(
         "backends",
-        "list the backends, and why one cannot run here",
+        "list the backends that can run here, and what the others lack",
         "mla_conformance.commands.listing:list_backends",
+        option("names", "NAME", "say of these alone, with every reason", nargs="*"),
         _DEVICE,
+        examples=("", "FLASHMLA"),
     ),
     command(
         "capabilities",

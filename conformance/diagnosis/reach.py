@@ -1,19 +1,24 @@
 """Where wrong numbers are, in words: which queries, requests and pages, as far as that is regular."""
 
+import contextlib
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.likeness import numbers_of, wrong_numbers
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.trials.trial import Trial
 
+_TWO = re.compile(r"expected 2 tensor\(s\)")
+_SHAPES = re.compile(r"expected output of shape \[(\d+, \d+, \d+)\], got \[(\d+, \d+, \d+)\]")
 _SEVERAL = 2
 _MANY = 6  # requests of which no bound tells wrong ones from right ones by chance
 _TELLING = 3  # queries of a request of which one differs from the others
@@ -21,15 +26,16 @@ _Rows = Sequence[list[bool]]  # of each request whether each of its queries is w
 
 
 def with_reach(trial: Trial, record: Record) -> Record:
-    """The record of a trial that failed by a wrong number, whose message says where that is as far as it is regular."""
-    if not record.is_wrong_number or trial.last is None:
-        return record
-    try:
-        said = "; ".join(_reach(trial, record))
-    except (MemoryError, RuntimeError) as error:
-        if out_of_memory(error):
-            return record
-        raise
+    """The record of a failed trial, whose message says where wrong numbers are, as far as that is regular.
+
+    Of a wrong form it says what that is the form of.
+    """
+    said = ""
+    with contextlib.suppress(Exception):  # such as for want of memory: what is said of a failure changes no verdict
+        if record.check == Check.SHAPE:
+            said = of_form(record.message, trial.case)
+        elif record.is_wrong_number and trial.last is not None:
+            said = "; ".join(_reach(trial, record))
     clause = f" (SPEC {record.clause})"
     return record.with_fields(message=f"{record.message.removesuffix(clause)}; {said}{clause}") if said else record
 
@@ -56,6 +62,20 @@ def _reach(trial: Trial, record: Record) -> Iterator[str]:
     yield from list(of_requests(found, keys, problem.case))[:1]
     if record.check == Check.MASK and isinstance(problem.case, DecodeCase):
         yield from of_pages(by_request(parts[0].got.isnan()), keys, problem.case.page)
+
+
+def of_form(message: str, case: Case) -> str:
+    """What was returned in place of what a message about a form expects; empty where that is not known."""
+    if _TWO.search(message) and case.role in (Role.PREFILL, Role.DECODE, Role.SPARSE):
+        return "the results are (output, LSE)"
+    if not (found := _SHAPES.search(message)):
+        return ""
+    want, got = ([int(size) for size in shape.split(",")] for shape in found.groups())
+    if got == [want[1], want[0], want[2]]:
+        return "tokens and heads are swapped"
+    if isinstance(case, CachedCase) and got[2] == sum(case.latent_dims) > want[2]:
+        return f"it has the rope columns as well: V is the first kv_lora_rank = {want[2]} columns of an entry"
+    return ""
 
 
 def of_queries(found: _Rows) -> Iterator[str]:

@@ -120,7 +120,8 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
         while "replay: " not in (line := reported()):
             assert line.startswith("       ")
         assert line.endswith(" --backend mine.py:Mine\n")
-        assert re.match(r"explained: \d+ cases: the LSE is wrong, unlike every known defect", reported())
+        explained = f"{reported()} {reported()}"
+        assert re.match(r"explained: \d+ cases: the LSE is wrong, unlike every known defect", explained)
         assert re.match(
             r"[\d:]{8} Mine \? '\S+/mine.py:Mine' does not import: SyntaxError: .*\(mine.py, line 1\)\n",
             saved("def" + RIGHT.lstrip()),

@@ -20,7 +20,7 @@ from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.explain import ALIKE, PATIENCE, UNALIKE, Failure, ReportedCauses, describe, explain
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
-from mla_conformance.diagnosis.reach import of_queries, of_requests, with_reach
+from mla_conformance.diagnosis.reach import of_form, of_queries, of_requests, with_reach
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
@@ -192,6 +192,19 @@ def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str
     said = told(trial, record)
     assert where in with_reach(trial, record).message
     assert named in said and not said.startswith("perhaps ")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("decode: expected output of shape [3, 2, 512], got [3, 2, 576]", "V is the first kv_lora_rank = 512 columns"),
+        ("decode: expected output of shape [3, 2, 512], got [2, 3, 512]", "tokens and heads are swapped"),
+        ("decode: expected 2 tensor(s), got (Tensor)", "the results are (output, LSE)"),
+        ("decode: expected output of shape [3, 2, 512], got [3, 2, 7]", ""),
+    ],
+)
+def test_a_wrong_form_says_what_it_is_the_form_of(message: str, said: str) -> None:
+    assert said in (found := of_form(message, Case.parse("decode:q=[1,2];kv=[5,6]"))) and bool(said) == bool(found)
 
 
 EXACTLY = "exactly the requests with"

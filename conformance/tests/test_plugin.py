@@ -71,7 +71,7 @@ def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged:
     assert "FLASH_ATTN unavailable: " in printed and "package flash-attn not installed" in printed
     reported, passed = printed.partition("= mla-conformance =")[2], f"✔ lse {len(CASES)}"
     for name, outcome in (("EAGER", passed), ("TORCH_SDPA", passed), ("WRONG", f"✘ lse 0/{len(CASES)}")):
-        assert re.search(rf"^{name} . (passed|right on) .*\n +{outcome}$", reported, re.MULTILINE)
+        assert re.search(rf"^{name} . (passed|right:) .*\n +{outcome}$", reported, re.MULTILINE)
 
 
 def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback(judged: Path) -> None:
