@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from copy import copy
 from glob import glob
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ _BARE = re.compile(r"(?<![\w=/:'\"\[.-])[A-Z][A-Z0-9_]{2,}(?:\[[\w.-]+\])?(?![\w
 """What may be a backend's name that stands alone."""
 _WORD = re.compile(r"(?<![\w/:=\[.-])\w+(?![\w/:=\].-])")
 _KIND = re.compile(r"/of:(\w+)/")
-_SHORT = ("--tier", "--capability", "--device", "--case")
+_SHORT = ("--tier", "--capability", "--device", "--case", "--no-explain")
 _SECONDS = 0.3
 """CPU seconds that one case of TORCH_SDPA took, on average of all."""
 
@@ -89,13 +89,18 @@ def _without_prefix(config: pytest.Config, parser: pytest.Parser, args: list[str
 
     A project may have a ``--device`` of its own, and this is loaded in every run.
     """
-    option, given = parser.parse_known_and_unknown_args(args)
-    is_run = option.backend or SUITE in args or any(map(_KEYWORD.search, args)) or any(map(_BARE.search, args))
-    for number, word in enumerate(args):
-        name, equals, value = word.partition("=")
-        if word in given and name in (*(_SHORT if is_run else ()), "--no-explain"):
-            args[number] = f"--mla-{name[2:]}{equals}{value}"
-    return parser.parse_known_args(args, copy(config.option))
+    _, unknown = parser.parse_known_and_unknown_args(args)
+
+    def read(short: Collection[str]) -> tuple[list[str], Any]:
+        meant = [word in unknown and word.partition("=")[0] in short for word in args]
+        words = [f"--mla-{word[2:]}" if is_meant else word for word, is_meant in zip(args, meant, strict=True)]
+        return words, parser.parse_known_args(words, copy(config.option))
+
+    words, option = read(_SHORT)
+    if SUITE not in option.file_or_dir and (option.file_or_dir or not (option.backend or _named(option))):
+        words, option = read(("--no-explain",))
+    args[:] = words
+    return option
 
 
 def _is_watched(config: pytest.Config) -> bool:
@@ -126,7 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_RECORDS] = []
     if config.option.mla_no_explain:
         os.environ[UNEXPLAINED] = "1"
-        config.add_cleanup(lambda: os.environ.pop(UNEXPLAINED, None))
+        config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
     config.pluginmanager.register(OwnTests(config))
     if _selects_any(config, by_keyword=False):
         _request(config)  # a mistake is a usage error here; during collection it would be an error of the suite

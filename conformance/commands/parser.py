@@ -73,10 +73,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     for command in COMMANDS:
         room, _, word = command.words.rpartition(" ")
         if room not in rooms:
-            rooms[room] = rooms[""].add_parser(room, help=GROUPS[room]).add_subparsers(required=True)
-        sentence = fill(f"{command.help[0].upper()}{command.help[1:]}.", _WIDTH)
-        own = rooms[room].add_parser(word, help=command.help, description=sentence)
-        groups: dict[str, argparse._ArgumentGroup | Parser] = {"": own}
+            outer = rooms[""].add_parser(room, help=GROUPS[room], description=_sentence(GROUPS[room]))
+            rooms[room] = outer.add_subparsers(required=True)
+        own = rooms[room].add_parser(word, help=command.help, description=_sentence(command.help))
+        groups: dict[str, argparse._ActionsContainer] = {"": own}
         required, given = [], []  # a usage line has the options that have to be given, and the arguments
         for alternatives in command.options:
             heading = alternatives[0].group
@@ -97,6 +97,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         own.epilog = "\n".join(["examples:", *calls, "", status])
         own.formatter_class = _Formatter
         own.set_defaults(run=partial(_carry_out, command, own))
+
+
+def _sentence(text: str) -> str:
+    return fill(f"{text[0].upper()}{text[1:]}.", _WIDTH)
 
 
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

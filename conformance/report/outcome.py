@@ -249,7 +249,7 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
     if counts.waived:
         return f"wrong, as expected, on {counts.waived:,} of {counts.verdicts:,} cases; {capabilities}"
-    return f"right: {right_on(backend.records)}; {capabilities}"
+    return f"right: {right_on(backend.records)}"
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:

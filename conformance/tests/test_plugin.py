@@ -132,6 +132,22 @@ def test_a_selection_is_exact_and_combines(listed: Listing, selection: list[str]
     assert listed(*SUITE, *selection) == (0, ids(*names))
 
 
+def test_options_are_called_as_by_certify_where_the_suite_is_run(listed: Listing, pytester: pytest.Pytester) -> None:
+    short = ["--tier", "smoke", "--device=cpu", "--capability", "lse"]
+    assert listed("-k", "TORCH_SDPA", *short) == listed("--backend=TORCH_SDPA", *short) == (0, ids("TORCH_SDPA"))
+    pytester.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--device')")
+    own = pytester.makepyfile("def test_TORCH_SDPA(request):\n    assert request.config.option.device == 'mine'")
+    assert pytester.runpytest_inprocess(*WITHOUT, "-k", "TORCH_SDPA", "--device=mine", own).ret == 0
+
+
+def test_a_role_or_a_capability_is_exact(listed: Listing) -> None:
+    kinds = ["--mla-capability", "decode", "--mla-capability", "sparse_layer", "-k"]
+    _, found = listed(*kinds, "EAGER and decode")
+    assert found and all(id.startswith("decode:") for id in found)
+    _, others = listed(*kinds, "backend=EAGER and not decode")
+    assert any("decodes=" in id for id in others) and all(id.startswith("sparse_layer:") for id in others)
+
+
 def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(
     listed: Listing, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ def entry(kernel: str, version: str, wrong: tuple[str, ...] = (), old: str = "",
 
 
 def board() -> Board:
-    """FLASHMLA is right, and was not on an H100; TRITON_MLA is wrong at other heads, FLASHINFER_MLA[fa3] newly wrong."""
+    """FLASHMLA is right, and was not on an H100; TRITON_MLA is wrong elsewhere, FLASHINFER_MLA[fa3] newly wrong."""
     entries = (
         entry("FLASHMLA", "0.7.2.post1"),
         entry("TRITON_MLA", "0.7.2.post1", (OTHER,)),
