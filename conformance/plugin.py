@@ -244,16 +244,16 @@ def _params(config: pytest.Config) -> Iterator[Any]:
                     yield pytest.param((backend, case.id), id=f"{case.id}-backend={backend.name}", marks=marks)
 
 
-def pytest_report_collectionfinish(config: pytest.Config) -> str:
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     """Of a run of the smoke tier, which is the default, how much there is besides."""
     request = config.stash.get(_REQUEST, None)
     if request is None or request.cases or request.tier != _SMOKE:
-        return ""
+        return []
     from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
     cases = sum(len(CAPABILITIES[name].cases) for name in request.capabilities)
     taken = f"about {counted(max(1, round(cases * _SECONDS / 60)), 'minute')} of a CPU core for TORCH_SDPA"
-    return f"mla-conformance: the smoke tier, {len(request.case_ids)} cases; --tier full has {cases:,}: {taken}"
+    return [f"mla-conformance: the smoke tier, {len(request.case_ids)} cases; --tier full has {cases:,}: {taken}"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

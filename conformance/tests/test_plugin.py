@@ -136,8 +136,19 @@ def test_options_are_called_as_by_certify_where_the_suite_is_run(listed: Listing
     short = ["--tier", "smoke", "--device=cpu", "--capability", "lse"]
     assert listed("-k", "TORCH_SDPA", *short) == listed("--backend=TORCH_SDPA", *short) == (0, ids("TORCH_SDPA"))
     pytester.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--device')")
-    own = pytester.makepyfile("def test_TORCH_SDPA(request):\n    assert request.config.option.device == 'mine'")
-    assert pytester.runpytest_inprocess(*WITHOUT, "-k", "TORCH_SDPA", "--device=mine", own).ret == 0
+    own = pytester.makepyfile(
+        "import os\n\ndef test_TORCH_SDPA(request):\n    assert request.config.option.device == 'mine'\n"
+        "    assert 'MLA_CONFORMANCE_NO_EXPLAIN' in os.environ\n"
+    )
+    assert pytester.runpytest_inprocess(*WITHOUT, "-k", "TORCH_SDPA", "--device=mine", "--no-explain", own).ret == 0
+    assert "MLA_CONFORMANCE_NO_EXPLAIN" not in os.environ
+
+
+def test_a_line_is_shown_while_a_test_runs(pytester: pytest.Pytester) -> None:
+    said = "from mla_conformance.api.own_tests import say_meanwhile\n\ndef test_own():\n    say_meanwhile('looking')\n"
+    pytester.makepyfile(said)
+    assert "looking" in pytester.runpytest_inprocess(*WITHOUT).outlines
+    assert "looking" not in pytester.runpytest_inprocess(*WITHOUT, "-q").outlines
 
 
 def test_a_role_or_a_capability_is_exact(listed: Listing) -> None:

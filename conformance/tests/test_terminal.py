@@ -16,7 +16,7 @@ from mla_conformance.commands import console
 from mla_conformance.commands.console import Progress, live
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.outcome import backend_lines, cause_lines
+from mla_conformance.report.outcome import Detail, backend_lines, cause_lines, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import painted, say
 
@@ -148,6 +148,21 @@ def test_what_passed_is_compact_and_what_is_unsupported_one_line(width: int) -> 
     listed = (line for line in lines if line.startswith("  ✔") or line.startswith("    capability"))
     passed = [text for line in listed for text in line.strip(" ✔,").split(", ")]
     assert len(passed) == 40 and all(re.fullmatch(r"capability_x*\d+ 2", text) for text in passed)
+
+
+def test_what_a_kernel_is_right_on_leaves_out_what_it_does_not_do() -> None:
+    """Of roles of which nothing was judged it is not told as of cases that it failed."""
+    passed = [record(f"new_tokens:q=[{n}]", Status.PASS) for n in (1, 2)]
+    others = [record(f"decode:q=[1];kv=[{n}]", Status.UNSUPPORTED) for n in (1, 2, 3)]
+    summary = BackendSummary(BackendFacts("B"), summarise([*passed, *others], {}))
+    run = RunSummary({}, (summary, BackendSummary(BackendFacts("A", reasons=("no GPU",)))))
+    quiet = list(outcome_lines(run, 80, brief=True, detail=Detail.QUIET))
+    assert quiet == ["B ✔ right: all 2 prefill cases; 3 of other roles do not apply"]
+    usual, full = (list(outcome_lines(run, 80, detail=detail)) for detail in (Detail.USUAL, Detail.FULL))
+    assert usual == [*quiet, "A ? unavailable: no GPU"] and full[1:3] == [
+        "  ✔ new_tokens 2",
+        "  – 1 unsupported: decode",
+    ]
 
 
 def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
