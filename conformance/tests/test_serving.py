@@ -81,6 +81,12 @@ def test_no_text_of_a_record_ends_the_data() -> None:
     assert json.loads(served(board()))["records"][-1]["kernel"] == NASTY
 
 
+def test_the_data_names_the_cases_that_can_be_shown_and_no_others() -> None:
+    data = json.loads(served(board()))
+    assert {case for case, _ in data["cases"] if case} == {OWN, OTHER} and len(data["cases"]) == len(CASES)
+    assert {record["statuses"] for record in data["records"]} == {"p4", "w1p3", "p1w1p2"}
+
+
 def test_a_run_of_a_model_is_shown_beside_the_records(tmp_path: Path) -> None:
     deployment = Deployment.of(find_model("deepseek-v3"), 8, "fp8")
     cases = [case.id for case in cases_of(find_model("deepseek-v3"), deployment)]
