@@ -10,6 +10,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.likeness import numbers_of, wrong_numbers
+from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import AttentionCall
@@ -19,6 +20,7 @@ from mla_conformance.trials.trial import Trial
 
 _TWO = re.compile(r"expected 2 tensor\(s\)")
 _SHAPES = re.compile(r"expected output of shape \[(\d+, \d+, \d+)\], got \[(\d+, \d+, \d+)\]")
+_SWAPPED = "tokens and heads are swapped"
 _SEVERAL = 2
 _MANY = 6  # requests of which no bound tells wrong ones from right ones by chance
 _TELLING = 3  # queries of a request of which one differs from the others
@@ -46,6 +48,11 @@ def _reach(trial: Trial, record: Record) -> Iterator[str]:
     if rows.numbers is not None or not all(isinstance(call, AttentionCall) for call in problem.calls):
         return
     parts = [each for each in numbers_of(trial) if record.check != Check.LSE or each.got.dim() == 2]
+    outputs = [each for each in parts if each.got.dim() > 2 and each.got.shape[0] == each.got.shape[1]]
+    swapped = (Measured(each.got.transpose(0, 1), each.golden, each.allowed) for each in outputs)
+    if outputs and not any(bool(wrong_numbers(each).any()) for each in swapped):
+        yield _SWAPPED
+        return
     masks = map(wrong_numbers, parts)
     wrong = next((mask for mask in masks if bool(mask.any())), None)
     if wrong is None:
@@ -72,7 +79,7 @@ def of_form(message: str, case: Case) -> str:
         return ""
     want, got = ([int(size) for size in shape.split(",")] for shape in found.groups())
     if got == [want[1], want[0], want[2]]:
-        return "tokens and heads are swapped"
+        return _SWAPPED
     if isinstance(case, CachedCase) and got[2] == sum(case.latent_dims) > want[2]:
         return f"it has the rope columns as well: V is the first kv_lora_rank = {want[2]} columns of an entry"
     return ""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
@@ -205,6 +206,19 @@ def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str
 )
 def test_a_wrong_form_says_what_it_is_the_form_of(message: str, said: str) -> None:
     assert said in (found := of_form(message, Case.parse("decode:q=[1,2];kv=[5,6]"))) and bool(said) == bool(found)
+
+
+class HeadsFirst(EagerDecodeBackend):
+    """Returns the output as [heads, tokens, columns]."""
+
+    def run_decode(self, *operands: Any) -> Any:
+        output, lse = super().run_decode(*operands)
+        return output.transpose(0, 1), lse
+
+
+def test_an_output_whose_form_does_not_tell_that_it_is_transposed_is_said_to_be() -> None:
+    trial, record = tried(located(HeadsFirst), "decode:dims=small;heads=2;q=[1,1];kv=[13,31];page=16")
+    assert record.check == Check.OUTPUT and "tokens and heads are swapped" in with_reach(trial, record).message
 
 
 EXACTLY = "exactly the requests with"
