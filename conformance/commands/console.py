@@ -25,7 +25,7 @@ from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_form, report_json, to_text
 from mla_conformance.report.outcome import Detail, closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side
+from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side, wrapped
 from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
@@ -207,14 +207,15 @@ _SOME = 10
 class Progress:
     """Counts what is judged, of so many records; failures are told by their causes, at the end.
 
-    Where no line is live, a whole run has as many lines as it has parts.
+    Where no line is live, a whole run has as many lines as it has parts. What comes behind the verdicts takes longer:
+    the first failure is shown meanwhile.
     """
 
     def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
         self.total, self.done, self.failed, self.parts = total, done, failed, parts
         self._began = time.monotonic()
         self._before, self._since = done, self._began  # what the pace is counted from
-        self._phase = self._now = ""
+        self._phase = self._now = self._failure = ""
 
     def __call__(self, record: Record) -> None:
         if record.confirmation or record.is_explained:
@@ -222,6 +223,7 @@ class Progress:
         self.done += 1
         self._before += record.status is Status.UNSUPPORTED and not record.seconds  # no process was asked
         self.failed += record.failed
+        self._failure = self._failure or (f"{record.backend} {record.case}: {record.message}" if record.failed else "")
         self._now = f"{record.backend} {record.capability}"
         before, now = ((done * self.parts) // max(1, self.total) for done in (self.done - 1, self.done))
         if not is_live() and now > before:
@@ -232,7 +234,8 @@ class Progress:
         self._phase, self._now = what, ""
         self._before, self._since = self.done, time.monotonic()
         if self.parts and not is_live():
-            say(f"… {self.line}")
+            for line in f"… {self.line}".splitlines():
+                say(line)
 
     @property
     def elapsed(self) -> float:
@@ -245,7 +248,8 @@ class Progress:
         seconds, judged = time.monotonic() - self._since, self.done - self._before
         if _SOME * judged >= self.total - self._before and self.done < self.total:
             told.append(f"about {clock(seconds * (self.total - self.done) / judged)} left")
-        return " · ".join(filter(None, (*told, self._phase, self._now)))
+        failure = wrapped(cut(self._failure), columns(), "  ", "  ") if self._phase and self.parts else []
+        return "\n".join([" · ".join(filter(None, (*told, self._phase, self._now))), *failure])
 
 
 def clock(seconds: float) -> str:
@@ -270,7 +274,8 @@ def live(line: Callable[[], str]) -> Iterator[None]:
     from rich.text import Text
 
     def drawn() -> Text:
-        return Text(shown(line()), style="dim", no_wrap=True, overflow="ellipsis")
+        lines = "\n".join(map(shown, line().splitlines()))
+        return Text(lines, style="dim", no_wrap=True, overflow="ellipsis")
 
     console = Console(file=sys.stdout, highlight=False)
     with Live(

@@ -232,7 +232,7 @@ COMMANDS = (
     ),
     command(
         "cheats",
-        "kernels that cheat, and what catches them",
+        "try kernels that cheat, and say what catches each",
         "mla_conformance.commands.defects:try_cheats",
         _JSON,
         path("--table", "FILE", _SECTION),
@@ -327,7 +327,7 @@ COMMANDS = (
     ),
     command(
         "report render",
-        "a report for people",
+        "show a report: as a page, Markdown, annotations, JUnit XML or text",
         "mla_conformance.report.commands:render",
         _REPORT,
         option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
@@ -336,7 +336,7 @@ COMMANDS = (
     ),
     command(
         "report diff",
-        "what changed; exit status 1 for regressions",
+        "say what changed between two reports, and whether anything got worse",
         "mla_conformance.report.commands:diff",
         path("before", "BEFORE", "report of the earlier run"),
         path("after", "AFTER", "report of the later run"),
@@ -346,7 +346,7 @@ COMMANDS = (
     ),
     command(
         "report merge",
-        "one report from those of all shards",
+        "make one report of those of all shards",
         "mla_conformance.report.commands:merge",
         path("shards", "SHARD", "report of a shard", nargs="+"),
         path("--out", "FILE", "write the report here", required=True),
@@ -356,7 +356,7 @@ COMMANDS = (
     command("report schema", "print the JSON Schema of report.json", "mla_conformance.report.commands:print_schema"),
     command(
         "scoreboard",
-        "records of many kernels as a static site",
+        "write a static site that shows the records of many kernels",
         "mla_conformance.scoreboard.site:scoreboard",
         path("records", "FILE|DIR", "records, or reports of certify --model", nargs="+"),
         path("--out", "DIR", "write the site here", required=True),

@@ -210,7 +210,7 @@ class Run:
             failures = self._first_verdicts()
             while pending := self._unconfirmed(failures):
                 explained = sum(each.explain for each in pending)
-                told = f", explaining {explained}, for up to a minute each; --no-explain leaves that out"
+                told = f", explaining {explained} (--no-explain leaves that out)"
                 on_phase(f"judging {counted(len(pending), 'failure')} again{told if explained else ''}")
                 for record in self._confirmed(pending):
                     self._write(journal.Judgement(record))

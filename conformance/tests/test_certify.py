@@ -32,7 +32,10 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     digest = hashlib.sha256((tmp_path / "out" / "report.json").read_bytes()).hexdigest()
     report = f"report {tmp_path / 'out' / 'report.html'}, and report.json beside it, SHA-256 {digest}\n"
     assert printed.endswith(f"\n{report}")
-    assert " · judging 1 failure again, explaining 1, for up to a minute each; --no-explain " in printed
+    told = (
+        r" · judging 1 failure again, explaining 1 \(--no-explain leaves that out\)\n  Mine lse:\S+ new tokens: LSE is "
+    )
+    assert re.search(told, printed)
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
     assert f"wrong: Mine, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
