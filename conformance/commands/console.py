@@ -236,6 +236,7 @@ class Progress:
         if self.parts and not is_live():
             for line in f"… {self.line}".splitlines():
                 say(line)
+            self._failure = ""
 
     @property
     def elapsed(self) -> float:

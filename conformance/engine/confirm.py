@@ -19,14 +19,13 @@ from typing import Final
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.engine.messages import Judge
-from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey, ended_by
+from mla_conformance.judging.record import EXPLORED, INDISTINCT, UNCOMPARED, Record, RecordKey
 from mla_conformance.judging.verdict import COMPARED, Status
 
 ALONE: Final = "alone"
 AFTER: Final = "after"
 UNREPEATED: Final = "unrepeated"
 MOST_EXPLAINED = 3  # kinds of a backend's failures of each of which the first one is explained
-UNWANTED: Final = ended_by("--no-explain")
 _FEW = 4
 _SHORTER = 12
 """Attempts to find fewer cases after which a failure repeats, each in a process of its own: enough for one of 1000."""

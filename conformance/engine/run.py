@@ -16,14 +16,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
-from mla_conformance.engine.confirm import (
-    MOST_EXPLAINED,
-    UNREPEATED,
-    UNWANTED,
-    FailureConfirmation,
-    compared,
-    comparisons,
-)
+from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
 from mla_conformance.engine.devices import WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
@@ -39,7 +32,7 @@ from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
-from mla_conformance.report.causes import symptom
+from mla_conformance.report.causes import UNWANTED, symptom
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
@@ -358,7 +351,8 @@ class Run:
             outcome = failures.get(record.record_key)
             before = takewhile((record.reference, record.case).__ne__, outcome.history if outcome else ())
             history = tuple(judged for judged in before if judged not in refused)
-            if explain := self.explains and len(kinds) < MOST_EXPLAINED and _kind_of(record) not in kinds:
+            is_first = record.is_wrong_number and _kind_of(record) not in kinds
+            if explain := self.explains and is_first and len(kinds) < MOST_EXPLAINED:
                 self._explained.add(record.record_key)
             unhurried = len(self.request.cases) == 1
             found.append(FailureConfirmation(record, history, explain, unhurried))

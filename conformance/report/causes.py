@@ -22,6 +22,7 @@ _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
 _K = TypeVar("_K")
 _T = TypeVar("_T")
+UNWANTED = ended_by("--no-explain")
 CauseKind = Literal["likely", "further", "seen"]
 
 
@@ -126,7 +127,7 @@ def _compared(group: Sequence[Record]) -> str:
     if any(record.is_explained for record in group):
         return ""
     if not unlike:
-        quiet = ("", UNASKED, ended_by("--no-explain"))
+        quiet = ("", UNASKED, UNWANTED)
         said = next((record.explanation for record in group if record.explanation not in quiet), "")
         return f"; {said}" if said else ""
     return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
