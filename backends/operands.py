@@ -16,9 +16,29 @@ from mla_conformance.backends.kernel import expect, require_declared
 
 AT_LEAST = " or more"
 SIZES = {
-    *("T", "S", "B", "B + 1", "N", "H", "K", "K'", "P", "R", "P + R", "V", "L", "D", "C", "m", "C · D", "2 · C · D"),
+    *(
+        "T",
+        "S",
+        "B",
+        "B + 1",
+        "N",
+        "H",
+        "K",
+        "K'",
+        "P",
+        "R",
+        "L + R",
+        "P + R",
+        "V",
+        "L",
+        "D",
+        "C",
+        "m",
+        "C · D",
+        "2 · C · D",
+    ),
     *("blocks", "page", "width", "index width", "max blocks", "pages", "state page", "state pages"),
-    *("columns", "rows", "hidden", "1"),
+    *("columns", "rows", "hidden", "1", "L + R"),
 }
 DTYPES = {"", "model", "input", "codes", "entries", "index entries"}
 """Names of sizes and of dtypes that tables may use; a role from outside adds its own."""

@@ -4,10 +4,12 @@ It is loaded in every pytest run of its environment, so nothing here imports tor
 """
 
 import json
+import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from copy import copy
 from glob import glob
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +18,10 @@ import pytest
 
 from mla_conformance.api import last_word
 from mla_conformance.api.own_tests import OwnTests, is_alone
+from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.judging.record import Record, describe_failure
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.terminal import shown_lines
+from mla_conformance.report.terminal import counted, shown_lines
 
 if TYPE_CHECKING:
     from mla_conformance.engine.beside import Judging
@@ -35,26 +38,41 @@ _RECORDS = pytest.StashKey[list[Record]]()
 _KEYWORD = re.compile(r"""\bbackend\s*==?\s*(['"]?)([\w.+\[\]-]+)\1""")
 _OPEN_ENDED = re.compile(r"\b(or|not)\b")
 _REWRITTEN = re.compile(r"/backend:([^/]+)/")
+_BARE = re.compile(r"(?<![\w=/:'\"\[.-])[A-Z][A-Z0-9_]{2,}(?:\[[\w.-]+\])?(?![\w/.-])")
+"""What may be a backend's name that stands alone."""
+_WORD = re.compile(r"(?<![\w/:=\[.-])\w+(?![\w/:=\].-])")
+_KIND = re.compile(r"/of:(\w+)/")
+_SHORT = ("--tier", "--capability", "--device", "--case", "--no-explain")
+_SECONDS = 0.3
+"""CPU seconds that one case of TORCH_SDPA took, on average of all."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mla-conformance")
     reference = "judge this backend only: a name, package.module:Class or path/file.py:Class; may be repeated"
-    group.addoption("--backend", action="append", default=[], metavar="NAME", help=reference)
+    group.addoption("--backend", "--mla-backend", action="append", default=[], metavar="NAME", help=reference)
     group.addoption("--mla-capability", action="append", default=[], metavar="NAME", help="judge this capability only")
     group.addoption("--mla-tier", default=None, metavar="TIER", help="smoke (default), full or nightly")
     group.addoption("--mla-device", default=None, metavar="DEVICE", help="cpu or cuda; by default cuda if there is one")
     group.addoption("--mla-case", action="append", default=[], metavar="ID", help="run exactly this case id")
+    group.addoption(
+        "--mla-no-explain",
+        action="store_true",
+        help="compare failures with no known mistakes, which "
+        "takes seconds; with --backend, or for the suite, --tier and the like need no prefix either",
+    )
     parser.addini(TIER, "tier of the conformance suite in a run that selects nothing of it, or none", default=_SMOKE)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> Generator[None, object, object]:
+def pytest_load_initial_conftests(
+    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
+) -> Generator[None, object, object]:
     """Before any file of the project is imported: which files these are, and that the end of this process is seen.
 
     Who asks for a backend's cases and names no file means the suite, and not all that may import the project's tests.
     """
-    option = early_config.known_args_namespace
+    option = early_config.known_args_namespace = _without_prefix(early_config, parser, args)
     if (option.backend or _named(option)) and not option.file_or_dir:
         args += ["--pyargs", SUITE]
         option.file_or_dir, option.pyargs = [SUITE], True
@@ -64,6 +82,25 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         if (option.pyargs or last_word.mentions(paths)) and (said := last_word.give_way()):
             early_config.pluginmanager.register(_LastWord(said))
     return (yield)
+
+
+def _without_prefix(config: pytest.Config, parser: pytest.Parser, args: list[str]) -> Any:
+    """The options, of which those of the suite are called as by ``certify`` where it is run, unless others have them.
+
+    A project may have a ``--device`` of its own, and this is loaded in every run.
+    """
+    _, unknown = parser.parse_known_and_unknown_args(args)
+
+    def read(short: Collection[str]) -> tuple[list[str], Any]:
+        meant = [word in unknown and word.partition("=")[0] in short for word in args]
+        words = [f"--mla-{word[2:]}" if is_meant else word for word, is_meant in zip(args, meant, strict=True)]
+        return words, parser.parse_known_args(words, copy(config.option))
+
+    words, option = read(_SHORT)
+    if SUITE not in option.file_or_dir and (option.file_or_dir or not (option.backend or _named(option))):
+        words, option = read(("--no-explain",))
+    args[:] = words
+    return option
 
 
 def _is_watched(config: pytest.Config) -> bool:
@@ -90,15 +127,31 @@ class _LastWord:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
+    config.addinivalue_line("markers", "role(name): the role of a conformance test's case, such as decode")
     config.stash[_RECORDS] = []
+    if config.option.mla_no_explain:
+        os.environ[UNEXPLAINED] = "1"
+        config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
     config.pluginmanager.register(OwnTests(config))
     if _selects_any(config, by_keyword=False):
         _request(config)  # a mistake is a usage error here; during collection it would be an error of the suite
     _rewrite_keyword(config)
 
 
+def _spelled(option: Any) -> str:
+    """The expression of -k, with ``backend=`` before each name of a backend where it can only be meant so."""
+    expression: str = option.keyword
+    if (option.file_or_dir or [SUITE]) != [SUITE] or not _BARE.search(expression):
+        return expression
+    from mla_conformance.engine.request import known_names
+
+    known = known_names()
+    return _BARE.sub(lambda match: f"backend={match[0]}" if match[0] in known else match[0], expression)
+
+
 def _named(option: Any) -> list[str]:
-    return [match[2] for match in _KEYWORD.finditer(option.keyword)] + _REWRITTEN.findall(option.keyword)
+    expression = _spelled(option)
+    return [match[2] for match in _KEYWORD.finditer(expression)] + _REWRITTEN.findall(expression)
 
 
 def _selects_any(config: pytest.Config, by_keyword: bool = True) -> bool:
@@ -109,23 +162,35 @@ def _selects_any(config: pytest.Config, by_keyword: bool = True) -> bool:
 
 
 def _rewrite_keyword(config: pytest.Config) -> None:
-    """Turn ``backend=NAME`` into an identifier of pytest's own grammar; delimited, hence exact, and idempotent."""
-    expression = config.option.keyword
+    """Turn ``backend=NAME`` into an identifier of pytest's own grammar; delimited, hence exact, and idempotent.
+
+    Beside a backend a role or a capability is exact, too: ``decode`` is no case with ``decodes=2``.
+    """
+    expression = _spelled(config.option)
     names = [match[2] for match in _KEYWORD.finditer(expression)]
     if not names:
         return
     from mla_conformance.backends.references import unknown
+    from mla_conformance.backends.roles import Role
     from mla_conformance.engine.request import known_names
 
     known = known_names(config.option.backend)
     for name in names:
         if name not in known:
             raise pytest.UsageError(f"-k: {unknown('backend', name, known, 'mla-conformance backends')}")
-    config.option.keyword = _KEYWORD.sub(lambda match: _keyword(match[2]), expression)
+    from mla_conformance.vocabulary.capabilities import CAPABILITIES
+
+    exact = _KEYWORD.sub(lambda match: _keyword(match[2]), expression)
+    kinds = {*CAPABILITIES, *map(str, Role)}
+    config.option.keyword = _WORD.sub(lambda match: _kind(match[0]) if match[0] in kinds else match[0], exact)
 
 
 def _keyword(name: str) -> str:
     return f"/backend:{name}/"
+
+
+def _kind(name: str) -> str:
+    return f"/of:{name}/"
 
 
 def _request(config: pytest.Config) -> "RunRequest":
@@ -161,26 +226,47 @@ def _params(config: pytest.Config) -> Iterator[Any]:
     from mla_conformance.engine.beside import Asked, Judging
     from mla_conformance.engine.supervisor import RunError
 
-    request = _request(config)
-    try:
-        judging = Judging(Asked(tuple(each.reference for each in request.backends), request.device))
-    except RunError as error:
-        raise pytest.UsageError(str(error)) from error
-    config.stash[_JUDGING] = judging
-    config.add_cleanup(judging.end)
+    request, reasons = _request(config), dict[str, tuple[str, ...]]()
+    if not config.option.collectonly:  # which need not know what can run here, and takes a third of the time without
+        judging = config.stash[_JUDGING] = Judging(Asked(tuple(x.reference for x in request.backends), request.device))
+        config.add_cleanup(judging.end)
+        _ = request.case_ids  # while torch is imported
+        try:
+            reasons = judging.reasons
+        except RunError as error:
+            raise pytest.UsageError(str(error)) from error
     for name in request.capabilities:
         for index, case in enumerate(request.cases_of(name)):
             for backend in request.backends:
-                if index == 0 or not judging.reasons[backend.reference]:
-                    marks = [pytest.mark.backend(name=backend.name), pytest.mark.capability(name=name)]
+                if index == 0 or not reasons.get(backend.reference):
+                    kinds = pytest.mark.capability(name=name), pytest.mark.role(name=str(case.role))
+                    marks = [pytest.mark.backend(name=backend.name), *kinds]
                     yield pytest.param((backend, case.id), id=f"{case.id}-backend={backend.name}", marks=marks)
 
 
+def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
+    """Of a run of the smoke tier, which is the default, how much there is besides."""
+    request = config.stash.get(_REQUEST, None)
+    if request is None or request.cases or request.tier != _SMOKE:
+        return []
+    from mla_conformance.vocabulary.capabilities import CAPABILITIES
+
+    cases = sum(len(CAPABILITIES[name].cases) for name in request.capabilities)
+    taken = f"about {counted(max(1, round(cases * _SECONDS / 60)), 'minute')} of a CPU core for TORCH_SDPA"
+    return [f"mla-conformance: the smoke tier, {len(request.case_ids)} cases; --tier full has {cases:,}: {taken}"]
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let ``-k`` find an item by the exact name of its backend."""
+    """Let ``-k`` find an item by the exact name of its backend, its capability and its role."""
     marker = item.get_closest_marker("backend")
     if marker is not None and "name" in marker.kwargs:
+        kinds = (item.get_closest_marker(kind) for kind in ("capability", "role"))
         item.extra_keyword_matches.add(_keyword(marker.kwargs["name"]))
+        item.extra_keyword_matches.update(_kind(kind.kwargs["name"]) for kind in kinds if kind)
+        return
+    for word in _KIND.findall(item.config.option.keyword):  # another test is found as ever
+        if any(word in each.name.lower() for each in item.listchain()):
+            item.extra_keyword_matches.add(_kind(word))
 
 
 @pytest.fixture
@@ -247,5 +333,5 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         from mla_conformance.report.outcome import capability_lines
 
         terminalreporter.section("mla-conformance")
-        for line in capability_lines(records):
+        for line in capability_lines(records, terminalreporter.verbosity > 0):
             terminalreporter.write_line(line)

@@ -21,13 +21,17 @@ import msgspec
 import pytest
 
 from mla_conformance.backends.foreign import one_line
+from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.report.terminal import columns, shown_line, wrapped
 
 JUDGED: deque[Record] = deque(maxlen=1)
 """The record that was made last in this process."""
 PROPERTY = "mla_conformance_function"
 _ALONE = "MLA_CONFORMANCE_ALONE"
+_CONFIG: list[pytest.Config] = []
+"""Of the run of pytest, or of the one inside it, if there is one."""
 _PATIENCE = 60.0
 """Seconds in which failing cases run again alone."""
 
@@ -47,11 +51,24 @@ def replay_of(test: str) -> str:
     return f"pytest {shlex.quote(test)}"
 
 
+def say_meanwhile(text: str) -> None:
+    """Show a line while a test runs whose output is captured; none where pytest is quiet, or a worker of xdist."""
+    reporter = _CONFIG[-1].pluginmanager.getplugin("terminalreporter") if _CONFIG else None
+    capture = _CONFIG[-1].pluginmanager.getplugin("capturemanager") if _CONFIG else None
+    if reporter and capture and UNEXPLAINED not in os.environ and reporter.verbosity >= 0:
+        with capture.global_and_fixture_disabled():
+            for line in wrapped(text, columns(), further=" " * 5):
+                reporter.ensure_newline()
+                reporter.write_line(shown_line(line))
+
+
 class OwnTests:
     """A plugin; where workers run the tests, the controller gets the records with their reports."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        _CONFIG.append(config)
+        config.add_cleanup(lambda: _CONFIG.remove(config))
         self._records: dict[str, dict[str, Record]] = {}
         self._interrupted = False
 

@@ -12,14 +12,16 @@ from mla_conformance.api.function_case import FunctionCase
 from mla_conformance.api.inputs import HandedInputs, find_torch_device, handed_last
 from mla_conformance.api.kernels import Function, kernel_around, name_of
 from mla_conformance.api.own_tensors import problem_of
-from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test
+from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test, say_meanwhile
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import output_of
+from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.diagnosis.heat import heat_of
+from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.files.inputs import InputError
@@ -27,7 +29,7 @@ from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.problem import Problem
-from mla_conformance.report.causes import advice
+from mla_conformance.report.causes import advice, symptom
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
@@ -43,6 +45,8 @@ _NAMED = " " * len("AssertionError: ")
 """What pytest puts before the first line, beside the margin."""
 _FINDINGS: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
 """What the numbers of some failures give away, by test function and by the name of what is judged."""
+_LOOKED_FOR: set[tuple[str, str, str]] = set()
+"""The kinds of failures of these whose first one was seen, which is compared with all known mistakes."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -233,6 +237,9 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
         _FINDINGS[function].add(record.finding)
     if record.finding or not record.is_wrong_number:
         return record
+    if (kind := (*function, symptom(record))) not in _LOOKED_FOR:
+        _LOOKED_FOR.add(kind)
+        say_meanwhile(f"{cut(record.message)} · looking for mistakes like it; --no-explain leaves that out")
     said = EXPLAINER.explain(function, Failure.of(trial, record))
     same = (finding for finding in _FINDINGS[function] if said.casefold().startswith(finding.casefold()))
     return record.with_fields(explanation=next(same, said))
@@ -243,6 +250,7 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
 
     Own tensors have none, and no case either that known defects could be tried on.
     """
+    record = with_reach(trial, record)
     record = _with_explanation(trial, record) if expression else record
     width, test = columns() - _MARGIN, running_test()
     if expression:

@@ -33,6 +33,7 @@ from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import load_report
+from mla_conformance.report.outcome import Detail
 from mla_conformance.report.summary import BackendOutcome, RunSummary
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.case_files import read_cases
@@ -66,11 +67,12 @@ def certify(options: argparse.Namespace) -> int:
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
-    run = Run(request, folder, limits, expectations)
+    run = Run(request, folder, limits, expectations, explains=not options.no_explain)
+    detail = Detail.QUIET if options.quiet else Detail.FULL if options.verbose else Detail.USUAL
     if not issuing:
-        return run_and_report(run, as_json=options.json, resumed=plan)
+        return run_and_report(run, as_json=options.json, resumed=plan, detail=detail)
     with git_asked_before():
-        status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle)
+        status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle, detail=detail)
         return issuing.write(run.summary(), status, run.found.code.digests)
 
 

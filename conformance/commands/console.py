@@ -23,9 +23,9 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_form, report_json, to_text
-from mla_conformance.report.outcome import closing_line, outcome_lines
+from mla_conformance.report.outcome import Detail, closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side
+from mla_conformance.report.terminal import columns, counted, near, put, say, shown, side_by_side, wrapped
 from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
@@ -38,6 +38,7 @@ def run_and_report(
     keep_report: bool = True,
     resumed: Plan | None = None,
     check: Callable[[Run], str] | None = None,
+    detail: Detail = Detail.FULL,
 ) -> int:
     """Carry out a run, write ``report.json``, show the outcome, and return the exit status.
 
@@ -47,15 +48,17 @@ def run_and_report(
         keep_report: whether the run's folder outlives the command, so that it is worth naming.
         resumed: the plan of the run that is gone on with, which must be this one.
         check: says of a prepared run why it is not to be carried out at all.
+        detail: how much is said of what is not wrong.
     """
     with run:
         refused = _prepare(run, resumed, check)
         if refused:
             say(f"mla-conformance: {refused[0]}", error=True)
             return refused[1]
-        if not as_json:
+        is_quiet = as_json or detail is Detail.QUIET
+        if not is_quiet:
             _say_wrapped(*_header(run))
-        broken, status = _judge(run, as_json, run.resume_line if keep_report else "")
+        broken, status = _judge(run, is_quiet, run.resume_line if keep_report else "")
         try:
             run.finish()
         except RunError as error:
@@ -69,10 +72,11 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        for line in outcome_lines(summary, columns(), run.request.is_default):
+        for line in outcome_lines(summary, columns(), run.request.is_default, detail):
             say(line)
-        _say_wrapped(closing_line(summary))
-        if keep_report:
+        if not is_quiet:
+            _say_wrapped(closing_line(summary))
+        if keep_report and (not is_quiet or summary.exit_status):
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
     for message in filter(None, (broken, unwritten)):
         say(f"mla-conformance: {message}", error=True)
@@ -205,14 +209,15 @@ _SOME = 10
 class Progress:
     """Counts what is judged, of so many records; failures are told by their causes, at the end.
 
-    Where no line is live, a whole run has as many lines as it has parts.
+    Where no line is live, a whole run has as many lines as it has parts. What comes behind the verdicts takes longer:
+    the first failure is shown meanwhile.
     """
 
     def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
         self.total, self.done, self.failed, self.parts = total, done, failed, parts
         self._began = time.monotonic()
         self._before, self._since = done, self._began  # what the pace is counted from
-        self._phase = self._now = ""
+        self._phase = self._now = self._failure = ""
 
     def __call__(self, record: Record) -> None:
         if record.confirmation or record.is_explained:
@@ -220,6 +225,7 @@ class Progress:
         self.done += 1
         self._before += record.status is Status.UNSUPPORTED and not record.seconds  # no process was asked
         self.failed += record.failed
+        self._failure = self._failure or (f"{record.backend} {record.case}: {record.message}" if record.failed else "")
         self._now = f"{record.backend} {record.capability}"
         before, now = ((done * self.parts) // max(1, self.total) for done in (self.done - 1, self.done))
         if not is_live() and now > before:
@@ -230,7 +236,9 @@ class Progress:
         self._phase, self._now = what, ""
         self._before, self._since = self.done, time.monotonic()
         if self.parts and not is_live():
-            say(f"… {self.line}")
+            for line in f"… {self.line}".splitlines():
+                say(line)
+            self._failure = ""
 
     @property
     def elapsed(self) -> float:
@@ -243,7 +251,8 @@ class Progress:
         seconds, judged = time.monotonic() - self._since, self.done - self._before
         if _SOME * judged >= self.total - self._before and self.done < self.total:
             told.append(f"about {clock(seconds * (self.total - self.done) / judged)} left")
-        return " · ".join(filter(None, (*told, self._phase, self._now)))
+        failure = wrapped(cut(self._failure), columns(), "  ", "  ") if self._phase and self.parts else []
+        return "\n".join([" · ".join(filter(None, (*told, self._phase, self._now))), *failure])
 
 
 def clock(seconds: float) -> str:
@@ -268,7 +277,8 @@ def live(line: Callable[[], str]) -> Iterator[None]:
     from rich.text import Text
 
     def drawn() -> Text:
-        return Text(shown(line()), style="dim", no_wrap=True, overflow="ellipsis")
+        lines = "\n".join(map(shown, line().splitlines()))
+        return Text(lines, style="dim", no_wrap=True, overflow="ellipsis")
 
     console = Console(file=sys.stdout, highlight=False)
     with Live(

@@ -4,41 +4,58 @@ Nothing here imports torch; what some options ask for does.
 """
 
 import argparse
+import re
 import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mla_conformance.backends.references import known_backends
+from mla_conformance.backends.references import known_backends, unknown
 from mla_conformance.commands.options import commands_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import Run
+from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, side_by_side, wrapped
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
 _FACTS = "        "
+_NO_GPU = "they need a GPU, and some of them packages as well"
+_LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
 _VALUES = 19  # the column in which facts stand
 
 
 def list_backends(options: argparse.Namespace) -> int:
-    """A line for every backend: whether it can run here, or why not."""
+    """Which backends can run here, and what the others lack; of those that are named every reason."""
     names = known_names()
+    for name in options.names:
+        if name not in names:
+            raise InputError(unknown("backend", name, names, "mla-conformance backends"))
     with tempfile.TemporaryDirectory(prefix="mla-conformance-backends-") as folder:
-        request = RunRequest.of(names, tier="smoke", device=options.device)
+        request = RunRequest.of(options.names or names, tier="smoke", device=options.device)
         with Run(request, RunFolder.claim(Path(folder)), Limits(workers=1)) as run:
             run.prepare()
         found = run.facts
-    width = max(len(facts.name) for facts in found)
-    for facts in sorted(found, key=lambda facts: names.index(facts.name.partition("[")[0])):
-        state = "unavailable: " + "; ".join(facts.reasons) if facts.reasons else "available"
-        _say_wrapped(f"{facts.name:<{width}} {state}", 4)
+    found = sorted(found, key=lambda facts: names.index(facts.name.partition("[")[0]))
+    if options.names:
+        for facts in found:
+            state = "unavailable: " + "; ".join(facts.reasons) if facts.reasons else "available"
+            _say_wrapped(f"{facts.name} {state}", 4)
+        return 0
+    lacking = grouped(found, lambda facts: _NO_GPU if any(map(_LACKS_GPU, facts.reasons)) else "; ".join(facts.reasons))
+    for reasons, group in sorted(lacking.items(), key=lambda each: (bool(each[0]), -len(each[1]))):
+        state = f"unavailable: {reasons}" if reasons else "available"
+        _say_wrapped(f"{len(group)} {state}:", 4)
+        for line in side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "):
+            say(line)
+    say("what one of them needs: mla-conformance backends NAME")
     return 0
 
 

@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ class Option:
     names: tuple[str, ...]  # a short one stands before the long one
     settings: dict[str, Any]  # what else ``add_argument`` is told
     only_with: tuple[str, ...] = ()  # options without any of which it means nothing
+    group: str = ""  # the heading that it stands under in the help; empty for the usual one
 
 
 @dataclass(frozen=True)
@@ -40,21 +41,28 @@ def command(
     words: str,
     help_text: str,
     run: str,
-    *options: Option | tuple[Option, ...],
+    *options: Option | tuple[Option, ...] | str,
     examples: tuple[str, ...] = ("",),
     statuses: str = "0 listed; 2 usage",
 ) -> Command:
-    """A command; of options in a tuple of their own at most one may be given."""
-    alternatives = tuple(each if isinstance(each, tuple) else (each,) for each in options)
-    return Command(words, help_text, run, alternatives, examples, statuses)
+    """A command; of options in a tuple of their own at most one may be given, and a text is a heading of the next."""
+    alternatives, heading = list[tuple[Option, ...]](), ""
+    for each in options:
+        if isinstance(each, str):
+            heading = each
+        else:
+            among = each if isinstance(each, tuple) else (each,)
+            alternatives.append(tuple(replace(option, group=heading) for option in among))
+    return Command(words, help_text, run, tuple(alternatives), examples, statuses)
 
 
 def option(names: str, metavar: str, help_text: str, only_with: str = "", **settings: Any) -> Option:
     return Option(tuple(names.split()), {"metavar": metavar, "help": help_text, **settings}, tuple(only_with.split()))
 
 
-def flag(name: str, help_text: str, only_with: str = "") -> Option:
-    return Option((name,), {"action": "store_true", "help": help_text}, tuple(only_with.split()))
+def flag(names: str, help_text: str, only_with: str = "", **settings: Any) -> Option:
+    told = {"action": "store_true", "help": help_text, **settings}
+    return Option(tuple(names.split()), told, tuple(only_with.split()))
 
 
 def path(name: str, metavar: str, help_text: str, **settings: Any) -> Option:

@@ -17,7 +17,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import put, refuse, typed, wrapped
 
 _WIDTH = 80
-_HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ..."}
+_HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,10 +27,13 @@ class Parser(argparse.ArgumentParser):
         """The options; a word too many, where a backend could be named and is not, is told how to name one."""
         options, further = self.parse_known_args(args, namespace)
         if further:
+            own = options.run.args[-1] if isinstance(options.run, partial) else self
             stray = next((word for word in further if not word.startswith("-")), "")
+            if further[0].startswith("--"):
+                own.error(unknown("option", further[0], own._option_string_actions, f"{own.prog} --help"))
             is_backend = stray and not getattr(options, "backend", stray)
             hint = f"; a backend is named with an option: --backend {stray}" if is_backend else ""
-            self.error(f"unrecognized arguments: {' '.join(further)}{hint}")
+            own.error(f"unrecognized arguments: {' '.join(further)}{hint}")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -70,11 +73,16 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     for command in COMMANDS:
         room, _, word = command.words.rpartition(" ")
         if room not in rooms:
-            rooms[room] = rooms[""].add_parser(room, help=GROUPS[room]).add_subparsers(required=True)
-        own = rooms[room].add_parser(word, help=command.help)
+            outer = rooms[""].add_parser(room, help=GROUPS[room], description=_sentence(GROUPS[room]))
+            rooms[room] = outer.add_subparsers(required=True)
+        own = rooms[room].add_parser(word, help=command.help, description=_sentence(command.help))
+        groups: dict[str, argparse._ActionsContainer] = {"": own}
         required, given = [], []  # a usage line has the options that have to be given, and the arguments
         for alternatives in command.options:
-            which = own.add_mutually_exclusive_group() if len(alternatives) > 1 else own
+            heading = alternatives[0].group
+            if heading not in groups:
+                groups[heading] = own.add_argument_group(heading)
+            which = groups[heading].add_mutually_exclusive_group() if len(alternatives) > 1 else groups[heading]
             for option in alternatives:
                 which.add_argument(*option.names, **option.settings)
                 metavar = option.settings.get("metavar")
@@ -89,6 +97,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         own.epilog = "\n".join(["examples:", *calls, "", status])
         own.formatter_class = _Formatter
         own.set_defaults(run=partial(_carry_out, command, own))
+
+
+def _sentence(text: str) -> str:
+    return fill(f"{text[0].upper()}{text[1:]}.", _WIDTH)
 
 
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

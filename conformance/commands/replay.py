@@ -61,7 +61,7 @@ def replay(options: argparse.Namespace) -> int:
     if asked.confirmed:
         say(f"the report says of this failure: it {asked.confirmed}")
     with _one_case(asked.case, asked.reference, options, asked.salt) as run:
-        run.before = asked.after
+        run.before, run.explains = asked.after, not options.no_explain
         status = run_and_report(run, keep_report=False)
     if options.dump is not None:
         device = find_device(options.device or "")

@@ -39,21 +39,18 @@ _DEVICE = option("--device", help_text="by default a GPU, if present", **_DEVICE
 _BACKEND = option("--backend", "BACKEND", _REFERENCE)
 _NEEDED_BACKEND = option("--backend", "BACKEND", _REFERENCE, required=True)
 _BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all")
-_CAPABILITIES = several("--capability", "NAME", "by default all")
+_CAPABILITIES = several("--capability", "NAME", "judge this capability only; see capabilities")
 _EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
-_SALT = option("--salt", "TEXT", "draw all inputs anew, from this text", type=salt)
+_SALT = option("--salt", "TEXT", "draw other inputs of the same cases, from this text", type=salt)
 _ROLE = option("--role", "FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = path("report", "REPORT", "report.json, or a run's folder")
 _TIMEOUT = option("--timeout", "TIME", "end cases that take longer", type=seconds)
+_NO_EXPLAIN = flag("--no-explain", "compare failures with no known mistakes, which takes seconds for each kind of them")
 _JSON = path("--out", "FILE", "also write the outcome as JSON")
-_SELECTION = (
-    _BACKENDS,
-    _CAPABILITIES,
-    option("--tier", _TIERS, "how many cases; by default full", choices=list(Tier)),
-    _DEVICE,
-    path("--cases", "DIR", "judge this folder's case files instead"),
-)
+_CASES = path("--cases", "DIR", "judge this folder's case files instead")
+_TIER = option("--tier", _TIERS, "how many cases; by default full", choices=list(Tier))
+_SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
 
 
 def _failure(where: str) -> Option:
@@ -68,10 +65,20 @@ GROUPS = {"expectations": "known failures with reasons", "report": "show, compar
 COMMANDS = (
     command(
         "certify",
-        "judge backends",
+        "judge kernels, case by case, and say which are right",
         "mla_conformance.commands.certify:certify",
-        *_SELECTION,
+        "what is judged",
+        _BACKENDS,
+        _CAPABILITIES,
+        _TIER,
+        _CASES,
         _ROLE,
+        (
+            option("--model", "NAME", "judge what a deployment of this model calls; see models"),
+            path("--config", "PATH", "the same for the model of this config.json"),
+        ),
+        option("--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
+        option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
         option(
             "--explore",
             "N|TIME",
@@ -81,33 +88,42 @@ COMMANDS = (
         _SALT,
         option("--shard", "I/N", "judge this part of the cases; report merge joins the parts"),
         path("--durations", "REPORT", "balance shards by this earlier run", only_with="--shard"),
+        "where, and for how long",
+        _DEVICE,
+        option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
+        _TIMEOUT,
+        option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
+        option(
+            "--give-up-after",
+            "N",
+            "leave out the rest of a call's cases after N crashes, or N timeouts; by default 5",
+            type=count,
+            default=5,
+        ),
         (
             path("--out", "DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"),
             path("--resume", "DIR", "continue this folder's interrupted run"),
         ),
         flag("--fresh", "with --out: set an unfinished run aside", only_with="--out"),
-        _TIMEOUT,
-        option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
-        option("--give-up-after", "N", "drop a backend after N equal failures; by default 5", type=count, default=5),
+        "what is reported",
         (
-            option("--model", "NAME", "judge what a deployment of this model calls; see models"),
-            path("--config", "PATH", "the same for the model of this config.json"),
+            flag("-q --quiet", "only a line for each right kernel, and what is wrong with the others"),
+            flag("-v --verbose", "also each capability that passed, what is unsupported, and what is declared"),
         ),
-        option("--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
-        option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
-        option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
+        _NO_EXPLAIN,
+        _EXPECTATIONS,
         flag("--bitwise", "also report when a row's bits stay the same"),
         flag("--accuracy", "also report how errors are spread"),
-        option("--sanitize", "TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
-        flag("--apart", "as every run is: the kernel in a process of its own"),
         flag("--json", "print the report as JSON"),
-        _EXPECTATIONS,
+        "certificates, and other runs",
         (
             path("--certificate", "FILE", "certify a complete run of one backend"),
-            path("--submission", "FILE", "write its record into FILE.jsonl, to hand in"),
-            path("--record", "FILE", "record a kernel that lacks must-pass cases, and list these"),
+            path("--submission", "FILE", "add its record to FILE.jsonl, to hand in"),
+            path("--record", "FILE", "write a record even if must-pass cases are missing, which it lists"),
         ),
         path("--sign", "KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
+        option("--sanitize", "TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
+        flag("--apart", "changes nothing: every kernel runs in a process of its own"),
         examples=(
             "--backend TORCH_SDPA",
             "--backend my_backend.py:MyBackend --capability lse --tier smoke",
@@ -124,6 +140,7 @@ COMMANDS = (
         _ROLE,
         _DEVICE,
         _TIMEOUT,
+        _NO_EXPLAIN,
         examples=("my_backend.py:MyBackend --capability lse",),
         statuses="130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
@@ -140,6 +157,7 @@ COMMANDS = (
         _ROLE,
         _DEVICE,
         _TIMEOUT,
+        _NO_EXPLAIN,
         (
             option("--repeats", "N", "instead, call it N times and compare the bits, to find a race", type=count),
             path("--dump", "DIR", "also write operands, result, golden result and error"),
@@ -181,9 +199,11 @@ COMMANDS = (
     ),
     command(
         "backends",
-        "list the backends, and why one cannot run here",
+        "list the backends that can run here, and what the others lack",
         "mla_conformance.commands.listing:list_backends",
+        option("names", "NAME", "say of these alone, with every reason", nargs="*"),
         _DEVICE,
+        examples=("", "FLASHMLA"),
     ),
     command(
         "capabilities",
@@ -218,7 +238,7 @@ COMMANDS = (
     ),
     command(
         "cheats",
-        "kernels that cheat, and what catches them",
+        "try kernels that cheat, and say what catches each",
         "mla_conformance.commands.defects:try_cheats",
         _JSON,
         path("--table", "FILE", _SECTION),
@@ -313,7 +333,7 @@ COMMANDS = (
     ),
     command(
         "report render",
-        "a report for people",
+        "show a report: as a page, Markdown, annotations, JUnit XML or text",
         "mla_conformance.report.commands:render",
         _REPORT,
         _ROLE,
@@ -323,7 +343,7 @@ COMMANDS = (
     ),
     command(
         "report diff",
-        "what changed; exit status 1 for regressions",
+        "say what changed between two reports, and whether anything got worse",
         "mla_conformance.report.commands:diff",
         path("before", "BEFORE", "report of the earlier run"),
         path("after", "AFTER", "report of the later run"),
@@ -334,7 +354,7 @@ COMMANDS = (
     ),
     command(
         "report merge",
-        "one report from those of all shards",
+        "make one report of those of all shards",
         "mla_conformance.report.commands:merge",
         path("shards", "SHARD", "report of a shard", nargs="+"),
         _ROLE,
@@ -345,7 +365,7 @@ COMMANDS = (
     command("report schema", "print the JSON Schema of report.json", "mla_conformance.report.commands:print_schema"),
     command(
         "scoreboard",
-        "records of many kernels as a static site",
+        "write a static site that shows the records of many kernels",
         "mla_conformance.scoreboard.site:scoreboard",
         path("records", "FILE|DIR", "records, or reports of certify --model", nargs="+"),
         path("--out", "DIR", "write the site here", required=True),

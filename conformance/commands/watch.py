@@ -24,9 +24,9 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
-from mla_conformance.report.outcome import cause_lines, of_cases, worst_error
+from mla_conformance.report.outcome import cases_of, cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.report.terminal import columns, counted, is_read, say
+from mla_conformance.report.terminal import columns, counted, is_read, say, wrapped
 
 _POLL_SECONDS = 0.3  # seconds between two looks at the file
 
@@ -38,7 +38,8 @@ def watch(options: argparse.Namespace) -> int:
         if file is None:
             raise InputError(f"watch: expected a class in a file, as file.py:Class, got {options.backend}")
         with tempfile.TemporaryDirectory(prefix="mla-conformance-watch-") as folder:
-            _Watch(Run(request, RunFolder.claim(Path(folder)), Limits(timeout=options.timeout)), file).go_on()
+            limits = Limits(timeout=options.timeout)
+            _Watch(Run(request, RunFolder.claim(Path(folder)), limits, explains=not options.no_explain), file).go_on()
     except Stopped as stop:
         return status_of(stop)
 
@@ -94,9 +95,7 @@ class _Watch:
         progress = Progress(len(cases), parts=0)
         with live(lambda: progress.line):
             records = self._records(cases, progress)
-            if failed := [record for record in records if record.failed]:
-                progress.phase(f"explaining {counted(len(failed), 'failure')}")
-                records = self._explained(records)
+        failed = [record for record in records if record.failed]
         left = set(self.failed) - {record.case for record in records}
         self.failed = [*(record.case for record in failed), *sorted(left)]
         if self._has_changed():
@@ -107,6 +106,15 @@ class _Watch:
         self._say(SIGN[BackendOutcome.FAIL if counts.failed else outcome], " · ".join(told))
         for line in cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records, {})),)), columns()):
             say(line)
+        if failed and self.run.explains:
+            progress.phase(f"looking what {counted(len(failed), 'failure')} are like, for up to a minute each kind")
+            with live(lambda: progress.line):
+                explained = self._explained(records)
+            known = {cause.sentence for cause in causes(records)}
+            for cause in () if self._has_changed() else causes(explained):
+                if cause.sentence not in known:
+                    for line in wrapped(f"explained: {cases_of(cause)}: {cause.sentence}", columns(), further=" " * 7):
+                        say(line)
 
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
         """One of each case, but of those that had no verdict when the file changed or the backend was given up."""

@@ -2,3 +2,6 @@
 
 Imports from: cases, vocabulary, judging, problems, driving, roles, trials, defects.
 """
+
+UNEXPLAINED = "MLA_CONFORMANCE_NO_EXPLAIN"
+"""The variable of the environment with which a process of tests compares no failure with known mistakes."""

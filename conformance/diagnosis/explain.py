@@ -8,7 +8,7 @@ arithmetic does not explain it.
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -62,6 +62,7 @@ class Failure:
         device: where it was judged, and candidates are.
         context: what the comparing process has made before.
         nearby: the outcome of the backend on another case; None if that is not known.
+        again: what the backend does on another case; None if that is not known.
     """
 
     record: Record
@@ -69,6 +70,7 @@ class Failure:
     device: torch.device
     context: Context
     nearby: Callable[[Case], str | None]
+    again: Callable[[Case], "Failure | None"] = lambda case: None
 
     @property
     def case(self) -> Case:
@@ -79,13 +81,28 @@ class Failure:
     def of(trial: Trial, record: Record) -> "Failure":
         """That of a trial of this process, whose last observation is compared."""
 
-        def nearby(case: Case) -> str | None:
-            tried, other = judged_trial(trial.subject, case, trial.context)
-            trial.disturbed |= tried.disturbed
-            return outcome(other)
+        def tried(case: Case) -> tuple[Trial, Record]:
+            other, found = judged_trial(trial.subject, case, trial.context)
+            trial.disturbed |= other.disturbed
+            return other, found
 
         record = record.with_fields(case=trial.case.id)  # a drawn one stands under another key
-        return Failure(record, Behaviour.of(trial, record), trial.subject.device, trial.context, nearby)
+        return Failure(
+            record,
+            Behaviour.of(trial, record),
+            trial.subject.device,
+            trial.context,
+            nearby=lambda case: outcome(tried(case)[1]),
+            again=lambda case: Failure.of(*tried(case)),
+        )
+
+    @property
+    def in_numbers(self) -> "Failure":
+        """With large numbers where nothing may be read, if it is NaN that is wrong: they tell what was read."""
+        if self.observed.is_numeric or self.case.poison == "large":
+            return self
+        other = self.again(replace(self.case, poison="large"))
+        return other if other is not None and other.observed.is_numeric else self
 
 
 def explain(failure: Failure, patience: float = PATIENCE) -> str:
@@ -99,6 +116,7 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
         return ""
     if len(failure.case.q) > _MOST_REQUESTS:
         return UNCOMPARED
+    failure = failure.in_numbers
     everyone = candidates(failure.case.role)
     likenesses = _likenesses(failure, everyone, _Hourglass(patience))
     fitting = [candidate for candidate, share in likenesses.items() if share >= ALIKE]
@@ -130,7 +148,7 @@ class ReportedCauses:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
         if not self.texts or not failure.record.is_wrong_number or len(failure.case.q) > _MOST_REQUESTS:
             return ""
-        started = time.thread_time()
+        started, failure = time.thread_time(), failure.in_numbers
         try:
             for candidate, text in self._claimed(failure):
                 if self.spent + time.thread_time() - started > PATIENCE:

@@ -52,6 +52,10 @@ class _Prefill(EagerPrefillBackend):
         """There is no causal mask."""
         return torch.ones(queries, tile.stop - tile.start, dtype=torch.bool, device=device)
 
+    def first_key_dropped__behind_visible(self, visible, *, tile):
+        """The first key of a request is dropped."""
+        return visible & (torch.arange(tile.start, tile.stop, device=visible.device) > 0)
+
     def last_key_dropped__attend(self, q, k, v, causal):
         """The last key of a request is dropped."""
         kept = max(1, k.shape[0] - 1) if k.shape[0] else 0
@@ -113,6 +117,10 @@ class _Decode(EagerDecodeBackend):
         nothing = torch.zeros_like(visible[:, :1])
         return torch.cat((visible[:, 1:], nothing), dim=1) if seq_len > 1 else visible
 
+    def leaked_token__behind_visible(self, visible):
+        """The causal mask is off by one: a query sees the token after its own, if its request has one."""
+        return torch.cat((visible[1:], visible[-1:]))
+
     def last_token_dropped__before_attend(self, seq_len):
         """The last token of a request's cache is dropped."""
         return max(seq_len - 1, min(seq_len, 1))
@@ -153,6 +161,40 @@ class _Decode(EagerDecodeBackend):
     def key_scale_of_keys_only__values__dequantise(self, keys, *, k_scale):
         """The scale of the e4m3 cache is applied to the keys and not to the values."""
         return super()._values(keys) / (k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale))
+
+
+class _OffTheTable(EagerDecodeBackend):
+    """Reads other blocks than its own, of those that there are."""
+
+    def _entries(self, kv_cache, request, tile):
+        self._last = kv_cache.shape[0] - 1
+        return super()._entries(kv_cache, request, tile)
+
+    def _blocks(self, request, pages):
+        return super()._blocks(request, pages).clamp(0, self._last)
+
+
+@suspects
+class _BlockTable(_OffTheTable):
+    def column_after__before_blocks(self, pages):
+        """The block table is read off by one: each page of a request from the column after its own."""
+        return pages + 1
+
+    def column_before__before_blocks(self, pages):
+        """The block table is read off by one: each page of a request from the column before its own."""
+        return (pages - 1).clamp(min=0)
+
+    def row_after__before_blocks(self, request):
+        """The block table is read off by one: each request takes the row of the next one."""
+        return (request + 1) % self._decode_metadata.block_table.shape[0]
+
+    def block_after__behind_blocks(self, blocks):
+        """The block table is read off by one: each page from the block after the one that it names."""
+        return (blocks + 1).clamp(max=self._last)
+
+    def block_before__behind_blocks(self, blocks):
+        """The block table is read off by one: each page from the block before the one that it names."""
+        return (blocks - 1).clamp(min=0)
 
 
 class RaisedAtFirst(EagerSparseBackend):

@@ -25,7 +25,7 @@ from mla_conformance.judging.verdict import COMPARED, Status
 ALONE: Final = "alone"
 AFTER: Final = "after"
 UNREPEATED: Final = "unrepeated"
-MOST_EXPLAINED = 3  # capabilities of a backend whose first failure is explained
+MOST_EXPLAINED = 3  # kinds of a backend's failures of each of which the first one is explained
 _FEW = 4
 _SHORTER = 12
 """Attempts to find fewer cases after which a failure repeats, each in a process of its own: enough for one of 1000."""

@@ -22,6 +22,7 @@ import torch
 
 from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.likeness import Behaviour
 from mla_conformance.engine.keeper import start_module
@@ -30,12 +31,9 @@ from mla_conformance.engine.messages import read_line
 from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import UNASKED, Record, ended_by
-from mla_conformance.report.causes import simplicity
+from mla_conformance.report.causes import symptom
 from mla_conformance.trials.context import Context
 
-_PATIENCE = 10.0
-"""Seconds of CPU time after which a further failure of a function is compared with every candidate only if it is
-simpler than all before, so that the simplest one, which is shown in the end, always is."""
 _MOST_ENDED = 3
 """Processes that may end over comparing before nothing is compared any more: each takes seconds to start."""
 Function = tuple[str, str]  # a test function, and the name of what is judged
@@ -43,23 +41,19 @@ Function = tuple[str, str]  # a test function, and the name of what is judged
 
 @dataclass
 class Explained:
-    """What was found of the failures of one function; those that were compared with every candidate took ``spent``."""
+    """What was found of the failures of one function, and of which kinds the first one was compared with everything."""
 
     reported: ReportedCauses = field(default_factory=lambda: ReportedCauses([]))
-    spent: float = 0.0
-    compared: list[Record] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
 
     def explain(self, failure: Failure) -> str:
-        """What an earlier failure looked like if this one does, too; of the first ones, whoever does the same."""
+        """What an earlier failure looked like if this one does, too; of the first of a kind, whoever does the same."""
         if said := self.reported.explain(failure):
             return said
-        is_simplest = all(simplicity(failure.record) < simplicity(other) for other in self.compared)
-        if self.spent > _PATIENCE and not is_simplest:
+        if (kind := symptom(failure.record)) in self.kinds:
             return UNASKED
-        self.compared.append(failure.record)
-        started = time.thread_time()
-        said = explain(failure, WHOLE if is_simplest else PATIENCE)
-        self.spent += time.thread_time() - started
+        said = explain(failure, PATIENCE if self.kinds else WHOLE)
+        self.kinds.add(kind)
         if failure.record.with_fields(explanation=said).is_explained:
             self.reported.texts.append(said)
         return said
@@ -81,6 +75,7 @@ class _Said(msgspec.Struct, frozen=True):
 
     explanation: str = ""
     nearby: str = ""
+    in_numbers: bool = False  # whether the numbers there are wanted as well
 
 
 class Explainer:
@@ -93,6 +88,8 @@ class Explainer:
 
     def explain(self, function: Function, failure: Failure) -> str:
         """What a failure looks like, or what kept it from being compared, such as the end of the process."""
+        if UNEXPLAINED in os.environ:
+            return ""
         with self._alone:
             if len(self._ended) >= _MOST_ENDED:
                 return ended_by(f"{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more")
@@ -120,10 +117,16 @@ class Explainer:
                 self._process = start_module(__name__, remote.fileno(), stdout=subprocess.DEVNULL, stderr=self._log)
             self._owner = os.getpid()
         with TemporaryDirectory(prefix="mla-conformance-explained-") as folder:
-            numbers = Path(folder) / "numbers.pt"
-            torch.save([(each.got, each.golden, each.allowed) for each in failure.observed.numbers], numbers)
-            asked = function, failure.record, str(failure.device), failure.context.salt
-            self._send(_Asked(*asked, failure.observed.failure, str(numbers)))
+
+            def asked(about: Failure | None) -> _Asked | None:
+                if about is None:
+                    return None
+                numbers = Path(folder) / "numbers.pt"
+                torch.save([(each.got, each.golden, each.allowed) for each in about.observed.numbers], numbers)
+                known = function, about.record, str(about.device), about.context.salt
+                return _Asked(*known, about.observed.failure, str(numbers))
+
+            self._send(asked(failure))
             while True:
                 if not select.select([self._connection], [], [], max(0.0, until - time.monotonic()))[0]:
                     raise TimeoutError
@@ -132,7 +135,8 @@ class Explainer:
                 said = msgspec.json.decode(line, type=_Said)
                 if not said.nearby:
                     return said.explanation
-                self._send(failure.nearby(Case.parse(said.nearby)))
+                case = Case.parse(said.nearby)
+                self._send(asked(failure.again(case)) if said.in_numbers else failure.nearby(case))
 
     def _send(self, message: Any) -> None:
         self._connection.sendall(msgspec.json.encode(message) + b"\n")
@@ -169,14 +173,21 @@ def main(connection: socket.socket) -> None:
         said(_Said(nearby=case.id))
         return msgspec.json.decode(read_line(connection), type=str | None)
 
-    while line := read_line(connection):
-        asked = msgspec.json.decode(line, type=_Asked)
+    def again(case: Case) -> Failure | None:
+        said(_Said(nearby=case.id, in_numbers=True))
+        asked = msgspec.json.decode(read_line(connection), type=_Asked | None)
+        return failure_of(asked) if asked else None
+
+    def failure_of(asked: _Asked) -> Failure:
         device = torch.device(asked.device)
         numbers = torch.load(asked.numbers, map_location=device, weights_only=True)
         observed = Behaviour(asked.observed, tuple(Measured(*each) for each in numbers))
         context = contexts.setdefault(asked.salt, Context(asked.salt))
-        explanation = found[asked.function].explain(Failure(asked.record, observed, device, context, nearby))
-        said(_Said(explanation))
+        return Failure(asked.record, observed, device, context, nearby, again)
+
+    while line := read_line(connection):
+        asked = msgspec.json.decode(line, type=_Asked)
+        said(_Said(found[asked.function].explain(failure_of(asked))))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from itertools import chain, takewhile
 
 import msgspec
 
-from mla_conformance.backends.roles import outside
+from mla_conformance.backends.roles import Role, outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
@@ -32,6 +32,7 @@ from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
+from mla_conformance.report.causes import UNWANTED, symptom
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
 from mla_conformance.report.terminal import counted
@@ -40,6 +41,11 @@ from mla_conformance.version import SUITE_VERSION, __version__
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
 """What it says of a run whose journal a kernel could have written, seal and all."""
+
+
+def _kind_of(failure: Record) -> tuple[Role, str]:
+    """What is likely to have one cause."""
+    return Case.parse(failure.case).role, failure.finding or symptom(failure)
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Run:
     expectations: Expectations = field(default_factory=Expectations)
     environment: dict[str, str] = field(default_factory=dict)  # where and with what it takes place, once it is prepared
     facts: list[BackendFacts] = field(default_factory=list)  # of its backends, once it is prepared
+    explains: bool = True  # whether failures are compared with known mistakes
     before: Sequence[str] = ()  # cases that each process runs before each of its own
     found: Findings = field(default_factory=Findings)  # what it found so far
     _tried: set[RecordKey] = field(default_factory=set)
@@ -200,7 +207,9 @@ class Run:
         try:
             failures = self._first_verdicts()
             while pending := self._unconfirmed(failures):
-                on_phase(f"judging {counted(len(pending), 'failure')} again, and looking for an explanation")
+                explained = sum(each.explain for each in pending)
+                told = f", explaining {explained} (--no-explain leaves that out)"
+                on_phase(f"judging {counted(len(pending), 'failure')} again{told if explained else ''}")
                 for record in self._confirmed(pending):
                     self._write(journal.Judgement(record))
             groups = by_backend(self.found.failures).values()
@@ -327,7 +336,10 @@ class Run:
                 yield left
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[FailureConfirmation]:
-        """The first failure of each backend and capability that none is confirmed of; all, if one was another's."""
+        """The first failure of each backend and capability that none is confirmed of; all, if one was another's.
+
+        Of each kind, by role and what is seen, the first one is explained.
+        """
         tried = [record for record in self.found.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}
@@ -339,11 +351,13 @@ class Run:
             if key in done or record.record_key in self._tried:
                 continue
             self._tried.add(record.record_key)
-            earlier = len({capability for reference, capability in done if reference == record.reference})
+            verdicts = (self.found.verdicts[key] for key in self._explained if key[0] == record.reference)
+            kinds = {_kind_of(each) for each in verdicts}
             outcome = failures.get(record.record_key)
             before = takewhile((record.reference, record.case).__ne__, outcome.history if outcome else ())
             history = tuple(judged for judged in before if judged not in refused)
-            if explain := earlier < MOST_EXPLAINED:
+            is_first = record.is_wrong_number and _kind_of(record) not in kinds
+            if explain := self.explains and is_first and len(kinds) < MOST_EXPLAINED:
                 self._explained.add(record.record_key)
             unhurried = len(self.request.cases) == 1
             found.append(FailureConfirmation(record, history, explain, unhurried))
@@ -385,7 +399,7 @@ class Run:
         for record in self._in_order(self.found.verdicts.values()):
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
-                record = record.with_fields(explanation=UNASKED)
+                record = record.with_fields(explanation=UNASKED if self.explains else UNWANTED)
             groups[record.backend].append(self._expected(record))
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:

@@ -27,6 +27,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
+from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.executor import Executor
 from mla_conformance.driving.loaded import Loaded, newly_loaded
@@ -240,6 +241,8 @@ class Worker:
                 judge_one(earlier, Case.parse(before), self._context, partial(self._starts, earlier))
         case, heat = Case.parse(task.case), None
         trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
+        if not self._executor.lost(self._device):
+            record = with_reach(trial, record)
         if task.explain and record.status is Status.FAIL and not self._executor.lost(self._device):
             self._send(WorkerJudged(record))
             heat, failure = heat_of(trial, record), Failure.of(trial, record)

@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain, combinations, repeat
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record
+from mla_conformance.judging.record import EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record, ended_by
 from mla_conformance.judging.verdict import ZERO, Check, Status
 from mla_conformance.report.terminal import MESSAGE, near
 
@@ -22,6 +22,7 @@ _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
 _K = TypeVar("_K")
 _T = TypeVar("_T")
+UNWANTED = ended_by("--no-explain")
 CauseKind = Literal["likely", "further", "seen"]
 
 
@@ -126,7 +127,8 @@ def _compared(group: Sequence[Record]) -> str:
     if any(record.is_explained for record in group):
         return ""
     if not unlike:
-        said = next((record.explanation for record in group if record.explanation not in ("", UNASKED)), "")
+        quiet = ("", UNASKED, UNWANTED)
+        said = next((record.explanation for record in group if record.explanation not in quiet), "")
         return f"; {said}" if said else ""
     return f", {UNLIKE}" + ("" if unlike == len(group) else f" ({unlike} of {len(group)} cases compared)")
 
@@ -221,7 +223,8 @@ _MOST_PASSING = 4  # one of so many passing cases may have what all failures hav
 def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     """What the failures of one cause have in common, and how many such cases pass; empty if it tells them not apart.
 
-    The records tell what became of all cases of the same backend.
+    Told is only what decides by itself: a case that differs in that alone passes. The records tell what became of all
+    cases of the same backend.
     """
     if len(failures) < _FEWEST:
         return ""
@@ -230,8 +233,14 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     shared = frozenset.intersection(*(_facts(case, least) for case in failing))
     roles = {case.role for case in failing}
     passed = (record for record in records if record.status is Status.PASS and record.capability != EXPLORED)
-    cases = map(Case.parse, (record.case for record in passed))
-    passing = [_facts(case, least) for case in cases if case.role in roles]
+    right = [case for case in map(Case.parse, (record.case for record in passed)) if case.role in roles]
+    passing = [_facts(case, least) for case in right]
+    shared = frozenset(
+        fact
+        for fact in shared
+        if (others := [case for case, facts in zip(right, passing, strict=True) if fact not in facts])
+        and _decides(_FIELDS.get(fact.lstrip("0123456789 "), (fact.partition("=")[0],)), failing, others)
+    )
     lacking = [facts & shared for facts in passing]
     # The fact, or the two, that fewest passing cases have, and how many; two where that is no more than half.
     found = []
@@ -246,6 +255,28 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
     return f"only with {' and '.join(sorted(told))}: {len(failing)} such cases fail so, {remaining} pass"
 
 
+def _decides(fields: Sequence[str], failing: Sequence[Case], passing: Sequence[Case]) -> bool:
+    """Whether a failing case and a passing one differ in nothing but some of these fields, and what goes with them."""
+    aside = {"capability", "seed", *fields, *chain.from_iterable(map(_WITH.get, fields, repeat(())))}
+
+    def rest(case: Case) -> tuple[object, ...]:
+        return case.role, *(getattr(case, name) for name in case.defaults() if name not in aside)
+
+    return not {rest(case) for case in failing}.isdisjoint(map(rest, passing))
+
+
+_WITH = {"cache": ("kscale", "scales"), "quant": ("oscale",)}  # fields that mean something only with others
+_FIELDS = {
+    "keys or more": ("q", "kv"),
+    "heads or more": ("heads",),
+    "several requests": ("q", "kv"),
+    "several query tokens": ("q",),
+    "different query lengths": ("q",),
+    "an empty context": ("kv",),
+    "odd numbers of heads": ("heads",),
+    "heads between powers of two": ("heads",),
+}
+"""What decides of facts that are no single value of a field."""
 _SIZES = ("keys", "heads")
 
 

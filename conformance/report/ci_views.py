@@ -55,7 +55,8 @@ def _row(backend: BackendSummary) -> list[str]:
     notes += counts.noted(waived="expected to fail", unavailable="unavailable")
     notes += [backend.not_run] if backend.stopped and backend.not_run else []
     notes += ["emulated: never certified"] if backend.facts.emulated else []
-    numbers = [f"{counts.passed} / {counts.judged}", *map(str, (counts.failed, counts.unsupported, counts.not_run))]
+    passed = f"{counts.passed} / {counts.judged}" if counts.judged else "–"
+    numbers = [passed, *map(str, (counts.failed, counts.unsupported, counts.not_run))]
     worst = f"{worst_of_passes(backend.records):.2f}" if counts.passed else "–"
     return [inline(backend.name), sign, *numbers, worst, inline("; ".join(notes))]
 

@@ -12,6 +12,7 @@ from mla_conformance.report.answers import answers
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.outcome import cases_of, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.pages import VIEW, Cell, cell, definition, picture, render, words
+from mla_conformance.report.pairs import right_on
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown
 
@@ -75,9 +76,10 @@ def _verdict(backend: BackendSummary) -> str:
         return "; ".join(backend.reasons) or backend.not_run
     if backend.outcome is not BackendOutcome.PASS:
         return "nothing was judged"
-    rest = [f"{counted(counts.waived, 'case')} wrong as expected"] if counts.waived else []
-    rest += counts.noted(unsupported="unsupported", unavailable="unavailable")
-    return "; ".join([f"{counted(counts.passed, 'case')} right", *rest])
+    if not counts.waived:
+        return f"right: {right_on(backend.records)}"
+    rest = counts.noted(unsupported="unsupported", unavailable="unavailable")
+    return "; ".join([f"wrong, as expected, on {counts.waived:,} of {counted(counts.verdicts, 'case')}", *rest])
 
 
 def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:

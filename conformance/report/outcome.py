@@ -5,16 +5,18 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES, Role
+from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
 from mla_conformance.report.causes import Cause, advice, raised_at
 from mla_conformance.report.pages import traits_lines
-from mla_conformance.report.pairs import JudgedPairs, scope_of, total
+from mla_conformance.report.pairs import JudgedPairs, right_on, total
 from mla_conformance.report.summary import (
     FORESEEN,
     SIGN,
@@ -124,10 +126,18 @@ def from_here(record: Record) -> Record:
     return record.with_fields(reference=f"{near(Path(location))}:{name}") if location.endswith(".py") else record
 
 
-def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[str]:
+class Detail(IntEnum):
+    """How much is said of what is not wrong."""
+
+    QUIET = -1  # a line for each backend
+    USUAL = 0
+    FULL = 1  # also what passed, capability by capability, and what a backend declares
+
+
+def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Detail = Detail.FULL) -> Iterator[str]:
     """What is wrong, then all backends; or the groups that backends fall into for a model.
 
-    Brief, those that cannot run here, of which nobody asked for any, are told in one line.
+    Brief, those that cannot run here, of which nobody asked for any, are told in one line, and quietly not at all.
     """
     absent = [backend for backend in run.backends if backend.reasons] if brief else []
     reported = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
@@ -152,8 +162,8 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False) -> Iterator[
         for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
             yield from told(group, f"{group}:")
     for backend in () if run.deployment else reported.backends:
-        yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1)
-    if absent:
+        yield from backend_lines(backend, width, with_reasons=len(run.backends) == 1, detail=detail)
+    if absent and detail is not Detail.QUIET:
         head = (
             f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
         )
@@ -165,14 +175,17 @@ _SHOWN_KERNELS = 2
 _KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")
 """The name of a kernel, without template arguments and parameters."""
 _DETAIL = "  "
+_JUDGED = (Status.PASS, Status.EXPECTED_FAILURE, *FAILED)
 _SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])
 """In the order in which capabilities are listed."""
 
 
-def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = False) -> Iterator[str]:
+def backend_lines(
+    backend: BackendSummary, width: int, with_reasons: bool = False, detail: Detail = Detail.FULL
+) -> Iterator[str]:
     """A backend's counts, its capabilities by outcome, and what else is to be said; or why it is unavailable.
 
-    With reasons it is said why cases are unsupported or unavailable.
+    With reasons it is said why cases are unsupported or unavailable, if not in full of roles alone that it has.
     """
     sign = f"{backend.name} {_sign(backend)}"
     if backend.reasons:
@@ -180,8 +193,11 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
         return
     applicable = [each for each in backend.capabilities if each.outcome is not BackendOutcome.UNSUPPORTED]
     yield from wrapped(f"{sign} {_verdict(backend, len(applicable))}", width, further=2 * _DETAIL)
+    if detail is Detail.QUIET:
+        return
+    is_full = detail is Detail.FULL
     begun = [each for each in applicable if each.counts.not_run < each.counts.listed]
-    for sign in _SIGNS:
+    for sign in _SIGNS if is_full else _SIGNS[:-1]:
         texts = []
         for each in (each for each in begun if _sign(each) == sign):
             # ``name 12``, or ``name 12 of 15`` where three do not count; ``name 11/12``, of judged, if one failed
@@ -195,14 +211,16 @@ def backend_lines(backend: BackendSummary, width: int, with_reasons: bool = Fals
     refused = [each.name for each in backend.capabilities if each not in applicable]
     for names, outcome, what in (
         (untouched, BackendOutcome.NOT_RUN, "not begun"),
-        (refused, BackendOutcome.UNSUPPORTED, "unsupported"),
+        (refused if is_full else [], BackendOutcome.UNSUPPORTED, "unsupported"),
     ):
         yield from [fitting(f"{_DETAIL}{SIGN[outcome]} {len(names)} {what}: ", names, width)] if names else []
-    remarks = list(_reasons(backend.records)) if with_reasons else []
+    judged = {Case.parse(record.case).role for record in backend.records if record.status in _JUDGED}
+    own = (record for record in backend.records if is_full or not judged or Case.parse(record.case).role in judged)
+    remarks = list(_reasons(own)) if with_reasons else []
     remarks += [cut(backend.not_run)] if backend.stopped and backend.not_run else []
-    if backend.pairs:
+    if backend.pairs and (is_full or total(backend.pairs).not_judged):
         remarks.append(judged_of_claimed(backend.pairs, backend.records))
-    if backend.facts.rounding:
+    if backend.facts.rounding and is_full:
         remarks.append(declared(backend.facts))
     if chosen := [record.sampled for record in backend.records if record.sampled]:  # of which not every row was judged
         least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])
@@ -232,9 +250,7 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
     if counts.waived:
         return f"wrong, as expected, on {counts.waived:,} of {counts.verdicts:,} cases; {capabilities}"
-    scope = scope_of(record.case for record in backend.records if record.status is Status.PASS)
-    right = f"right on {counts.passed:,} of {counts.listed:,} cases"
-    return f"{right}: {scope}; {capabilities}" if scope else f"{right}; {capabilities}"
+    return f"right: {right_on(backend.records)}"
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:
@@ -283,7 +299,8 @@ def ran(traced: Traced) -> Iterator[str]:
         yield "only generic kernels of torch were seen to run, none of a library"
 
 
-def capability_lines(records: Sequence[Record]) -> Iterator[str]:
+def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:
     """What a bare list of records says of each backend, as at the end of a pytest run."""
     for name, group in by_backend(records).items():
-        yield from backend_lines(BackendSummary(BackendFacts(name), summarise(group, {})), columns())
+        summary = BackendSummary(BackendFacts(name), summarise(group, {}))
+        yield from backend_lines(summary, columns(), detail=Detail.FULL if in_full else Detail.USUAL)

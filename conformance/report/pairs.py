@@ -1,5 +1,6 @@
 """How much "right" is said of: pairs of classes, claimed and judged; roles, and the page of their caches. No torch."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +14,7 @@ from mla_conformance.cases.space import Row
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import counts
+from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, counts
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,28 @@ def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
 OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, or that names no case, nothing is known
 
 
-def scope_of(cases: Iterable[str]) -> str:
-    found = dict.fromkeys(map(_role_and_page, cases))
-    roles = dict.fromkeys(role for role, _ in found if role != OTHER_ROLE)
-    pages = {page for _, page in found if page}
-    return ", ".join([*roles, *(f"page {page}" for page in pages if len(pages) == 1)])
+def right_on(records: Iterable[Record]) -> str:
+    """On which cases a kernel is right, role by role, of records of which none failed; empty if it passed none.
+
+    Cases of roles of which nothing was judged do not apply: they are counted apart, as no part of what it is right on.
+    """
+    by_role: dict[str, Counter[str]] = {}
+    pages, others = set[int](), 0
+    for record in records:
+        role, page = _role_and_page(record.case)
+        due = record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU)
+        by_role.setdefault(role, Counter())[DUE_ON_GPU if due else record.status] += record.cases
+        pages |= {page} if page and record.status is Status.PASS else set()
+    said = []
+    for role, found in by_role.items():
+        passed, listed = found.pop(Status.PASS, 0), found.total()
+        if not passed:
+            others += listed
+            continue
+        rest = f" ({', '.join(f'{number:,} {why}' for why, number in found.items())})" if found else ""
+        said.append(f"{f'{passed:,} of {passed + listed:,}' if found else f'all {passed:,}'} {role} cases{rest}")
+    said += [f"page {page} only" for page in pages if len(pages) == 1]
+    return ", ".join(said) + (f"; {others:,} of other roles do not apply" if others and said else "")
 
 
 def role_of(case: str) -> str:

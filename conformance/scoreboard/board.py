@@ -6,7 +6,7 @@ What engines pick on a GPU stands in ``fixtures/engines.toml``, with its sources
 import datetime
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -29,15 +29,18 @@ from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_pro
 from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.inputs import InputError, convert
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, role_of, scope_of, total
+from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, right_on, role_of, total
 from mla_conformance.report.summary import CapabilitySummary, Counts, RunSummary, count_by_capability, summarise
 from mla_conformance.version import SUITE_VERSION
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
 _PAIRS = 3
 """Pairs of classes that are named of those that were not judged."""
+
+
+def versions_of(distributions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in distributions.items()) or "version not stated"
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Entry:
 
     @property
     def versions(self) -> str:
-        return ", ".join(f"{name} {version}" for name, version in self.record.distributions.items()) or "not stated"
+        return versions_of(self.record.distributions)
 
     @property
     def order(self) -> list[int | str]:
@@ -92,8 +95,7 @@ class Entry:
         counts, judged = self.counts, self.counts.verdicts
         if self.is_wrong:
             return f"wrong on {counts.failed + counts.waived} of {judged} judged cases"
-        passed = (record.case for record in self._records if record.status is Status.PASS)
-        return f"right on {judged:,} of {counts.listed:,}: {scope_of(passed)}" if judged else "nothing judged"
+        return f"right: {right_on(self._records)}" if judged else "nothing judged"
 
     @property
     def state(self) -> str:

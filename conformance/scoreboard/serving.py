@@ -2,6 +2,7 @@
 
 import json
 from functools import cache, lru_cache
+from itertools import groupby
 from typing import Any
 
 from markupsafe import Markup
@@ -15,8 +16,9 @@ from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model, model_names
 from mla_conformance.report.answers import Group, answers
+from mla_conformance.report.causes import grouped
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.scoreboard.board import Board, Entry, Profile
+from mla_conformance.scoreboard.board import Board, Entry, Profile, versions_of
 from mla_conformance.version import SUITE_VERSION
 
 _LETTERS = {Status.PASS: "p", Status.UNSUPPORTED: "u", Status.EXPECTED_FAILURE: "w", **dict.fromkeys(FAILED, "w")}
@@ -31,16 +33,28 @@ def served(board: Board) -> Markup:
     cases = cases_on(board)
     kinds = list(dict.fromkeys(map(kind_of, cases)))
     place = {kind: number for number, kind in enumerate(kinds)}
+    named = _named(board, cases)
     data = {
         "suite": SUITE_VERSION,
         "models": models(),
         "kinds": kinds,
-        "cases": [[case, place[kind_of(case)]] for case in cases],
+        "cases": [[case if case in named else "", place[kind_of(case)]] for case in cases],
         "records": [_record(entry, cases) for entry in board.entries],
         "engines": [_engine(profile) for profile in board.profiles],
         "runs": [_run(run) for run in board.deployed],
     }
     return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def _named(board: Board, cases: list[str]) -> set[str]:
+    """The cases whose ids the script may show: wrong ones, and those that differ between records of a kernel."""
+    groups = grouped(board.entries, lambda entry: (entry.record.backend, entry.record.device)).values()
+    found = set[str]()
+    for records in ([entry.record.cases for entry in group] for group in groups):
+        found.update(case for each in records for case, status in each.items() if _LETTERS.get(status) == "w")
+        if len(records) > 1:
+            found.update(case for case in cases if len({each.get(case) for each in records} - {None}) > 1)
+    return found
 
 
 def cases_on(board: Board) -> list[str]:
@@ -87,6 +101,10 @@ def models() -> list[dict[str, Any]]:
 
 def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
     record = entry.record
+
+    def letter_of(case: str) -> str:
+        return _LETTERS.get(record.cases[case], "-") if case in record.cases else " "
+
     return {
         "kernel": record.backend,
         "device": record.device,
@@ -97,8 +115,8 @@ def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
         "old": bool(entry.old),
         "order": entry.order,
         "renew": renewal(record.reference, record.device),
-        # Of a case that a record does not list, a blank.
-        "statuses": "".join(_LETTERS.get(record.cases[case], "-") if case in record.cases else " " for case in cases),
+        # Each with its number in a row; of a case that a record does not list, a blank.
+        "statuses": "".join(f"{letter}{len(list(run))}" for letter, run in groupby(map(letter_of, cases))),
     }
 
 
@@ -125,13 +143,16 @@ def _run(run: RunSummary) -> dict[str, Any]:
 
 
 def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
-    """What a run of a model says of each backend: in words, as a style, and passed of listed cases by part."""
+    """What a run of a model says of each backend: in words, as a style, and of which version and parts."""
     styles = {Group.RIGHT: "pass", Group.WRONG: "fail", Group.WAIVED: "fail"}
     found = {}
     for answer in answers(run):
-        parts = {part: [counts.passed, counts.listed] for part, counts in answer.parts.items()}
-        says = {"says": str(answer.group), "style": styles.get(answer.group, "unavailable"), "parts": parts}
-        found[answer.backend.name] = says
+        found[answer.backend.name] = {
+            "says": str(answer.group),
+            "style": styles.get(answer.group, "unavailable"),
+            "judged": answer.reported,
+            "versions": versions_of(answer.backend.facts.versions),
+        }
     return found
 
 

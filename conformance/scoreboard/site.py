@@ -75,6 +75,9 @@ def write_site(board: Board, out: Path) -> None:
     write_output(out / "index.html", page(board))
 
 
+_SHOWN_CASES = 20  # of a failure, whose others are in the SARIF
+
+
 def page(board: Board) -> str:
     anchors = {id(entry): f"kernel-{number}" for number, entry in enumerate(board.newest, start=1)}
     numbers = {case: number for number, case in enumerate(cases_on(board))}
@@ -82,6 +85,8 @@ def page(board: Board) -> str:
         "mla_conformance.scoreboard",
         "board.html.j2",
         board=board,
+        parts=_parts(board),
+        shown_cases=_SHOWN_CASES,
         suite=SUITE_VERSION,
         traits_of=[
             (f"{entry.record.backend}, {entry.versions}, {entry.record.device}", entry.record.traits)
@@ -103,6 +108,14 @@ def page(board: Board) -> str:
         answered=answered,
         deployed_kernels=sorted({backend.name for run in board.deployed for backend in run.backends}),
     )
+
+
+def _parts(board: Board) -> list[tuple[str, str]]:
+    """The ids of the page's parts with their names, for links to them."""
+    models = [("models", "Models by kernel")] if board.deployed else []
+    roles = [(f"role-{role}", role) for role, _, _ in board.roles]
+    around = [("kernels", "Kernels"), *models, ("engines", "What engines pick")]
+    return [*around, *roles, ("failures", "Failures"), ("history", "History")]
 
 
 def _style(entry: Entry) -> tuple[str, str]:
@@ -140,7 +153,8 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
 
 def badge(entry: Entry) -> str:
     record = entry.record
-    left, right = shown(record.backend, _LONGEST), shown(f"{entry.verdict} · {record.device} · {entry.state}", _LONGEST)
+    verdict = f"right on {entry.counts.passed:,} cases" if entry.verdict.startswith("right") else entry.verdict
+    left, right = shown(record.backend, _LONGEST), shown(f"{verdict} · {record.device} · {entry.state}", _LONGEST)
     widths = [len(text) * _LETTER + _MARGIN for text in (left, right)]
     colour = _BADGE_BACK["old" if entry.old else "wrong" if entry.is_wrong else "right"]
     title, texts, start = escape(f"{left}: {right}"), "", 0.0

@@ -16,7 +16,6 @@ import pytest
 
 from mla_conformance.cli import main
 from mla_conformance.report.loading import load_report
-from mla_conformance.tests.unexplained import unexplained
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -33,15 +32,17 @@ def test_a_wrong_backend_fails_with_a_line_that_reproduces_it(
     digest = hashlib.sha256((tmp_path / "out" / "report.json").read_bytes()).hexdigest()
     report = f"report {tmp_path / 'out' / 'report.html'}, and report.json beside it, SHA-256 {digest}\n"
     assert printed.endswith(f"\n{report}")
-    assert " · judging 1 failure again, and looking for an explanation\n" in printed
+    told = (
+        r" · judging 1 failure again, explaining 1 \(--no-explain leaves that out\)\n  Mine lse:\S+ new tokens: LSE is "
+    )
+    assert re.search(told, printed)
     (line,) = [line for line in printed.splitlines() if "replay: " in line]
     said = "The LSE is in base 2, expected the natural logarithm, like sgl-project/sglang#"
     assert f"wrong: Mine, 1 likely cause, {LSE_CASES} cases: {said}" in " ".join(printed.split())
     command, *arguments = shlex.split(line.partition("replay: ")[2])
-    with unexplained():
-        assert command == "mla-conformance" and main(arguments) == 1
+    assert command == "mla-conformance" and main([*arguments, "--no-explain"]) == 1
     printed = capsys.readouterr().out
-    assert "wrong: Mine, 1 likely cause, 1 case: the LSE is in base 2" in printed
+    assert "wrong: Mine, 1 likely cause, 1 case: the LSE is in base 2" in printed and "known defect" not in printed
     assert f" · suite {SUITE_VERSION} · 1 case · golden float64\n" in printed and "report.html" not in printed
 
 
@@ -116,10 +117,12 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
     try:
         assert re.fullmatch(r"[\d:]{8} Mine ✔ \d+ passed · 0 failed · .* of its budget · \d:\d\d\n", reported())
         assert re.match(r"[\d:]{8} Mine ✘ \d+ passed · [1-9]\d* failed", saved(WRONG))
-        assert re.match(r"wrong: Mine, \d+ cases: the LSE is wrong, ", reported())
+        assert re.match(r"wrong: Mine, \d+ cases: the LSE is wrong, \S+ to \S+ × its budget", reported())
         while "replay: " not in (line := reported()):
             assert line.startswith("       ")
         assert line.endswith(" --backend mine.py:Mine\n")
+        explained = f"{reported()} {reported()}"
+        assert re.match(r"explained: \d+ cases: the LSE is wrong, unlike every known defect", explained)
         assert re.match(
             r"[\d:]{8} Mine \? '\S+/mine.py:Mine' does not import: SyntaxError: .*\(mine.py, line 1\)\n",
             saved("def" + RIGHT.lstrip()),

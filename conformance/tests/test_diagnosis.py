@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.online_softmax import SoftmaxState
@@ -20,6 +21,7 @@ from mla_conformance.diagnosis.attempts import attempted
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.explain import ALIKE, PATIENCE, UNALIKE, Failure, ReportedCauses, describe, explain
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
+from mla_conformance.diagnosis.reach import of_form, of_queries, of_requests, with_reach
 from mla_conformance.judging.diagnosis import extent
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
@@ -170,7 +172,80 @@ def test_a_new_defect_is_killed_and_said_to_be_new(kernel: type[EagerPrefillBack
 )
 def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(id: str, named: str) -> None:
     said = told(*tried(known_defects()[id].reference, "decode:dims=small;heads=2;q=[1,1];kv=[130,40];lse=0"))
-    assert said.startswith("perhaps ") and named in said and (" 0 times NaN" in said) == (" 0 times NaN" in named)
+    is_read = " 0 times NaN" in named
+    assert named in said and said.startswith("perhaps ") == is_read and (" 0 times NaN" in said) == is_read
+
+
+@pytest.mark.usefixtures("judged_once")
+@pytest.mark.parametrize(
+    ("mistake", "where", "named"),
+    [
+        ("BlockAfter", "request 1 fills its last page, so that blocks of others", "each page from the block after the"),
+        ("LeakedToken", "in each request exactly the last query is right", "a query sees the token after its own"),
+        ("FirstTokenDropped", "4 of 4 rows", "The first token of a request's cache is dropped"),
+    ],
+)
+def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str, where: str, named: str) -> None:
+    kernel = vars(suspects_of_roles)[mistake]
+    trial, record = tried(
+        located(kernel), "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
+    )
+    said = told(trial, record)
+    assert where in with_reach(trial, record).message
+    assert named in said and not said.startswith("perhaps ")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("decode: expected output of shape [3, 2, 512], got [3, 2, 576]", "V is the first kv_lora_rank = 512 columns"),
+        ("decode: expected output of shape [3, 2, 512], got [2, 3, 512]", "tokens and heads are swapped"),
+        ("decode: expected 2 tensor(s), got (Tensor)", "the results are (output, LSE)"),
+        ("decode: expected output of shape [3, 2, 512], got [3, 2, 7]", ""),
+    ],
+)
+def test_a_wrong_form_says_what_it_is_the_form_of(message: str, said: str) -> None:
+    assert said in (found := of_form(message, Case.parse("decode:q=[1,2];kv=[5,6]"))) and bool(said) == bool(found)
+
+
+class HeadsFirst(EagerDecodeBackend):
+    """Returns the output as [heads, tokens, columns]."""
+
+    def run_decode(self, *operands: Any) -> Any:
+        output, lse = super().run_decode(*operands)
+        return output.transpose(0, 1), lse
+
+
+def test_an_output_whose_form_does_not_tell_that_it_is_transposed_is_said_to_be() -> None:
+    trial, record = tried(located(HeadsFirst), "decode:dims=small;heads=2;q=[1,1];kv=[13,31];page=16")
+    assert record.check == Check.OUTPUT and "tokens and heads are swapped" in with_reach(trial, record).message
+
+
+EXACTLY = "exactly the requests with"
+BOUND = f"{EXACTLY} 48 keys or more are wrong, those with 32 or fewer are right"
+
+
+@pytest.mark.parametrize(
+    ("found", "keys", "said"),
+    [
+        (["..x", "....x"], [9, 9], ["in each request exactly the last query is wrong"]),
+        (["x..", "x"], [9, 9], ["in each request exactly the first query is wrong"]),
+        (["..xx", "..x", "."], [9, 9, 9], ["in each request the queries from 2 on are wrong"]),
+        (["x.", "x."], [9, 9], []),  # which of the two it is, is not known
+        (["x.x.", "..x"], [9, 9], []),
+        ([".", "x", ".", "x"], [16, 17, 32, 40], [f"{EXACTLY} a last page of 16 tokens that is not full are wrong"]),
+        (["."] * 3 + ["x"] * 3, [16, 9, 32, 64, 48, 65], [BOUND]),
+        ([".", "x", "x"], [9, 9, 9], ["only request 0 is right"]),
+        ([".", "x"], [9, 30], []),
+        (["xx", "xxx"], [16, 9], []),
+    ],
+)  # fmt: skip
+def test_where_wrong_numbers_are_is_told_as_far_as_it_is_regular(
+    found: list[str], keys: list[int], said: list[str]
+) -> None:
+    case = Case.parse("decode:q=[1];kv=[5];page=16")
+    rows = [[query == "x" for query in each] for each in found]
+    assert [*list(of_queries(rows))[:1], *list(of_requests(rows, keys, case))[:1]] == said
 
 
 class OneNan(EagerPrefillBackend):

@@ -71,7 +71,7 @@ def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged:
     assert "FLASH_ATTN unavailable: " in printed and "package flash-attn not installed" in printed
     reported, passed = printed.partition("= mla-conformance =")[2], f"✔ lse {len(CASES)}"
     for name, outcome in (("EAGER", passed), ("TORCH_SDPA", passed), ("WRONG", f"✘ lse 0/{len(CASES)}")):
-        assert re.search(rf"^{name} . (passed|right on) .*\n +{outcome}$", reported, re.MULTILINE)
+        assert re.search(rf"^{name} . (passed|right:) .*\n +{outcome}$", reported, re.MULTILINE)
 
 
 def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback(judged: Path) -> None:
@@ -130,6 +130,33 @@ def ids(*names: str) -> list[str]:
 )
 def test_a_selection_is_exact_and_combines(listed: Listing, selection: list[str], names: list[str]) -> None:
     assert listed(*SUITE, *selection) == (0, ids(*names))
+
+
+def test_options_are_called_as_by_certify_where_the_suite_is_run(listed: Listing, pytester: pytest.Pytester) -> None:
+    short = ["--tier", "smoke", "--device=cpu", "--capability", "lse"]
+    assert listed("-k", "TORCH_SDPA", *short) == listed("--backend=TORCH_SDPA", *short) == (0, ids("TORCH_SDPA"))
+    pytester.makeconftest("def pytest_addoption(parser):\n    parser.addoption('--device')")
+    own = pytester.makepyfile(
+        "import os\n\ndef test_TORCH_SDPA(request):\n    assert request.config.option.device == 'mine'\n"
+        "    assert 'MLA_CONFORMANCE_NO_EXPLAIN' in os.environ\n"
+    )
+    assert pytester.runpytest_inprocess(*WITHOUT, "-k", "TORCH_SDPA", "--device=mine", "--no-explain", own).ret == 0
+    assert "MLA_CONFORMANCE_NO_EXPLAIN" not in os.environ
+
+
+def test_a_line_is_shown_while_a_test_runs(pytester: pytest.Pytester) -> None:
+    said = "from mla_conformance.api.own_tests import say_meanwhile\n\ndef test_own():\n    say_meanwhile('looking')\n"
+    pytester.makepyfile(said)
+    assert "looking" in pytester.runpytest_inprocess(*WITHOUT).outlines
+    assert "looking" not in pytester.runpytest_inprocess(*WITHOUT, "-q").outlines
+
+
+def test_a_role_or_a_capability_is_exact(listed: Listing) -> None:
+    kinds = ["--mla-capability", "decode", "--mla-capability", "sparse_layer", "-k"]
+    _, found = listed(*kinds, "EAGER and decode")
+    assert found and all(id.startswith("decode:") for id in found)
+    _, others = listed(*kinds, "backend=EAGER and not decode")
+    assert any("decodes=" in id for id in others) and all(id.startswith("sparse_layer:") for id in others)
 
 
 def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(

@@ -89,7 +89,7 @@ def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
     assert run.date and f"{run.date} · judging took " in words
     assert "4 cases wrong, most likely because: perhaps The LSE is in base 2" in words  # not all that is wrong with it
     assert "Why unsupported" in words and "TORCH_SDPA: 5 cases, 1 reason" in words
-    assert re.search(r"\d+ cases right; 5 unsupported", words) and "compute_capability" not in words
+    assert re.search(r"right: \d+ of \d+ prefill cases \(5 unsupported\)", words) and "compute_capability" not in words
 
 
 @pytest.mark.parametrize("view", [html, markdown, annotations])

@@ -44,7 +44,7 @@ def entry(kernel: str, version: str, wrong: tuple[str, ...] = (), old: str = "",
 
 
 def board() -> Board:
-    """FLASHMLA is right, TRITON_MLA wrong at other heads only, FLASHINFER_MLA[fa3] wrong, and was right before."""
+    """FLASHMLA is right, and was not on an H100; TRITON_MLA is wrong elsewhere, FLASHINFER_MLA[fa3] newly wrong."""
     entries = (
         entry("FLASHMLA", "0.7.2.post1"),
         entry("TRITON_MLA", "0.7.2.post1", (OTHER,)),
@@ -52,6 +52,7 @@ def board() -> Board:
         entry("FLASHINFER_MLA[fa3]", "0.7.2.post1", (OWN,)),
         entry("FLASH_ATTN_MLA[vllm]", "0.7.2.post1", (), "of an earlier suite; renew it: mla-conformance certify"),
         entry("CUTLASS_MLA", "0.7.2.post1", (), "", "NVIDIA H100 80GB HBM3"),
+        entry("FLASHMLA", "0.6.13", (OWN,), "", "NVIDIA H100 80GB HBM3"),
         entry(NASTY, "1", (), "", NASTY),
     )
     return Board(entries, (), profiles())
@@ -78,6 +79,12 @@ def test_no_text_of_a_record_ends_the_data() -> None:
     text = page(board())
     assert "<script>alert" not in text
     assert json.loads(served(board()))["records"][-1]["kernel"] == NASTY
+
+
+def test_the_data_names_the_cases_that_can_be_shown_and_no_others() -> None:
+    data = json.loads(served(board()))
+    assert {case for case, _ in data["cases"] if case} == {OWN, OTHER} and len(data["cases"]) == len(CASES)
+    assert {record["statuses"] for record in data["records"]} == {"p4", "w1p3", "p1w1p2"}
 
 
 def test_a_run_of_a_model_is_shown_beside_the_records(tmp_path: Path) -> None:
@@ -153,20 +160,21 @@ def test_which_backend_is_right(answered: dict[str, Any]) -> None:
     assert answered["title"] == "vLLM 0.33.0 on NVIDIA H200 · deepseek-v3 at TP 8: 16 heads a rank · bf16, fp8 cache"
     signs = {row[0].split(" ")[0]: row[1] for row in answered["rows"]}
     assert signs["FLASHMLA"] == "✔ right" and signs["FLASHINFER_MLA"] == "✘ wrong"
-    assert signs["TRITON_MLA"] == "✘ wrong elsewhere" and signs["FLASH_ATTN_MLA"] == "✔ right, outdated"
+    assert signs["TRITON_MLA"] == "✔ right here, wrong elsewhere" and signs["FLASH_ATTN_MLA"] == "✔ right, outdated"
     assert signs["FLASH_ATTN"] == "? not known"
     judged = {row[0]: row[2] for row in answered["rows"]}
     assert "right on 1 of 1 judged case at this deployment's heads" in judged["TRITON_MLA"]
     assert "wrong on 1 of 1 judged case at other heads" in judged["TRITON_MLA"]
     assert "no record of FLASH_ATTN[fa3] on NVIDIA H200" in judged["FLASH_ATTN (FlashAttention 3) FLASH_ATTN[fa3]"]
-    assert answered["says"] == ["prefill: none is known to be right", "decode: right: FLASHMLA"]
+    decode = "decode: right: FLASHMLA; right here, wrong elsewhere: TRITON_MLA"
+    assert answered["says"] == ["prefill: none is known to be right", decode]
     assert answered["missing"].startswith("mla-conformance certify --model deepseek-v3 --tp 8 --kv-cache fp8 --device")
     assert answered["link"] == f"#{CHOICE}" and answered["width"][0] <= answered["width"][1]
 
 
 def test_a_failure_says_whether_the_deployment_makes_the_call(answered: dict[str, Any]) -> None:
     own, alike = "this deployment makes such calls", "calls of this kind, at other sizes"
-    assert sorted(re.findall("|".join((own, alike)), " ".join(answered["severities"]))) == sorted([own, alike])
+    assert sorted(re.findall("|".join((own, alike)), " ".join(answered["severities"]))) == sorted([own, own, alike])
 
 
 def test_what_changed_and_what_nobody_judged(answered: dict[str, Any]) -> None:
@@ -185,6 +193,8 @@ def test_without_an_engine_right_kernels_come_first(answered: dict[str, Any]) ->
 
 def test_a_gpu_of_the_same_compute_capability_stands_in_and_is_named(answered: dict[str, Any]) -> None:
     assert answered["chosen_first"] == "NVIDIA H200"
-    said = "decode: right: CUTLASS_MLA; right on a GPU of the same compute capability: FLASHMLA"
-    assert answered["elsewhere"]["says"] == [said]
+    said = "decode: right: CUTLASS_MLA; right on a GPU of the same compute capability: FLASHMLA; right here, wrong else"
+    assert answered["elsewhere"]["says"] == [f"{said}where: TRITON_MLA"]
+    older = "on NVIDIA H100 80GB HBM3 itself another version, flashinfer-python 0.6.13: wrong on 1 of 1 judged case"
+    assert any(note.startswith(older) for note in answered["elsewhere"]["note"])
     assert "judged on NVIDIA H200, also of compute capability 9.0" in answered["elsewhere"]["note"]

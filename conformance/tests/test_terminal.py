@@ -16,7 +16,7 @@ from mla_conformance.commands import console
 from mla_conformance.commands.console import Progress, live
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.outcome import backend_lines, cause_lines
+from mla_conformance.report.outcome import Detail, backend_lines, cause_lines, outcome_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import painted, say
 
@@ -140,13 +140,29 @@ def many() -> BackendSummary:
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_what_passed_is_compact_and_what_is_unsupported_one_line(width: int) -> None:
     lines = list(backend_lines(many(), width))
-    assert lines[0] == "B ✔ right on 80 of 120 cases: prefill; 40/40 capabilities"
+    assert lines[0] == "B ✔ right: 80 of 120 prefill cases (40 unsupported)"
     assert all(len(line) <= width for line in lines)
-    (unsupported,) = [line for line in lines if "unsupported" in line]
+    (unsupported,) = [line for line in lines if "unsupported:" in line]
     shown, more = re.fullmatch(r"  – 20 unsupported: (.*) and (\d+) more", unsupported).groups()  # type: ignore[union-attr]
     assert len(shown.split(", ")) + int(more) == 20
-    passed = [text for line in lines[1:] if line is not unsupported for text in line.strip(" ✔,").split(", ")]
+    listed = (line for line in lines if line.startswith("  ✔") or line.startswith("    capability"))
+    passed = [text for line in listed for text in line.strip(" ✔,").split(", ")]
     assert len(passed) == 40 and all(re.fullmatch(r"capability_x*\d+ 2", text) for text in passed)
+
+
+def test_what_a_kernel_is_right_on_leaves_out_what_it_does_not_do() -> None:
+    """Of roles of which nothing was judged it is not told as of cases that it failed."""
+    passed = [record(f"new_tokens:q=[{n}]", Status.PASS) for n in (1, 2)]
+    others = [record(f"decode:q=[1];kv=[{n}]", Status.UNSUPPORTED) for n in (1, 2, 3)]
+    summary = BackendSummary(BackendFacts("B"), summarise([*passed, *others], {}))
+    run = RunSummary({}, (summary, BackendSummary(BackendFacts("A", reasons=("no GPU",)))))
+    quiet = list(outcome_lines(run, 80, brief=True, detail=Detail.QUIET))
+    assert quiet == ["B ✔ right: all 2 prefill cases; 3 of other roles do not apply"]
+    usual, full = (list(outcome_lines(run, 80, detail=detail)) for detail in (Detail.USUAL, Detail.FULL))
+    assert usual == [*quiet, "A ? unavailable: no GPU"] and full[1:3] == [
+        "  ✔ new_tokens 2",
+        "  – 1 unsupported: decode",
+    ]
 
 
 def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:

@@ -1,0 +1,137 @@
+"""Where wrong numbers are, in words: which queries, requests and pages, as far as that is regular."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.likeness import numbers_of, wrong_numbers
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.record import Record
+from mla_conformance.judging.verdict import Check
+from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.operands import segments
+from mla_conformance.roles.decode.case import DecodeCase
+from mla_conformance.trials.trial import Trial
+
+_TWO = re.compile(r"expected 2 tensor\(s\)")
+_SHAPES = re.compile(r"expected output of shape \[(\d+, \d+, \d+)\], got \[(\d+, \d+, \d+)\]")
+_SWAPPED = "tokens and heads are swapped"
+_SEVERAL = 2
+_MANY = 6  # requests of which no bound tells wrong ones from right ones by chance
+_TELLING = 3  # queries of a request of which one differs from the others
+_Rows = Sequence[list[bool]]  # of each request whether each of its queries is wrong
+
+
+def with_reach(trial: Trial, record: Record) -> Record:
+    """The record of a failed trial, whose message says where wrong numbers are, as far as that is regular.
+
+    Of a wrong form it says what that is the form of.
+    """
+    said = ""
+    with contextlib.suppress(Exception):  # such as for want of memory: what is said of a failure changes no verdict
+        if record.check == Check.SHAPE:
+            said = of_form(record.message, trial.case)
+        elif record.is_wrong_number and trial.last is not None:
+            said = "; ".join(_reach(trial, record))
+    clause = f" (SPEC {record.clause})"
+    return record.with_fields(message=f"{record.message.removesuffix(clause)}; {said}{clause}") if said else record
+
+
+def _reach(trial: Trial, record: Record) -> Iterator[str]:
+    assert trial.last is not None
+    problem, rows = trial.last.problem, trial.last.expectation.rows
+    if rows.numbers is not None or not all(isinstance(call, AttentionCall) for call in problem.calls):
+        return
+    parts = [each for each in numbers_of(trial) if record.check != Check.LSE or each.got.dim() == 2]
+    outputs = [each for each in parts if each.got.dim() > 2 and each.got.shape[0] == each.got.shape[1]]
+    swapped = (Measured(each.got.transpose(0, 1), each.golden, each.allowed) for each in outputs)
+    if outputs and not any(bool(wrong_numbers(each).any()) for each in swapped):
+        yield _SWAPPED
+        return
+    masks = map(wrong_numbers, parts)
+    wrong = next((mask for mask in masks if bool(mask.any())), None)
+    if wrong is None:
+        return
+    keys = [sum(lens) for lens in zip(*(call.key_lens for call in problem.calls), strict=True)]
+
+    def by_request(mask: torch.Tensor) -> _Rows:
+        affected = mask.flatten(1).any(dim=1) if mask.dim() > 2 else mask.any(dim=0)  # an LSE is [N, T]
+        found = [affected[part].tolist() for part in segments(rows.start_loc)]
+        return [each if number else [] for each, number in zip(found, keys, strict=True)]  # what sees keys
+
+    found = by_request(wrong)
+    yield from list(of_queries([each for each in found if each]))[:1]
+    yield from list(of_requests(found, keys, problem.case))[:1]
+    if record.check == Check.MASK and isinstance(problem.case, DecodeCase):
+        yield from of_pages(by_request(parts[0].got.isnan()), keys, problem.case.page)
+
+
+def of_form(message: str, case: Case) -> str:
+    """What was returned in place of what a message about a form expects; empty where that is not known."""
+    if _TWO.search(message) and case.role in (Role.PREFILL, Role.DECODE, Role.SPARSE):
+        return "the results are (output, LSE)"
+    if not (found := _SHAPES.search(message)):
+        return ""
+    want, got = ([int(size) for size in shape.split(",")] for shape in found.groups())
+    if got == [want[1], want[0], want[2]]:
+        return _SWAPPED
+    if isinstance(case, CachedCase) and got[2] == sum(case.latent_dims) > want[2]:
+        return f"it has the rope columns as well: V is the first kv_lora_rank = {want[2]} columns of an entry"
+    return ""
+
+
+def of_queries(found: _Rows) -> Iterator[str]:
+    """Which query of every request is the only right or wrong one, or from which one on they are wrong."""
+    longest = max(map(len, found), default=0)
+    for value, what in ((False, "right"), (True, "wrong")):
+        for place, name in ((-1, "last"), (0, "first")):
+            alone = ([*each[:place], *each[place:][1:]] for each in found)
+            if longest >= _TELLING and all(
+                each[place] is value and value not in others for each, others in zip(found, alone, strict=True)
+            ):
+                yield f"in each request exactly the {name} query is {what}"
+    begin = min((each.index(True) for each in found if True in each), default=0)
+    reached = [each for each in found if len(each) > begin]
+    if begin and len(reached) >= _SEVERAL and all(each == [at >= begin for at in range(len(each))] for each in found):
+        yield f"in each request the queries from {begin} on are wrong"
+
+
+def of_requests(found: _Rows, keys: Sequence[int], case: Case) -> Iterator[str]:
+    """Of requests that are wrong or right as a whole, what all wrong ones or all right ones have, or which is alone."""
+    asked = [place for place, each in enumerate(found) if each]
+    wrong = [place for place in asked if all(found[place])]
+    right = [place for place in asked if not any(found[place])]
+    if not wrong or not right or len(wrong) + len(right) < len(asked):
+        return
+    if min(len(wrong), len(right)) >= _SEVERAL:
+        kinds = {
+            "an empty context": [place for place in asked if case.kv[place : place + 1] == (0,)],
+            "several query tokens": [place for place in asked if len(found[place]) > 1],
+        }
+        if isinstance(case, DecodeCase):
+            partial = [place for place in asked if keys[place] % case.page]
+            kinds[f"a last page of {case.page} tokens that is not full"] = partial
+        for kind, places in kinds.items():
+            if places in (wrong, right):
+                yield f"exactly the requests with {kind} are {'wrong' if places == wrong else 'right'}"
+        least, most = (min(keys[place] for place in wrong), max(keys[place] for place in right))
+        if least > most and len(asked) >= _MANY:
+            yield f"exactly the requests with {least} keys or more are wrong, those with {most} or fewer are right"
+    for places, what in ((right, "right"), (wrong, "wrong")):
+        if len(places) == 1 and len(asked) > _SEVERAL:
+            yield f"only request {places[0]} is {what}"
+
+
+def of_pages(found: _Rows, keys: Sequence[int], page: int) -> Iterator[str]:
+    """Of outputs that are not finite: a request with full pages has no token slot of its own that may not be read."""
+    full = [place for place, each in enumerate(found) if each and all(each) and not keys[place] % page]
+    if full:
+        yield (
+            f"request {full[0]} fills its last page, so that blocks of others are read: look at the block table, at "
+            "what is read past its end, and at strides"
+        )
