@@ -58,7 +58,10 @@ class HeatMap(Struct, frozen=True, forbid_unknown_fields=True):
 
         A dot is within the budget, and each step of a block ten times further beyond it. None where there is one alone.
         """
-        found = {"by row": list(zip(*self.lines, strict=True)), "by head": list(self.lines)}
+        found: dict[str, Sequence[Sequence[str]]] = {
+            "by row": list(zip(*self.lines, strict=True)),
+            "by head": list(self.lines),
+        }
         return {
             name: _blocks([max(map(int, cells)) for cells in each], width) for name, each in found.items() if each[1:]
         }
