@@ -5,6 +5,7 @@ No tensor and no torch: a case is written into journals, file names and bug repo
 """
 
 import hashlib
+from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
@@ -151,7 +152,7 @@ CLASSES: dict[str, type["Case"]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(ABC):
     """One question to a backend.
 
     Attributes:
