@@ -171,7 +171,7 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     if not names:
         return
     from mla_conformance.backends.references import unknown
-    from mla_conformance.backends.roles import Role
+    from mla_conformance.backends.roles import ROLES
     from mla_conformance.engine.request import known_names
 
     known = known_names(config.option.backend)
@@ -181,7 +181,7 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
     exact = _KEYWORD.sub(lambda match: _keyword(match[2]), expression)
-    kinds = {*CAPABILITIES, *map(str, Role)}
+    kinds = {*CAPABILITIES, *ROLES}
     config.option.keyword = _WORD.sub(lambda match: _kind(match[0]) if match[0] in kinds else match[0], exact)
 
 

@@ -233,7 +233,7 @@ class Space:
             row = self.row_of(case)
             yield row
             own = [each for each in self._of_requests if row.get(each.name, NOTHING) != NOTHING]
-            known = {tuple(row[each.name] for each in own)}
+            known: set[tuple[str | None, ...]] = {tuple(row[each.name] for each in own)}
             requests = {(new, case.kv[n] if case.kv else 0, case.data_of(n)): n for n, new in enumerate(case.q) if new}
             for request in requests.values():
                 labels = tuple(each.of_request(case, request) for each in own if each.of_request)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import cache, lru_cache
 from importlib.resources import files
 from itertools import islice
@@ -58,7 +58,7 @@ def version_digests() -> dict[str, str | int | list[str]]:
     """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``."""
     here = installed_digests()
     words = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split()
-    of_list = {"cases": here["cases"], NUMBER: len(_in_order())}
+    of_list: dict[str, str | int | list[str]] = {"cases": here["cases"], NUMBER: len(_in_order())}
     return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
@@ -83,7 +83,7 @@ def counts_here(certificate: Certificate) -> bool:
     return certificate.is_current or _own_list(certificate) is not None
 
 
-def judged_list(certificate: Certificate) -> Collection[str]:
+def judged_list(certificate: Certificate) -> Set[str]:
     """The ids of the list that a record was judged on: that of its suite, or what that was before cases were added."""
     if own := _own_list(certificate):
         return own
@@ -92,7 +92,7 @@ def judged_list(certificate: Certificate) -> Collection[str]:
     return known.keys() if stated in earlier and stated == _cases_digest(tuple(known)) else listed_ids()
 
 
-def _own_list(certificate: Certificate) -> Collection[str] | None:
+def _own_list(certificate: Certificate) -> Set[str] | None:
     """Of a record of an earlier suite, the ids of its suite's list; None if it does not hold them."""
     stored = _stored(certificate.suite)
     if certificate.is_current or NUMBER not in stored:
@@ -113,7 +113,7 @@ def _in_order() -> tuple[str, ...]:
 
 
 @cache
-def listed_ids() -> Collection[str]:
+def listed_ids() -> Set[str]:
     return dict.fromkeys(_in_order()).keys()
 
 

@@ -4,7 +4,7 @@ And giving its failures reasons that were found after the run; its verdicts stay
 """
 
 import datetime
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 
 import msgspec
 
@@ -94,14 +94,14 @@ def _cases(certificate: Certificate) -> Iterator[str]:
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
-def not_yet_judged(certificate: Certificate) -> Collection[str]:
+def not_yet_judged(certificate: Certificate) -> Set[str]:
     """Ids of the cases of the list here that a record's list lacked."""
     return listed_ids() - judged_list(certificate)
 
 
 def fitted_of(cases: Collection[str]) -> list[str]:
     """Ids of the cases that were fitted to a kernel: those of a record of this suite that its list lacks, sorted."""
-    return sorted(set(cases) - listed_ids())
+    return sorted(set(cases).difference(listed_ids()))
 
 
 def _counts(certificate: Certificate) -> Iterator[str]:
