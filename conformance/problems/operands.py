@@ -61,7 +61,7 @@ class Draw(Generic[AnyCase]):
             starts: first row of each request, and the end.
         """
         if len(self.case.regimes) == 1:
-            return kinds[self.case.data](x)
+            return kinds[self.case.regimes[0]](x)
         numbered = enumerate(segments(starts))
         return torch.cat([kinds[self.case.data_of(request)](x[rows]) for request, rows in numbered])
 
@@ -81,7 +81,7 @@ class Draw(Generic[AnyCase]):
             sites: of all rows, some of one request each; asked for where keys or other rows matter.
         """
         if len(self.case.regimes) == 1:
-            return REGIMES[self.case.data].new_queries(q, self.case.softmax_scale, sites)
+            return REGIMES[self.case.regimes[0]].new_queries(q, self.case.softmax_scale, sites)
         starts = start_loc(self.case.q)
         for rows, site in sites():
             q[rows] = REGIMES[self.case.data_of(bisect_right(starts, rows.start) - 1)].queries(site)

@@ -78,7 +78,7 @@ def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared(monkeypa
     assert record.status is Status.PASS and record.capability == "explored"
     assert 15 < len(judged) == len(set(judged)) == record.cases <= 30
     assert record.message == f"{len(judged)} of {len(judged)} drawn cases hold, none fails"
-    assert {case.dtype for case in judged} == {"bf16"} and len({case.call for case in judged}) == 3
+    assert {case.dtype for case in judged} == {"bf16"} and len({case.call for case in judged}) > 1
     assert judged == explored(monkeypatch, lambda case: "")[0], "the same number draws the same cases"
 
 
@@ -219,7 +219,8 @@ def test_dimensions_that_decide_only_together_are_learned() -> None:
 
     region = fit(DECODE, listed(DECODE), supports, reachable(DECODE, "cuda"))
     missing = reachable(DECODE, "cuda") - Pairs(DECODE, region.rows)
-    assert missing and all({name for name, _ in pair} & {"queries", "rows x heads", "ranks"} for pair in missing)
+    possible = list(filter(DECODE.completed, missing))  # others hold of a request that is not the longest
+    assert possible and all({name for name, _ in pair} & {"queries", "rows x heads", "ranks"} for pair in possible)
     assert (("queries", "2"), ("ranks", "2")) in set(missing)
     assert not [pair for pair in missing if pair[0][0] == "queries" and pair[1][0] not in ("ranks", "interleave")]
 

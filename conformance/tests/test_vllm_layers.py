@@ -183,7 +183,7 @@ def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path) -> 
     ]
     first, second = (rank.communicate(timeout=120)[0].splitlines() for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0] and second == [first[-1]] == ["[0, 1]"]
-    assert first[0].startswith("EAGER · 2 processes through gloo · cpu · torch ") and "7 pass" in first
+    assert first[0].startswith("EAGER · 2 processes through gloo · cpu · torch ") and "4 pass" in first
     prefills = [line for line in first if line.startswith("pass, ") and "decodes=" not in line]
     assert any("kv=[40,0,131]" in line for line in prefills)
     assert any(": on rank 1, the entry of slot " in line for line in first)
