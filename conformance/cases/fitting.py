@@ -9,7 +9,7 @@ from itertools import compress
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs, mixed
-from mla_conformance.cases.space import DATA, ClassOf, Row, Space, held
+from mla_conformance.cases.space import ClassOf, Row, Space, held
 from mla_conformance.cases.triples import Triples
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
@@ -115,10 +115,12 @@ class _Fitting:
         """Take the rows of a supported case."""
         first, *further = rows = list(self.region.space.rows((case,)))
         self.region.rows += rows
-        for value in held(first):
+        known = set(held(first))
+        for value in known:
             self._with.setdefault(value, []).append(first)
         for row in further:
-            self._with.setdefault((DATA, row[DATA]), []).append({**first, DATA: row[DATA]})
+            for value in set(held(row)) - known:
+                self._with.setdefault(value, []).append({**first, **row})
         return rows
 
     def _find_classes(self) -> set[ClassOf]:
