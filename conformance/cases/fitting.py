@@ -198,10 +198,10 @@ class _Fitting:
         return self._member(row) if row else None
 
     def _member(self, row: Row) -> Case | None:
-        """A supported case of a row: the first of those whose members are drawn, or that with the first members."""
+        """A supported case of a row: of those whose members are drawn that which adds most, or with the first ones."""
         *drawn, plain = self.region.space.drawn(row, tries=_DRAWS)
-        for cases in (drawn[:1], [*drawn[1:], plain]):
+        for cases in (drawn, [plain]):
             tried = list(filter(self._light, cases))
-            if tried and (case := next(compress(tried, self._supports(tried)), None)):
-                return case
+            if supported := list(compress(tried, self._supports(tried)) if tried else ()):
+                return max(supported, key=lambda case: self._left.new_in(self.region.space.rows((case,))))
         return None

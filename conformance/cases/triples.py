@@ -1,6 +1,6 @@
 """Triples of classes: those whose classes are pairs two by two, and which rows hold them. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.space import ClassOf, Row, held
@@ -44,6 +44,10 @@ class Triples:
             return label in usual, sum((thirds[number] & mask).bit_count() for number in numbers)
 
         return sorted(labels, key=gain, reverse=True)
+
+    def new_in(self, rows: Iterable[Row]) -> int:
+        """A number that grows with the triples which rows hold together."""
+        return sum(map(self.held_by, rows))
 
     def held_by(self, row: Row) -> int:
         """How many of the triples a row holds, each counted three times or more."""
