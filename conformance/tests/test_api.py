@@ -266,6 +266,7 @@ def test_cases_have_the_values_that_are_asked_for() -> None:
         ("layer", {}, "no function does; judge its kernels as functions, by role prefill and decode"),
         ("decoder", {}, "unknown role 'decoder'; expected one of prefill, decode, sparse, indexer"),
         ("decode", {"tier": "quick"}, "unknown tier 'quick'; expected one of smoke, full, nightly"),
+        ("decode", {"tier": "smok"}, "unknown tier 'smok'; did you mean smoke?"),
         ("decode", {"head": 16}, "unknown field 'head' of a decode case; did you mean heads?"),
         ("decode", {"cache": ["fp8", "fp9"]}, "has cache=fp9; expected one of auto, fp8, fp8_ds_mla"),
         (
