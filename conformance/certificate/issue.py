@@ -48,11 +48,11 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
 
 
 def require_core(backend: BackendFacts) -> None:
-    """Refuse a backend without a role of which any case must pass: nothing that it could pass makes a certificate."""
+    """Refuse a backend without a role that a core profile asks: nothing that it could pass makes a certificate."""
     roles = MustPass.of_suite().core_roles
     if backend.declared.keys().isdisjoint(roles):
-        own, known = " and ".join(backend.declared), ", ".join(roles)
-        raise Refused(f"{backend.name} has role {own}, only {known} have must-pass cases; use --record FILE")
+        own, needed = ", ".join(backend.declared), " or ".join(roles)
+        raise Refused(f"{backend.name} is {own}, a certificate needs {needed}; use --record FILE")
 
 
 def require_committed(pins: Pins) -> None:
