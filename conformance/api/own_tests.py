@@ -22,6 +22,7 @@ import pytest
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.diagnosis import UNEXPLAINED
+from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.terminal import columns, shown_line, wrapped
@@ -94,6 +95,8 @@ class OwnTests:
             record = _record_of(report, call, case)
             if raised:
                 report.outcome, report.longrepr = "failed", f"FAIL {record.message}"
+            elif call.excinfo and isinstance(call.excinfo.value, InputError):
+                report.longrepr = one_line(call.excinfo.value)  # it says what to do, and the way to it nothing
             report.user_properties.append((PROPERTY, json.dumps(msgspec.to_builtins(record))))
         return report
 

@@ -19,10 +19,8 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import (
     CAPABILITIES,
     Capability,
-    CapabilityError,
     Tier,
     counts,
-    find_tier,
     smoke_cases,
     with_killing,
 )
@@ -41,6 +39,7 @@ AT_DEFAULT = (
 )  # fmt: skip
 """Fields whose other values a backend has to declare, so that they stand for nothing that a kernel must support."""
 _SHOWN = 24
+_TIERS = f"expected one of {', '.join(Tier)}"
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,10 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     if role not in list(CALLS):
         raise InputError(f"cases: unknown role {role!r}; expected one of {', '.join(CALLS)}")
     space = next(space for space in SPACES.values() if space.role == role)
-    try:
-        size = find_tier(tier)
-    except CapabilityError as error:
-        raise InputError(f"cases: {error}") from error
+    if tier not in list(Tier):
+        meant = nearest(tier, Tier)
+        raise InputError(f"cases: unknown tier {tier!r}; " + (f"did you mean {meant}?" if meant else _TIERS))
+    size = Tier(tier)
     listed = dict[Capability, list[Case]]()
     for entry in CAPABILITIES.values():
         if not entry.is_array or SPACES[entry.name].role is space.role:

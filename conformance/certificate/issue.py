@@ -47,6 +47,14 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
         raise Refused(f"{backend.name} is an emulated kernel, which is judged but never certified")
 
 
+def require_core(backend: BackendFacts) -> None:
+    """Refuse a backend without a role that a core profile asks: nothing that it could pass makes a certificate."""
+    roles = MustPass.of_suite().core_roles
+    if backend.declared.keys().isdisjoint(roles):
+        own, needed = ", ".join(backend.declared), " or ".join(roles)
+        raise Refused(f"{backend.name} is {own}, a certificate needs {needed}; use --record FILE")
+
+
 def require_committed(pins: Pins) -> None:
     """Refuse a backend of which a package is a checkout with changes, which not everybody can have."""
     for name, pin in pins.installed.items():
@@ -66,7 +74,7 @@ def issue(
                 f"{len(pairs.not_judged)} pairs that it claims of {role} were not judged: {pairs.not_judged[0]}"
             )
     for case, why in found.lacking.items():
-        raise Refused(f"must-pass case {case} did not pass: {why}")
+        raise Refused(f"must-pass case {case} did not pass: {why}; --record FILE takes it with what it lacks")
     return found
 
 

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Sequence
 
+from mla_conformance.backends.references import parse_reference
 from mla_conformance.bump.environment import Environment
 from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_markdown
 from mla_conformance.bump.version import two_versions
@@ -17,6 +18,7 @@ from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import say
 
 _SIDES = "before", "after"
+_NO_DEVICE = "compute capability"
 _JUDGED = (0, 1, 3)  # the statuses with which ``certify`` leaves a report
 
 
@@ -24,6 +26,7 @@ def bump(options: argparse.Namespace) -> int:
     pins = two_versions(options.before, options.after)
     if not options.backend:
         raise InputError(f"--backend: expected the backends that stand on {pins[0].name}, got none")
+    _require_device(options)
     out = options.out or RUNS / f"bump-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -49,6 +52,22 @@ def bump(options: argparse.Namespace) -> int:
     if options.markdown:
         write_output(options.markdown, bump_markdown(found))
     return found.exit_status
+
+
+def _require_device(options: argparse.Namespace) -> None:
+    """Refuse a backend that has no kernel for the device here, before minutes of installing."""
+    from mla_conformance.backends.loading import unavailable_reasons  # with torch
+    from mla_conformance.backends.platform import get_device_capability
+    from mla_conformance.engine.describe import find_device
+
+    device = find_device(options.device or "")
+    if device is None:
+        raise InputError(f"--device {options.device}: torch finds no such device here; nothing was installed")
+    for backend in map(parse_reference, options.backend):
+        found = [unavailable_reasons(backend, get_device_capability(device), each.role) for each in backend.members()]
+        lacking = [next((reason for reason in reasons if _NO_DEVICE in reason), "") for reasons in found]
+        if lacking and all(lacking):
+            raise InputError(f"--backend {backend.name}: {lacking[0]}; nothing was installed")
 
 
 def _judged(environment: Environment, names: Sequence[str], options: argparse.Namespace) -> JudgedVersion:

@@ -11,7 +11,14 @@ from types import MappingProxyType
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.sharding import Shard
-from mla_conformance.certificate.issue import Refused, issue, record, require_certifiable, require_committed
+from mla_conformance.certificate.issue import (
+    Refused,
+    issue,
+    record,
+    require_certifiable,
+    require_committed,
+    require_core,
+)
 from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.records import require_records, write_record
 from mla_conformance.certificate.signature import require_key, sign, signature_of
@@ -154,6 +161,8 @@ class Issuing:
     def obstacle(self, run: Run) -> str:
         try:
             require_certifiable(run.facts, run.request.judged_ids, bool(run.request.explore))
+            if self.kind == "certificate":
+                require_core(run.facts[0])
             self.pins = _pins(run.facts[0])
             require_committed(self.pins)
         except Refused as reason:

@@ -76,6 +76,8 @@ def run_and_report(
             say(line)
         if not is_quiet:
             _say_wrapped(closing_line(summary))
+            if run.request.deployment and not summary.environment.get("compute_capability"):
+                say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
         if keep_report and (not is_quiet or summary.exit_status):
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
     for message in filter(None, (broken, unwritten)):

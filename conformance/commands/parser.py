@@ -16,7 +16,7 @@ from mla_conformance.engine.request import NO_TORCH
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import put, refuse, typed, wrapped
 
-_WIDTH = 80
+_WIDTH = 79
 _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
 
 
@@ -96,6 +96,10 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
         own.epilog = "\n".join(["examples:", *calls, "", status])
         own.formatter_class = _Formatter
+        if room:
+            outer = rooms[""].choices[room]
+            outer.epilog = "\n\n".join(filter(None, (outer.epilog, f"{word}, {own.epilog}")))
+            outer.formatter_class = _Formatter
         own.set_defaults(run=partial(_carry_out, command, own))
 
 

@@ -367,9 +367,9 @@ COMMANDS = (
         "scoreboard",
         "write a static site that shows the records of many kernels",
         "mla_conformance.scoreboard.site:scoreboard",
-        path("records", "FILE|DIR", "records, or reports of certify --model", nargs="+"),
+        path("records", "FILE|DIR", "records, or reports of certify --model; by default our records", nargs="*"),
         path("--out", "DIR", "write the site here", required=True),
-        examples=("fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
+        examples=("--out site", "fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
         statuses="0 written; 1 written without records that cannot be read; 2 usage",
     ),
     command(

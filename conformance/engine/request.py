@@ -1,10 +1,12 @@
 """What is asked of a run: backends, capabilities, tier, device, cases; checked before anything starts. No torch."""
 
+import ast
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from mla_conformance.backends.references import (
     BackendReference,
@@ -80,6 +82,9 @@ class RunRequest:
             references = [parse_reference(r) for r in backends] or known_backends()
             for reference in backends:
                 require_class(reference)
+                if _is_function(reference):
+                    said = "expected a class, got a function, which mla.cases judges: docs/python-api.md"
+                    raise RequestError(f"'{reference}': {said}")
             parsed = tuple(Case.parse(text) for text in cases)
             wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
             for name in wanted:
@@ -180,6 +185,19 @@ class RunRequest:
 def compiles(backend: BackendFacts) -> bool:
     """Whether a backend's library compiles kernels on a GPU when it is called, longer maybe than all else takes."""
     return not _COMPILERS.isdisjoint(backend.versions)
+
+
+def _is_function(reference: str) -> bool:
+    """Whether a file gives this name to a plain function; nothing of the file is carried out."""
+    location, _, name = reference.rpartition(":")
+    if not location.endswith(".py"):
+        return False
+    try:
+        statements = ast.parse(Path(location).read_bytes()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # whoever imports it says what is wrong
+    named = [node for node in statements if getattr(node, "name", "") == name]
+    return bool(named) and isinstance(named[-1], ast.FunctionDef) and not named[-1].decorator_list
 
 
 def require_salt(salt: str) -> None:

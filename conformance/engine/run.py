@@ -35,7 +35,7 @@ from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, symptom
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
-from mla_conformance.report.terminal import counted
+from mla_conformance.report.terminal import counted, near
 from mla_conformance.version import SUITE_VERSION, __version__
 
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
@@ -391,7 +391,7 @@ class Run:
     @property
     def resume_line(self) -> str:
         role = f" --role {shlex.quote(outside().partition('@')[0])}" if outside() else ""
-        return f"mla-conformance certify --resume {shlex.quote(str(self.folder.path))}{role}"
+        return f"mla-conformance certify --resume {shlex.quote(str(near(self.folder.path)))}{role}"
 
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""

@@ -48,7 +48,10 @@ class Reproduced:
 def require_one_call(case: Case) -> None:
     """Refuse what no script of one call can show: another role, parts of several ranks, codes for output, or tiles."""
     if not isinstance(case, PrefillCase | DecodeCase):
-        raise NotWritable(f"a script makes one call of a prefill or a decode kernel; this is a {case.role} case")
+        raise NotWritable(
+            f"a script makes one call of a prefill or a decode kernel; this is a {case.role} case, whose tensors "
+            "`replay --dump` writes"
+        )
     if isinstance(case, DecodeCase) and case.is_merged:
         raise NotWritable("the case merges what several ranks return; `replay --dump` writes all of it")
     if isinstance(case, PrefillCase) and case.quant != "none":

@@ -7,6 +7,7 @@ from functools import cached_property
 from itertools import groupby
 
 from mla_conformance.backends.foreign import cut
+from mla_conformance.backends.references import nearest
 from mla_conformance.expectations.apply import Expectations, facts
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass, Required
@@ -143,7 +144,9 @@ class Gate:
             yield GateRow(GateFinding.MISSING, "*", name, "no such report: did its job end before it wrote one?")
         for required in self.required:
             if reason := required.missing([backend for _, backend in self._parts.get(required.name, [])]):
-                yield GateRow(GateFinding.MISSING, required.name, "*", reason)
+                meant = "" if required.name in self._parts else nearest(required.name, self._parts)
+                hint = f"; did you mean {meant}?" if meant else ""
+                yield GateRow(GateFinding.MISSING, required.name, "*", reason + hint)
         for name, parts in self._parts.items():
             shards = grouped((report.shard for report, _ in parts if report.shard), lambda shard: shard.count)
             for count, present in shards.items():
@@ -158,7 +161,13 @@ class Gate:
             listed = dict.fromkeys(key for report, backend in run for key in report.keys_of(backend))
             judged = {record.key for _, backend in run for record in backend.records}
             wanted = [*dict.fromkeys([*cases, *listed])] if run else []
-            if left := [key for key in wanted if key not in judged]:
+            left = [key for key in wanted if key not in judged]
+            tier = run[0][0].environment.get("tier") if left else None  # the same in all reports
+            if self.tier and tier in list(Tier)[: list(Tier).index(self.tier)]:
+                said = f"the report is of tier {tier}; expected tier {self.tier}, or pass --require-tier {tier}"
+                yield GateRow(GateFinding.INCOMPLETE, name, _extent(wanted, left), said, len(left))
+                continue
+            if left:
                 of_what = f"of the {self.tier} tier" if self.tier else "of its list"
                 yield GateRow(GateFinding.INCOMPLETE, name, _extent(wanted, left), of_what, cases=0)
             for capability, count in count_by_capability(left).items():

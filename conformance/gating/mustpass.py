@@ -134,6 +134,12 @@ class MustPass:
     def digest(self) -> str:
         return hashlib.sha256(self.to_text().encode()).hexdigest()
 
+    @property
+    def core_roles(self) -> list[str]:
+        """The roles that these profiles ask for anything, without which no certificate is given."""
+        found = (Case.parse(case).role for name in _CORES for case in self.profiles[name])
+        return list(dict.fromkeys(map(str, found)))
+
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
         """Cases of the profiles that bind a backend that it did not pass, each with why.
 

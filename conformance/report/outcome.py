@@ -54,7 +54,15 @@ def closing_line(run: RunSummary) -> str:
     backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
     backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
     cases = of_cases(run.counts)
-    return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], worst_error(run.records)]))
+    return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], _worst_of(run)]))
+
+
+def _worst_of(run: RunSummary) -> str:
+    """As :func:`worst_error`, with the backend that it is of where there are several."""
+    said = worst_error(run.records)
+    if not said or len(run.backends) == 1:
+        return said
+    return f"{said}, {max(run.backends, key=lambda backend: worst_of_passes(backend.records)).name}"
 
 
 def of_cases(counts: Counts) -> list[str]:
@@ -175,6 +183,8 @@ _SHOWN_KERNELS = 2
 _KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")
 """The name of a kernel, without template arguments and parameters."""
 _DETAIL = "  "
+_UNROUNDED = {Role.TOPK, Role.PREPARE, Role.COMPRESS, Role.CACHE}
+"""Roles in which no declared rounding class counts."""
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE, *FAILED)
 _SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])
 """In the order in which capabilities are listed."""
@@ -220,7 +230,7 @@ def backend_lines(
     remarks += [cut(backend.not_run)] if backend.stopped and backend.not_run else []
     if backend.pairs and (is_full or total(backend.pairs).not_judged):
         remarks.append(judged_of_claimed(backend.pairs, backend.records))
-    if backend.facts.rounding and is_full:
+    if backend.facts.rounding and is_full and not (judged and judged <= _UNROUNDED):
         remarks.append(declared(backend.facts))
     if chosen := [record.sampled for record in backend.records if record.sampled]:  # of which not every row was judged
         least = min(chosen, key=lambda rows: rows["rows"] / rows["of"])

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,9 @@ _OTHER_RULE = "failure"
 
 def scoreboard(options: argparse.Namespace) -> int:
     """Write the site; the exit status is 1 if a file was not taken for a record, which the site tells as well."""
-    reports = [path for path in options.records if is_report(path)]
-    entries, refused = read_entries(path for path in options.records if path not in reports)
+    given = options.records or sorted(Path(str(files("mla_conformance.fixtures") / "records")).glob("*.jsonl"))
+    reports = [path for path in given if is_report(path)]
+    entries, refused = read_entries(path for path in given if path not in reports)
     deployed = tuple(require_deployment(load_report(path)) for path in reports)
     board = Board(tuple(entries), tuple(refused), profiles(), deployed)
     write_site(board, options.out)

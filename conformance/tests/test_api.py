@@ -266,6 +266,7 @@ def test_cases_have_the_values_that_are_asked_for() -> None:
         ("layer", {}, "no function does; judge its kernels as functions, by role prefill and decode"),
         ("decoder", {}, "unknown role 'decoder'; expected one of prefill, decode, sparse, indexer"),
         ("decode", {"tier": "quick"}, "unknown tier 'quick'; expected one of smoke, full, nightly"),
+        ("decode", {"tier": "smok"}, "unknown tier 'smok'; did you mean smoke?"),
         ("decode", {"head": 16}, "unknown field 'head' of a decode case; did you mean heads?"),
         ("decode", {"cache": ["fp8", "fp9"]}, "has cache=fp9; expected one of auto, fp8, fp8_ds_mla"),
         (
@@ -416,6 +417,10 @@ def test_wrong(case):
 def test_raises(case):
     decode_with("")(**case.inputs("cpu"))["mine"]
 
+@mla.cases("decode", capability="decode_lse", q=1, heads=12)
+def test_elsewhere(case):
+    case.inputs("tpu")
+
 calls = []
 if "MLA_CONFORMANCE_ALONE" in os.environ:
     open("alone", "a").write(".")
@@ -447,8 +452,9 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     ]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     count = len(mla.cases("decode", capability="decode_lse", q=1))
-    assert f"{3 * count - 1} failed, {count + 1} passed" in run.stdout
+    assert f"{3 * count} failed, {count + 1} passed" in run.stdout
     assert "TypeError: tuple indices must be integers" in run.stdout and "= tensor(" not in run.stdout
+    assert "\nInputError: device: expected cpu, cuda or a GPU such as cuda:1, got 'tpu'\n" in run.stdout
     messages = [line for line in run.stdout.splitlines() if line.startswith("E ") and " replay: " not in line]
     assert "AssertionError: FAIL " in messages[0] and max(map(len, messages)) <= 80
     said = [line.removeprefix("E").strip() for line in run.stdout.splitlines()]
@@ -466,4 +472,4 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     assert end[kept + 1].startswith("passes when run alone: the function keeps something from earlier calls")
     assert "replay: pytest test_mine.py::test_keeps" in end[kept:]
     assert not any("alone" in line for line in end[:kept])
-    assert (tmp_path / "alone").read_text() == "...", "each function that fails runs once more, whoever ran it"
+    assert (tmp_path / "alone").read_text() == "....", "each function that fails runs once more, whoever ran it"

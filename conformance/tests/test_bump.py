@@ -122,6 +122,10 @@ def test_what_pip_says_is_told(wheels: Path, tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().err
     assert "fake-attention 3.0 is not installed, pip failed with status 1" in said
     assert "No matching distribution found for fake-attention==3.0" in said
+    options = ["--backend=FLASHINFER", "--device=cpu", f"--out={tmp_path / 'none'}"]
+    assert main(["bump", "fake-attention==1.0", "fake-attention==2.0", *options]) == 2
+    assert not (tmp_path / "none").exists()
+    assert "FLASHINFER: needs compute capability 8.0 or newer: this device has none" in capsys.readouterr().err
     assert main([*command, f"--out={tmp_path}"]) == 2
     assert "expected a new or an empty folder" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ import torch
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate, read_certificate
 from mla_conformance.certificate.digests import seal
-from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed
+from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed, require_core
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Remark, Weight
 from mla_conformance.certificate.records import kept_records
@@ -282,6 +282,12 @@ def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[s
     with pytest.raises(Refused) as refused:
         require_certifiable(backends, cases, drawn)
     assert reason in str(refused.value)
+
+
+def test_a_role_without_a_core_profile_has_records_alone() -> None:
+    require_core(replace(REAL, declared={"decode": "", "topk": ""}))
+    with pytest.raises(Refused, match="is topk, a certificate needs prefill or decode or sparse or indexer; use"):
+        require_core(replace(REAL, declared={"topk": ""}))
 
 
 def test_a_run_that_cannot_be_certified_is_refused_before_it_starts(

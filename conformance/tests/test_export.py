@@ -183,7 +183,7 @@ def test_a_place_for_no_file_is_refused_before_anything_is_run(
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        ("mixed_batch:call=layer;q=[1,5];kv=[9,0]", "a script makes one call of a prefill or a decode kernel"),
+        ("mixed_batch:call=layer;q=[1,5];kv=[9,0]", "this is a layer case, whose tensors `replay --dump` writes"),
         ("chunked_context:q=[5];kv=[9]", "several calls return, none of which is wrong by itself; `replay --dump`"),
         ("quant_output_fp8:q=[5];quant=fp8", "an output in e4m3 codes"),
         ("lse:dtype=fp64;q=[4]", "a script shows wrong numbers; the verdict is unsupported"),

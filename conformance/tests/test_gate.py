@@ -189,10 +189,17 @@ def report(tmp_path: Path) -> Callable[..., Path]:
     """Writes a report of some backends, or of one shard, or of a backend that could not be judged."""
 
     def write(
-        name: str, *records: Record, shard: Shard | None = None, gone: str = "", suite: str = SUITE_VERSION
+        name: str,
+        *records: Record,
+        shard: Shard | None = None,
+        gone: str = "",
+        suite: str = SUITE_VERSION,
+        tier: str = "full",
     ) -> Path:
         absent = [BackendFacts(gone, gone, ("no such GPU",))] if gone else []
-        return write_run(tmp_path / name, records, TWO if shard else (), absent, shard, environment={"suite": suite})
+        return write_run(
+            tmp_path / name, records, TWO if shard else (), absent, shard, environment={"suite": suite, "tier": tier}
+        )
 
     return write
 
@@ -212,8 +219,10 @@ def test_two_capabilities_of_all_do_not_open_the_gate(report: Callable[..., Path
 def test_a_tier_is_asked_for_by_what_it_holds(report: Callable[..., Path], capsys: Capture) -> None:
     file = report("a.json", *all_passed(SMOKE))
     assert gate(capsys, file, tier="smoke")[0] == 0
-    status, out, _ = gate(capsys, file, tier="full")
-    assert status == 1 and f"{len(SMOKE)} of {FULL} cases" in out
+    status, out, _ = gate(capsys, report("b.json", *all_passed(SMOKE), tier="smoke"), tier="full")
+    said = "the report is of tier smoke; expected tier full, or pass --require-tier smoke"
+    first, last = out.splitlines()
+    assert status == 1 and f"{len(SMOKE)} of {FULL} cases" in first and first.endswith(said) and "CLOSED" in last
 
 
 def test_each_backend_needs_the_whole(report: Callable[..., Path], capsys: Capture) -> None:
@@ -227,6 +236,7 @@ def test_each_backend_needs_the_whole(report: Callable[..., Path], capsys: Captu
     [
         (["MINE"], ""),
         (["MINE", "DIED"], "missing          DIED * · in no report"),
+        (["MIEN"], "missing          MIEN * · in no report; did you mean MINE?"),
         (["GONE"], "missing          GONE * · unavailable: no such GPU"),
         (["REFUSES"], "missing          REFUSES * · nothing of it was judged"),
         (["MINE", "package.module:DIED"], "missing          DIED * · in no report"),

@@ -140,11 +140,11 @@ APACHE = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 
 def shipped_files() -> Iterator[tuple[str, Path]]:
-    """Every file of the packages but the records: (package that the folder is mapped to, path within the folder)."""
+    """Every file of the packages: (package that the folder is mapped to, path within the folder)."""
     for package, folder in FOLDERS.items():
         for path in (ROOT / folder).rglob("*"):
             inside = path.relative_to(ROOT / folder)
-            if path.is_file() and not {"tests", "__pycache__", "records"} & set(inside.parts):
+            if path.is_file() and not {"tests", "__pycache__"} & set(inside.parts):
                 yield package, inside
 
 

@@ -89,7 +89,7 @@ def test_the_last_line_counts_every_backend_and_every_case_once() -> None:
     several = run(backend(PASS, UNSUPPORTED), backend(FAIL, WAIVED), backend(reasons=("no GPU",)), backend(PASS))
     assert closing_line(several) == (
         "2 backends right · 1 wrong · 1 cannot run here · cases: 2 passed · 1 failed · 1 unsupported · "
-        "1 expected to fail · worst passing error 0.50 of its budget"
+        "1 expected to fail · worst passing error 0.50 of its budget, B"
     )
 
 
