@@ -11,6 +11,7 @@ from mla_conformance.cases.space import DATA, ClassOf, Row, Space, held
 
 _T = TypeVar("_T")
 _MOST_REGIMES = 16
+"""Data regimes that requests of a case have in turn, at most."""
 _COMPARED = 4
 """Rows of which the one that holds most of what is missing is taken."""
 Pair = tuple[ClassOf, ClassOf]

@@ -45,7 +45,7 @@ class Region:
 
     Attributes:
         space: the space.
-        rows: rows that it supports, and those of further data regimes behind theirs.
+        rows: rows of cases that it supports, and those of their other requests.
         cases: for those of them that hold pairs which no listed case holds, and for triples behind them.
         triples: what is held of them, if they were asked for.
     """

@@ -1,6 +1,5 @@
 """Where wrong numbers are, in words: which queries, requests and pages, as far as that is regular."""
 
-import contextlib
 import re
 from collections.abc import Iterator, Sequence
 
@@ -33,11 +32,13 @@ def with_reach(trial: Trial, record: Record) -> Record:
     Of a wrong form it says what that is the form of.
     """
     said = ""
-    with contextlib.suppress(Exception):  # such as for want of memory: what is said of a failure changes no verdict
+    try:
         if record.check == Check.SHAPE:
             said = of_form(record.message, trial.case)
         elif record.is_wrong_number and trial.last is not None:
             said = "; ".join(_reach(trial, record))
+    except Exception as error:  # such as for want of memory: what is said of a failure changes no verdict
+        said = f"which rows are wrong was not compared: {type(error).__name__}"
     clause = f" (SPEC {record.clause})"
     return record.with_fields(message=f"{record.message.removesuffix(clause)}; {said}{clause}") if said else record
 
