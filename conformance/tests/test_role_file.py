@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(
     Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
     backends = [f"--backend=my_window.py:{name}" for name in ("MyWindow", "OneTooFar")]
     called = [str(command), "certify", "--role", role.name, *backends, "--device=cpu", "--out=run", "-n1"]
-    done = subprocess.run(called, capture_output=True, text=True)
+    threads = {**os.environ, "OMP_NUM_THREADS": "2"}  # with which a forked process can wait for those of its parent
+    done = subprocess.run(called, capture_output=True, text=True, env=threads, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "a role from outside, which is judged and never certified" in done.stdout + done.stderr
 

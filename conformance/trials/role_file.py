@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.loading import import_file
 from mla_conformance.backends.roles import ROLES, RoleError, outside
@@ -42,7 +44,8 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
     if file == outside():  # as in a process that was forked
         return
     tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, SPACES, CAPABILITIES, DEFINITIONS)
-    before = [dict(table) for table in tables]
+    before, threads = [dict(table) for table in tables], torch.get_num_threads()
+    torch.set_num_threads(1)  # a process that is forked waits for ever for threads that computed before
     try:
         call_foreign(lambda: _add(path, file, array), passing=(InputError, RoleError, CaseError, CapabilityError))
     except (ForeignError, InputError, RoleError, CaseError, CapabilityError) as error:
@@ -51,6 +54,8 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
             table.update(old)
         said = str(error).removeprefix("TypeError: ")  # of what is said of the role, which messages name
         raise InputError(f"--role {location}: {said}") from error
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _add(path: Path, file: str, array: Sequence[str]) -> None:
