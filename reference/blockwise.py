@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -195,33 +195,31 @@ def by_shape(
 ) -> AttentionState:
     """What ``attend``, which is `attention` with all its other arguments, returns for a batch.
 
-    Consecutive requests of one shape are one request of as many times the heads: attention knows no other heads, and a
-    batch of thousands of small requests, one after the other, is slow everywhere. To float64 rounding; for a request
-    unlike its neighbours exactly. Raises ValueError as `attention` does.
+    Requests of one shape are one request of as many times the heads: attention knows no other heads, and a batch of
+    thousands of small requests, one after the other, is slow everywhere, above all on a GPU that others use as well.
+    To float64 rounding; for a request unlike all others exactly. Raises ValueError as `attention` does.
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
-    heads, states = q.shape[1], []
-    workspace = workspace_elements(q.device)
-    for queries, keys, count in _runs(query_start_loc, key_start_loc, heads, q.shape[2], workspace):
-        operands = [_as_heads(x[rows], heads, count) for x, rows in ((q, queries), (k, keys), (v, keys))]
-        ends = operands[0].shape[0], operands[1].shape[0]
-        state = attend(*operands, query_start_loc=(0, ends[0]), key_start_loc=(0, ends[1]))
-        states.append(_as_requests(state, count))
-    return concatenate(states)
-
-
-def _runs(
-    query_start_loc: Sequence[int], key_start_loc: Sequence[int], heads: int, width: int, workspace: int
-) -> Iterator[tuple[slice, slice, int]]:
-    """Rows, keys and number of consecutive requests of one shape, as many as the definition's workspace holds."""
-    requests = zip(segments(query_start_loc), segments(key_start_loc), strict=True)
-    for (q_len, kv_len), alike in groupby(requests, lambda rows: tuple(x.stop - x.start for x in rows)):
-        run = list(alike)
-        most = max(1, workspace // max(1, heads * (q_len * kv_len + (q_len + kv_len) * width)))
-        for part in (run[at : at + most] for at in range(0, len(run), most)):
-            (first_queries, first_keys), (last_queries, last_keys) = part[0], part[-1]
-            rows = slice(first_queries.start, last_queries.stop), slice(first_keys.start, last_keys.stop)
-            yield *rows, len(part)
+    q, k, v = (x.double() if x.dtype.itemsize == 1 else x for x in (q, k, v))  # not every torch can pick rows of float8
+    heads, states, order, workspace = q.shape[1], [], [], workspace_elements(q.device)
+    alike: dict[tuple[int, ...], list[tuple[slice, slice]]] = {}
+    for request in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
+        alike.setdefault(tuple(rows.stop - rows.start for rows in request), []).append(request)
+    for (q_len, kv_len), requests in alike.items():
+        most = max(1, workspace // max(1, heads * (q_len * kv_len + (q_len + kv_len) * q.shape[2])))
+        for part in (requests[at : at + most] for at in range(0, len(requests), most)):
+            queries, keys = (
+                torch.cat([torch.arange(x.start, x.stop) for x in rows]) for rows in zip(*part, strict=True)
+            )
+            operands = [
+                _as_heads(x[part[0][which]] if len(part) == 1 else x[rows.to(x.device)], heads, len(part))
+                for x, which, rows in ((q, 0, queries), (k, 1, keys), (v, 1, keys))
+            ]
+            state = attend(*operands, query_start_loc=(0, q_len), key_start_loc=(0, kv_len))
+            states.append(_as_requests(state, len(part)))
+            order.append(queries)
+    state, place = concatenate(states), torch.cat(order).argsort().to(q.device)
+    return state if len(alike) == 1 else state.map(lambda x: x[place])
 
 
 def _as_heads(x: Tensor, heads: int, count: int) -> Tensor:

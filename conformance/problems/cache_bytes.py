@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import ClassVar
 
 import torch
@@ -92,13 +91,13 @@ class ExpectedCache:
     Attributes:
         case: the case.
         pages: cache and block table.
-        new: of each request's tokens that are stored here, in order, whether they are new.
+        new: [S] bool, of all tokens that are stored here, whether they are new.
         latents: kv_c [S, L] and k_pe [S, R] of all tokens that are stored here.
     """
 
     case: CachedCase
     pages: Pages
-    new: list[list[bool]]
+    new: torch.Tensor
     latents: tuple[torch.Tensor, torch.Tensor]
 
     @cached_property
@@ -109,11 +108,8 @@ class ExpectedCache:
     def image(self) -> CacheImage:
         """The cache without its new tokens, in whose place is poison, and with them."""
         cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
-        page, numbers = self.case.page, list[int]()
-        for flags, blocks in zip(self.new, self.block_ids, strict=False):
-            numbers += [blocks[at // page] * page + at % page for at, new in enumerate(flags) if new]
-        slots = torch.tensor(numbers, dtype=torch.int64, device=cache.device)
-        rows = torch.tensor([row for row, new in enumerate(chain.from_iterable(self.new)) if new]).long()
+        rows = self.new.nonzero().flatten()
+        slots = self.pages.slots[rows].to(cache.device)
         holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, self.case.poison)
         write_entries(cache, holes, slots, self.case.cache)
         latents = (self.latents[0][rows], self.latents[1][rows])

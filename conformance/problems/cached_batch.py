@@ -72,16 +72,19 @@ class CachedBatch(Draw[AnyCached]):
             k = keys[seen].expand(-1, case.heads, -1)
             yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True)
 
-    def owned(self, rank: int) -> tuple[list[int], list[int]]:
+    def owned(self, rank: int) -> tuple[list[int], torch.Tensor]:
         """How many tokens of each request a rank holds, and the numbers of these tokens among those of the batch."""
         held = self.held(rank)
-        every = [first + at for first, own in zip(start_loc(self.totals), held, strict=False) for at in own]
-        return list(map(len, held)), every
+        return list(map(len, held)), torch.cat(
+            [first + own for first, own in zip(start_loc(self.totals), held, strict=False)]
+        )
 
-    def held(self, rank: int) -> list[Sequence[int]]:
+    def held(self, rank: int) -> list[torch.Tensor]:
         """Positions of each request's tokens that a rank holds."""
+        if self.case.ranks == 1:
+            return list(map(torch.arange, self.totals))
         world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
-        return [range(total) if self.case.ranks == 1 else local_positions(total, **world) for total in self.totals]
+        return [torch.tensor(local_positions(total, **world), dtype=torch.int64) for total in self.totals]
 
 
 def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -121,16 +121,16 @@ class CacheBatch(CachedBatch[CacheCase]):
             rank=rank,
         )
 
-    def _pages(self, rows: Sequence[int], lengths: Sequence[int]) -> Pages:
+    def _pages(self, rows: torch.Tensor, lengths: Sequence[int]) -> Pages:
         form = PageForm(self.case.cache, self.case.page, _GUARDS)
-        return write_pages(self, form, self.entries[list(rows)], (*lengths, *(0,) * self.case.pad))
+        return write_pages(self, form, self.entries[rows], (*lengths, *(0,) * self.case.pad))
 
     def _write(self, rank: int) -> Arguments:
         """Of the new tokens, in order; rows of padding have no slot, and as many rows more no number."""
         case, held = self.case, self.held(rank)
         lengths, stored = self.owned(rank)
         pages = self._pages(stored, lengths)
-        is_new = [[at >= total - q for at in own] for own, total, q in zip(held, self.totals, case.q, strict=True)]
+        is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
         image = ExpectedCache(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored])).image()
         slots = torch.full((sum(self.totals),), -1)
         slots[stored] = pages.slots
@@ -151,9 +151,9 @@ class CacheBatch(CachedBatch[CacheCase]):
     def _gather(self, rank: int) -> Arguments:
         """Of entries from a token on; rows of padding are requests without any."""
         case, starts = self.case, start_loc(self.totals)
-        pages = self._pages(range(starts[-1]), self.totals)
+        pages = self._pages(torch.arange(starts[-1]), self.totals)
         firsts = [start + kv // case.ratio for start, kv in zip(starts, case.kv, strict=False)]
-        rows = [at for first, q in zip(firsts, case.q, strict=True) for at in range(first, first + q)]
+        rows = torch.cat([torch.arange(first, first + q) for first, q in zip(firsts, case.q, strict=True)])
         padding = (0,) * case.pad
         given = {
             "kv_cache": pages.cache,
@@ -195,14 +195,13 @@ class CacheBatch(CachedBatch[CacheCase]):
         found = self._mapping if self.case.call == COMPUTES[0] else self._global
         return found(table, held, rank)
 
-    def _mapping(self, table: torch.Tensor, held: list[Sequence[int]], rank: int) -> Arguments:
+    def _mapping(self, table: torch.Tensor, held: list[torch.Tensor], rank: int) -> Arguments:
         """The slots of tokens in order, and -1 behind them."""
         case, slots = self.case, []
         for q, kv, own, blocks in zip(case.q, case.kv, held, table.long(), strict=False):
             of_entries = torch.full((q + kv,), -1)
             at = torch.arange(len(own))
-            last = torch.tensor(own, dtype=torch.int64) * case.ratio + case.ratio - 1
-            of_entries[last] = blocks[at // case.page] * case.page + at % case.page
+            of_entries[own * case.ratio + case.ratio - 1] = blocks[at // case.page] * case.page + at % case.page
             slots.append(of_entries[kv:])
         right = torch.cat((*slots, torch.full((case.pad + _BEHIND,), -1))).to(SLOT_DTYPES[case.slots]).to(self.device)
         positions = [torch.arange(kv, kv + q) for q, kv in zip(case.q, case.kv, strict=True)]
@@ -218,7 +217,7 @@ class CacheBatch(CachedBatch[CacheCase]):
         }
         return given, {"slot_mapping": self._rows("slot_mapping", right, right, behind=0)}
 
-    def _global(self, table: torch.Tensor, held: list[Sequence[int]], rank: int) -> Arguments:
+    def _global(self, table: torch.Tensor, held: list[torch.Tensor], rank: int) -> Arguments:
         """The slots of positions that each row's list names in any order, both ends of pages first."""
         case = self.case
         request = torch.arange(len(case.q)).repeat_interleave(torch.tensor(case.q))

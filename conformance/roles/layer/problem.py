@@ -189,7 +189,7 @@ class LayerBatch(CachedBatch[LayerCase]):
         held, rows = self.held(rank), self.owned(rank)[1]
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
         pages = write_pages(self, PageForm.of(case), self.entries[rows], lengths)
-        new = [[at >= total - q for at in own] for own, total, q in zip(held, self.totals, case.q, strict=False)]
+        new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         expected = ExpectedCache(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
         batch = zip(case.q, case.kv, expected.block_ids, self._prefills, strict=False)
         k, v = (x[:, heads] for x in self.keys_and_values)

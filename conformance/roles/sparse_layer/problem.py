@@ -121,7 +121,7 @@ class SparseLayerBatch(HiddenStates):
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = write_pages(batch, PageForm.of(case), entries, batch.totals)
-        new = [[at >= kv for at in range(q + kv)] for q, kv in zip(case.q, case.kv, strict=True)]
+        new = torch.cat([torch.arange(q + kv) >= kv for q, kv in zip(case.q, case.kv, strict=True)])
         return _Cache(batch, pages, ExpectedCache(case, pages, new, parts).image())
 
     def _buffer(self) -> SelectedLists:
