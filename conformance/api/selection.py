@@ -136,9 +136,9 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         fitting = list(filter(fits, cases))
         if entry.is_array and cases:
             # As they are made for what a kernel declares: with every pair of classes among it.
-            known, light = every_case(space), is_light if size is Tier.NIGHTLY else None
+            known, triples = every_case(space), size is Tier.NIGHTLY
             held = Pairs(space, space.rows(known))
-            fitting += fit(space, known, lambda some: list(map(fits, some)), held, light).cases
+            fitting += fit(space, known, lambda some: list(map(fits, some)), held, is_light, triples).cases
         found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if not found:
         having = [case for case in every if all(each.holds(case) for each in asked)]

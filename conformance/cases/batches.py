@@ -378,7 +378,8 @@ def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
 
 def place_of_longest(q: Lengths, draw: Draw) -> int:
     """Which of the requests with most new tokens is the longest; the first in the second half if none is drawn."""
-    places = [number for number, new in enumerate(q) if new == max(q)]
+    most = max(q)
+    places = [number for number, new in enumerate(q) if new == most]
     return draw.pick(places, "longest") if draw else next((n for n in places if n >= len(q) // 2), places[0])
 
 

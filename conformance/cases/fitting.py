@@ -70,7 +70,8 @@ def fit(
     listed: Sequence[Case],
     supports: Supports,
     reachable: Pairs,
-    light: Callable[[Case], bool] | None = None,
+    light: Callable[[Case], bool],
+    triples: bool = False,
 ) -> Region:
     """The region of a kernel, found by asking.
 
@@ -79,26 +80,28 @@ def fit(
         listed: cases that everybody is asked.
         supports: what it says of cases.
         reachable: the pairs that rows of the device's size hold.
-        light: which cases are of the device's size; where it is given, triples are fitted as well.
+        light: which cases are of the device's size; others are taken where a pair needs them.
+        triples: whether they are fitted as well.
     """
     asked = supports(listed)
     cases = [case for case, supported in zip(listed, asked, strict=True) if supported]
     if not cases:
         return Region(space, [])
-    fitting = _Fitting(space, cases, supports, reachable)
-    if light:
-        small = filter(light, (*cases, *fitting.region.cases))
-        fitting.find_triples(Pairs(space, space.rows(small)), light)
+    fitting = _Fitting(space, cases, supports, reachable, light)
+    if triples:
+        fitting.find_triples(Pairs(space, space.rows(filter(light, (*cases, *fitting.region.cases)))))
     return fitting.region
 
 
 class _Fitting:
     """Finding further rows; what is refused once is not asked again."""
 
-    def __init__(self, space: Space, cases: Iterable[Case], supports: Supports, reachable: Pairs) -> None:
-        self.region, self._supports = Region(space, []), supports
-        self._light: Callable[[Case], bool] = lambda case: True
+    def __init__(
+        self, space: Space, cases: Iterable[Case], supports: Supports, reachable: Pairs, light: Callable[[Case], bool]
+    ) -> None:
+        self.region, self._supports, self._light, self._needs = Region(space, []), supports, light, True
         self._left: Pairs | Triples
+        self._refused: set[tuple[ClassOf, ...]] = set()
         self._with: dict[ClassOf, list[Row]] = {}
         for case in cases:
             self._add(case)
@@ -109,6 +112,9 @@ class _Fitting:
             refused = self._find_classes()
             left.leave(refused)
             self._decides = {name for name, _ in refused}
+            self._find_dense(left)
+            left = self._left = reachable - Pairs(space, self.region.rows)
+            left.leave(refused)
             self._find_pairs(left)
 
     def _add(self, case: Case) -> list[Row]:
@@ -131,6 +137,12 @@ class _Fitting:
                 refused.add(value)
         return refused
 
+    def _find_dense(self, left: Pairs) -> None:
+        """Rows for pairs of the classes that lack most; what these decide against is left for later."""
+        while dense := left.densest():
+            if not self._try(dense[0], [row for value in dense[0] for row in self._with[value][-_BASES:]]):
+                left.drop(dict(dense[0]))
+
     def _find_pairs(self, left: Pairs) -> None:
         while pair := next(iter(left), None):
             bases = [row for value in pair for row in self._with[value][-_BASES:]]
@@ -141,10 +153,10 @@ class _Fitting:
                     break
                 self._decides.add(further)
 
-    def find_triples(self, pairs: Pairs, light: Callable[[Case], bool]) -> None:
+    def find_triples(self, pairs: Pairs) -> None:
         """Rows for triples of these pairs, the densest first, until there are enough."""
         claimed, left, fitted = len(Triples(pairs)), self._without_held(pairs), self.region.cases
-        before, enough, self._light = claimed - len(left), len(fitted) + MOST_TRIPLES, light
+        before, enough, self._needs = claimed - len(left), len(fitted) + MOST_TRIPLES, False
         self._left = left
         for _ in range(_MOST_TRIES):
             triple = left.densest()
@@ -195,13 +207,17 @@ class _Fitting:
             return self._left.dense(name, labels, row, small=True)
 
         row = self.region.space.completed(wanted, prefer)
-        return self._member(row) if row else None
+        if not row or (known := tuple(row.items())) in self._refused:
+            return None
+        case = self._member(row)
+        if not case:
+            self._refused.add(known)
+        return case
 
     def _member(self, row: Row) -> Case | None:
-        """A supported case of a row: of those whose members are drawn that which adds most, or with the first ones."""
+        """A supported case of a row: of light ones with drawn members that which adds most, or that with the first."""
         *drawn, plain = self.region.space.drawn(row, tries=_DRAWS)
-        for cases in (drawn, [plain]):
-            tried = list(filter(self._light, cases))
+        for tried in (list(filter(self._light, drawn)), [plain] if self._needs or self._light(plain) else []):
             if supported := list(compress(tried, self._supports(tried)) if tried else ()):
                 return max(supported, key=lambda case: self._left.new_in(self.region.space.rows((case,))))
         return None

@@ -19,6 +19,7 @@ from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.space import Row
+from mla_conformance.cases.work import is_light
 from mla_conformance.cli import main
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
@@ -147,6 +148,7 @@ def test_without_hypothesis_the_message_says_how_to_get_it(
 
 HOPPER = DeviceCapability(9, 0)
 DECODE = SPACES["decode_combinations"]
+LIGHT = partial(is_light, device_type="cuda")
 SAMPLE = {"FLASHMLA": Role.DECODE}
 
 
@@ -175,7 +177,7 @@ def alike(base: Row, name: str, labels: Sequence[str], row: Row) -> list[str]:
 def test_every_pair_of_what_a_kernel_declares_is_held(name: str) -> None:
     space = next(space for space in SPACES.values() if space.role is SAMPLE[name])
     supports, all_pairs = declared(name, SAMPLE[name]), reachable(space, "cuda")
-    region = fit(space, listed(space), supports, all_pairs)
+    region = fit(space, listed(space), supports, all_pairs, LIGHT)
     assert all(supports(region.cases)) and not [case.id for case in region.cases if space.outside(case)]
     missing, classes = all_pairs - Pairs(space, region.rows), region.classes
     claimed = [pair for pair in missing if all(label in classes[name] for name, label in pair)]
@@ -217,7 +219,7 @@ def test_dimensions_that_decide_only_together_are_learned() -> None:
         rows = map(DECODE.row_of, cases)
         return [row["ranks"] == "1" or row["queries"] == "1" for row in rows]
 
-    region = fit(DECODE, listed(DECODE), supports, reachable(DECODE, "cuda"))
+    region = fit(DECODE, listed(DECODE), supports, reachable(DECODE, "cuda"), LIGHT)
     missing = reachable(DECODE, "cuda") - Pairs(DECODE, region.rows)
     possible = list(filter(DECODE.completed, missing))  # others hold of a request that is not the longest
     assert possible and all({name for name, _ in pair} & {"queries", "rows x heads", "ranks"} for pair in possible)
@@ -232,6 +234,8 @@ def test_the_nightly_tier_alone_asks_for_triples() -> None:
 
 def test_cases_without_data_regimes_are_fitted_too() -> None:
     space = SPACES["cache_combinations"]
-    region = fit(space, listed(space), lambda cases: [case.page != 32 for case in cases], reachable(space, "cuda"))
+    region = fit(
+        space, listed(space), lambda cases: [case.page != 32 for case in cases], reachable(space, "cuda"), LIGHT
+    )
     missing = reachable(space, "cuda") - Pairs(space, region.rows)
     assert missing and all(("page", "32") in pair for pair in missing if space.completed(pair))

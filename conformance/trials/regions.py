@@ -23,8 +23,8 @@ def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
         triples: whether cases are fitted for triples of classes as well.
     """
     cases, device = listed(space), subject.device.type
-    light = partial(is_light, device_type=device) if triples else None
-    region = fit(space, cases, partial(_supported, subject), reachable(space, device), light)
+    light = partial(is_light, device_type=device)
+    region = fit(space, cases, partial(_supported, subject), reachable(space, device), light, triples)
     cells = grid_cases(space, region.classes) if region.rows else []
     listed_or_fitted = {*cases, *region.cases}
     further = [case for case in cells if case not in listed_or_fitted]
