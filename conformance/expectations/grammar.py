@@ -6,6 +6,7 @@ report's environment holds: torch, python, device, compute_capability, platform,
 that is not there does not hold.
 """
 
+import contextlib
 import operator
 import re
 from collections.abc import Callable, Mapping
@@ -28,6 +29,9 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
 }
 _COMPARISON = re.compile(r"""(not\s+)?([A-Za-z][\w.-]*)\s*(<=|>=|==|!=|<|>)\s*("[^"]*"|'[^']*'|[^\s"'<>=!]+)""")
+
+
+_LIMIT = re.compile(r"\s*(?P<name>\w+)\s*(?P<sign>[<>~])\s*(?P<value>\S+)\s*")
 
 
 class ConditionError(ValueError):
@@ -82,14 +86,15 @@ def _version(text: str) -> Version | None:
 
 @dataclass(frozen=True)
 class CaseQuery:
-    """Cases of a capability with certain fields: ``context_chunk:dtype=fp16``, ``*:heads=128``, ``merge*``.
+    """Cases of a capability with certain fields: ``context_chunk:dtype=fp16``, ``select*:topk>8192``, ``*:data~nan``.
 
-    The capability may end in ``*``, which stands for any end. The id of a listed or fitted case names that case alone.
+    The capability may end in ``*``, which stands for any end. Of several lengths ``<`` and ``>`` compare the largest;
+    ``~`` asks for a data regime of any request. The id of a listed or fitted case names that case alone.
     """
 
     text: str
     capability: str
-    fields: tuple[tuple[str, Any], ...]
+    fields: tuple[tuple[str, str, Any], ...]  # name, operator, value
 
     @staticmethod
     @cache
@@ -97,7 +102,14 @@ class CaseQuery:
         capability, _, rest = text.strip().partition(":")
         if not capability:
             raise CaseError(f"malformed case query {text!r}: expected 'capability:field=value;…', or '*'")
-        return CaseQuery(text.strip(), capability, tuple(parse_fields(rest).items()))
+        fields, equal = [], []
+        for part in rest.split(";") if rest else ():
+            if found := _LIMIT.fullmatch(part):
+                fields.append((found["name"], found["sign"], _limit(**found.groupdict())))
+            else:
+                equal.append(part)
+        fields += [(name, "=", value) for name, value in parse_fields(";".join(equal)).items()]
+        return CaseQuery(text.strip(), capability, tuple(fields))
 
     @cached_property
     def _is_fitted(self) -> bool:
@@ -111,14 +123,38 @@ class CaseQuery:
         """Whether the query names this case; a field that its role does not have matches no value."""
         if self._is_fitted or self.text in _listed(self.capability):
             return case.id == self.text
-        return _covers(self.capability, case.capability) and all(
-            getattr(case, name, None) == value for name, value in self.fields
-        )
+        return _covers(self.capability, case.capability) and all(_holds(case, *field) for field in self.fields)
 
     @property
     def is_stale(self) -> bool:
         """Whether no case of the suite's list matches, and no fitted one can."""
         return not self._is_fitted and not any(map(self.matches, _listed(self.capability).values()))
+
+
+def _limit(name: str, sign: str, value: str) -> int | str:
+    """What follows < or >, which is a number, or ~, which is a data regime."""
+    if sign == "~":
+        regime: str = parse_fields(f"{name}={value}")[name]
+        if name == "data":
+            return regime
+    elif value.isdecimal():
+        for text in (f"{name}=[{value}]", f"{name}={value}"):  # of several lengths, or one number
+            with contextlib.suppress(CaseError):
+                if isinstance(parse_fields(text)[name], int | tuple):
+                    return int(value)
+    raise CaseError(
+        f"malformed case query {name}{sign}{value}: expected a field's number after < or >, and data before ~"
+    )
+
+
+def _holds(case: Case, name: str, sign: str, value: Any) -> bool:
+    has = getattr(case, name, None)
+    if sign == "=":
+        return bool(has == value)
+    if sign == "~":
+        return value in case.regimes
+    largest = max(has, default=0) if isinstance(has, tuple) else has
+    return largest is not None and bool(_OPERATORS[sign](largest, value))
 
 
 def _covers(pattern: str, capability: str) -> bool:

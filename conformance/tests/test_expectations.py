@@ -33,6 +33,8 @@ FACTS = {"torch": "2.13.0+cpu", "compute_capability": "9.0", "device": "NVIDIA H
         ("lse", list(CASES)),
         ("*:dtype=fp16", [case for case in CASES if case.dtype == "fp16"]),
         ("lse:call=context_chunk", [case for case in CASES if case.call == "context_chunk"]),
+        ("*:kv>900", [case for case in CASES if max(case.kv, default=0) > 900]),
+        ("*:heads<5;data~needle", [case for case in CASES if case.heads < 5 and "needle" in case.regimes]),
         ("new_tokens", []),
     ],
 )
@@ -40,7 +42,7 @@ def test_a_query_names_the_cases_that_its_text_says(query: str, matched: list[ob
     assert [case for case in CASES if CaseQuery.parse(query).matches(case)] == matched
 
 
-@pytest.mark.parametrize("query", ["", ":dtype=fp16", "lse:nope=1", "lse:heads=x", "lse:heads=1;heads=2"])
+@pytest.mark.parametrize("query", ["", ":dtype=fp16", "lse:nope=1", "lse:heads=x", "lse:heads=1;heads=2", "lse:data>5", "lse:heads~5", "*:;"])
 def test_a_malformed_query(query: str) -> None:
     with pytest.raises(CaseError):
         CaseQuery.parse(query)
