@@ -114,6 +114,7 @@ COMMANDS = (
         _EXPECTATIONS,
         flag("--bitwise", "also report when a row's bits stay the same"),
         flag("--accuracy", "also report how errors are spread"),
+        flag("--speed", "then time what is right, at the model's shapes or DeepSeek-V3's"),
         flag("--json", "print the report as JSON"),
         "certificates, and other runs",
         (

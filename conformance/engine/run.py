@@ -11,17 +11,18 @@ from itertools import chain, takewhile
 
 import msgspec
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import Role, outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import WHOLE, GpuPart
+from mla_conformance.engine.devices import ALONE, WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
-from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, Trace
+from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, TakeTimes, Trace
 from mla_conformance.engine.pool import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, surely_cpu
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
@@ -34,8 +35,10 @@ from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, symptom
 from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, is_right, summarise
 from mla_conformance.report.terminal import counted, near
+from mla_conformance.speed.shapes import forms_of
+from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION, __version__
 
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
@@ -231,6 +234,8 @@ class Run:
             if self.device == "cuda" and self.request.is_traced:
                 on_phase("looking which kernels run")
                 self._trace()
+            if self.request.speed:
+                self._take_times()
             self._write(journal.Completed())
         except journal.UnwrittenError as error:
             raise RunError(
@@ -272,6 +277,22 @@ class Run:
         for name, traced in seen.items():
             in_order = msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))
             self._write(journal.WasTraced(name, in_order))
+
+    def _take_times(self) -> None:
+        """Journal the times of each backend that is right, of one after the other, with nothing beside it."""
+        asked = dict[str, tuple[str, ...]]()
+        for backend in self.summary().backends:
+            heads = self.request.deployment.heads if self.request.deployment else 0
+            passed = [record.case for record in backend.records if record.status is Status.PASS]
+            forms = forms_of(passed, heads, self.device) if is_right(backend, self.request.is_default) else ()
+            if forms and backend.facts.reference not in self.found.speed:
+                asked[backend.facts.reference] = forms
+        part = ALONE if self.device == "cuda" else WHOLE
+        for number, (reference, forms) in enumerate(asked.items(), start=1):
+            self._on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")
+            for outcome in self.outcomes(Tasks([[TakeTimes(reference, forms)]]), part):
+                ended = Speed(why=cut(f"its process ended while it was timed: {outcome.ended}"))
+                self._write(journal.WasTimed(reference, outcome.answer.speed or ended))
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
@@ -412,6 +433,7 @@ class Run:
                 {record.case: found.heat[record.reference, record.case] for record in mapped},
                 judged_pairs(records, facts.fitted) if request.arrays else {},
                 found.traits.get(facts.reference, NO_TRAITS),
+                found.speed.get(facts.reference),
             )
             backends.append(BackendSummary(facts, *about))
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment

@@ -22,6 +22,7 @@ from mla_conformance.engine.messages import (
     Hello,
     Judge,
     Setup,
+    TakeTimes,
     TaskReply,
     Trace,
     Unrecorded,
@@ -166,7 +167,8 @@ class Supervisor:
                         room = part.most - sum(max(0, more) for more in others)
                     if not (task := tasks.take(place.number, room, part.is_alone)):
                         break
-                    if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
+                    is_fresh = isinstance(task, Trace | TakeTimes) or (isinstance(task, Judge) and task.fresh)
+                    if place.history and is_fresh:
                         place.renew()
                         tasks.put_back(place.number, task)
                     else:
