@@ -5,6 +5,7 @@ its own, which is what counts.
 """
 
 import ctypes
+import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -51,29 +52,23 @@ class Clocks:
     """What the driver's library tells of a GPU's clocks, read after each round."""
 
     def __init__(self, device: torch.device) -> None:
-        self._seen, self._limits, self._why = (
-            set[int](),
-            0,
-            "" if device.type == "cuda" else "clocks: not read of a CPU",
-        )
-        if self._why:
-            return
-        self._handle = ctypes.c_void_p()
+        self._seen, self._limits, self._handle = set[int](), 0, ctypes.c_void_p()
+        self._why = "" if device.type == "cuda" else "clocks: not read of a CPU"
         try:
-            self._nvml = ctypes.CDLL("libnvidia-ml.so.1")
-            named = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
-            if self._nvml.nvmlInit_v2() or self._nvml.nvmlDeviceGetHandleByUUID(named, ctypes.byref(self._handle)):
-                self._why = "clocks: not read, since NVML does not know this device"
+            if not self._why:
+                nvml = ctypes.CDLL("libnvidia-ml.so.1")
+                named = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+                if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(named, ctypes.byref(self._handle)):
+                    self._why = "clocks: not read, since NVML does not know this device"
+                self._clock, self._reasons = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetCurrentClocksThrottleReasons
         except (OSError, AttributeError) as error:
             self._why = f"clocks: not read: {error}"
 
     def look(self) -> None:
-        if self._why:
-            return
         megahertz, limits = ctypes.c_uint(), ctypes.c_ulonglong()
-        if not self._nvml.nvmlDeviceGetClockInfo(self._handle, 1, ctypes.byref(megahertz)):  # of the multiprocessors
+        if not self._why and not self._clock(self._handle, _MULTIPROCESSORS, ctypes.byref(megahertz)):
             self._seen.add(megahertz.value)
-        if not self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle, ctypes.byref(limits)):
+        if not self._why and not self._reasons(self._handle, ctypes.byref(limits)):
             self._limits |= limits.value
 
     @property
@@ -84,6 +79,7 @@ class Clocks:
         return f"clocks: {min(self._seen)} to {max(self._seen)} MHz, held down by {', '.join(held) or 'nothing'}"
 
 
+_MULTIPROCESSORS = 1  # whose clock NVML is asked for
 _LIMITS = {
     0x2: "the clocks that applications set",
     0x4: "the power cap",
@@ -129,6 +125,7 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
         if device_lost(device):
             return Speed(tuple(times), _SAID[kind], copy, product, clocks.words, "the GPU's context was lost")
         if kind == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
     return Speed(tuple(times), _SAID[kind], copy, product, clocks.words)
 
@@ -174,12 +171,9 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
         return told(found, why=f"a call takes {seconds:.1f} s, at most {SLOWEST:g} s are timed")
     called = taken(once, device, clocks)
     found = told(found, called=called, moved=moved + size, operations=operations_of(case))
-    captures = replace(case, capability="cuda_graph")
-    if (
-        on_gpu
-        and case.call != Call.SPARSE_PREFILL
-        and not device_reasons(captures, device, subject.class_of(case.role))
-    ):
+    captured = replace(case, capability="cuda_graph")
+    is_captured = on_gpu and case.call != Call.SPARSE_PREFILL
+    if is_captured and not device_reasons(captured, device, subject.class_of(case.role)):
         try:
             graph = _captured(once, device)
             found = told(found, graph=taken(graph.replay, device, clocks))
