@@ -114,7 +114,7 @@ COMMANDS = (
         _EXPECTATIONS,
         flag("--bitwise", "also report when a row's bits stay the same"),
         flag("--accuracy", "also report how errors are spread"),
-        flag("--speed", "then time what is right, at the model's shapes or DeepSeek-V3's"),
+        flag("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3"),
         flag("--json", "print the report as JSON"),
         "certificates, and other runs",
         (

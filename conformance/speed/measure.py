@@ -41,10 +41,10 @@ _WARM, _LONG = 2.0, 8.0  # milliseconds of a round, before and while it is timed
 _COPIED, _SIDE = {"cuda": 2**30, "cpu": 2**26}, {"cuda": 8192, "cpu": 512}
 _PAGES, _ROWS = 64, 64  # of a small case, which are repeated
 _SAID = {
-    "cuda": "medians of 6 rounds of triton.testing.do_bench and half of what is between the least and the greatest "
-    "(97 %); L2 flushed before each call; as a CUDA graph where the kernel declares one",
-    "cpu": "of a CPU, small shapes: medians of 6 rounds of torch.utils.benchmark and half of what is between the least "
-    "and the greatest (97 %); no cache flushed",
+    "cuda": "median of 6 rounds of triton.testing.do_bench, ± half their range (a 97 % interval); L2 flushed before "
+    "each call; in a CUDA graph where the kernel declares that it can be captured",
+    "cpu": "on a CPU, at small shapes: median of 6 rounds of torch.utils.benchmark, ± half their range (a 97 % "
+    "interval); caches not flushed",
 }
 
 
@@ -53,16 +53,16 @@ class Clocks:
 
     def __init__(self, device: torch.device) -> None:
         self._seen, self._limits, self._handle = set[int](), 0, ctypes.c_void_p()
-        self._why = "" if device.type == "cuda" else "clocks: not read of a CPU"
+        self._why = "" if device.type == "cuda" else "clocks of a CPU are not read"
         try:
             if not self._why:
                 nvml = ctypes.CDLL("libnvidia-ml.so.1")
                 named = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
                 if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(named, ctypes.byref(self._handle)):
-                    self._why = "clocks: not read, since NVML does not know this device"
+                    self._why = "clocks not read: NVML does not know this device"
                 self._clock, self._reasons = nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetCurrentClocksThrottleReasons
         except (OSError, AttributeError) as error:
-            self._why = f"clocks: not read: {error}"
+            self._why = f"clocks not read: {error}"
 
     def look(self) -> None:
         megahertz, limits = ctypes.c_uint(), ctypes.c_ulonglong()
@@ -74,20 +74,21 @@ class Clocks:
     @property
     def words(self) -> str:
         if self._why or not self._seen:
-            return self._why or "clocks: none was read"
-        held = [name for bit, name in _LIMITS.items() if self._limits & bit]
-        return f"clocks: {min(self._seen)} to {max(self._seen)} MHz, held down by {', '.join(held) or 'nothing'}"
+            return self._why or "clocks not read: NVML tells none"
+        limits = ", ".join(name for bit, name in _LIMITS.items() if self._limits & bit)
+        throttled = f"throttled by {limits}" if limits else "not throttled"
+        return f"SM clock {min(self._seen):,} to {max(self._seen):,} MHz, {throttled}"
 
 
 _MULTIPROCESSORS = 1  # whose clock NVML is asked for
 _LIMITS = {
-    0x2: "the clocks that applications set",
-    0x4: "the power cap",
-    0x8: "hardware",
-    0x10: "other GPUs in step",
-    0x20: "heat",
-    0x40: "heat (hardware)",
-    0x80: "the power brake",
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal limit",
+    0x40: "hardware thermal limit",
+    0x80: "power brake",
 }
 """Bits of NVML's reasons for clocks below the highest."""
 
@@ -114,7 +115,7 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
         try:
             case, reason = _supported(subject, shape, asked)
             if case and time.monotonic() > ends:
-                case, reason = None, f"left out: the {PATIENCE[kind]:.0f} s of this kernel were over"
+                case, reason = None, f"skipped: the {PATIENCE[kind]:.0f} s for this kernel are over"
             if case:
                 found = _timed(subject, case, told(found, case=case.id), (copy, product), clocks)
             else:
@@ -168,7 +169,7 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
         workspace = max(0, torch.cuda.max_memory_allocated(device) - held - size)
         found = told(found, workspace=workspace)
     if (seconds := time.perf_counter() - began) > SLOWEST:
-        return told(found, why=f"a call takes {seconds:.1f} s, at most {SLOWEST:g} s are timed")
+        return told(found, why=f"a call takes {seconds:.1f} s; calls of up to {SLOWEST:g} s are timed")
     called = taken(once, device, clocks)
     found = told(found, called=called, moved=moved + size, operations=operations_of(case))
     captured = replace(case, capability="cuda_graph")
@@ -179,7 +180,7 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
             found = told(found, graph=taken(graph.replay, device, clocks))
             graph.reset()
         except Exception as error:
-            found = told(found, why=cut(f"no graph: {one_line(error)}", _LINE))
+            found = told(found, why=cut(f"not captured: {one_line(error)}", _LINE))
     found = told(found, planning=_by_the_clock(lambda: call.prepare(instance)))
     least = max(found.moved / card[0] / 1e3, found.operations / card[1] / 1e6)  # microseconds
     best = found.best

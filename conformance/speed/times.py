@@ -104,7 +104,7 @@ class Speed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
     @property
     def reason(self) -> str:
         """Why there is no time at all, in words."""
-        return self.why or next((each.why for each in self.times if each.why), "no shape of what it was judged by")
+        return self.why or next((each.why for each in self.times if each.why), "none of its shapes is supported")
 
 
 Kernels = Sequence[tuple[str, Speed]]
@@ -147,6 +147,7 @@ def remarks_of(kernels: Kernels) -> list[str]:
     remarks = list(dict.fromkeys(speed.timer for speed in timed))
     if timed:
         copy, product = max(speed.copy for speed in timed), max(speed.product for speed in timed)
-        remarks.append(f"the card, in the same runs: a copy {copy:,.0f} GB/s, a matrix product {product:,.3g} TFLOP/s")
+        reached = f"{copy:,.0f} GB/s by a device copy, {product:,.3g} TFLOP/s by a matrix product"
+        remarks.append(f"the card reaches {reached}, in the same processes; times are what these report")
         remarks += dict.fromkeys(speed.clocks for speed in timed)
-    return remarks + [f"no time of {name}: {speed.reason}" for name, speed in kernels if speed not in timed]
+    return remarks + [f"no time for {name}: {speed.reason}" for name, speed in kernels if speed not in timed]

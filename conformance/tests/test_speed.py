@@ -113,12 +113,12 @@ def test_a_slower_copy_of_a_kernel_stands_behind_it() -> None:
 def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     speed = time_kernel(Subject.of(f"{__name__}:Failing", CPU), [DECODE])
     assert not table_of([("MINE", speed)]) and remarks_of([("MINE", speed)]) == [
-        "no time of MINE: ValueError: not at this length"
+        "no time for MINE: ValueError: not at this length"
     ]
     monkeypatch.setattr(measure, "SLOWEST", 0.0)
-    assert "at most 0 s are timed" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
+    assert "up to 0 s are timed" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
     monkeypatch.setattr(measure, "PATIENCE", {"cpu": -1.0})
-    assert "left out" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
+    assert "skipped" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
     assert "not supported" in time_kernel(Subject.of("TORCH_SDPA", CPU), [f"{DECODE};dtype=fp64"]).reason
     monkeypatch.setattr(measure, "taken", lambda *_: 1 / 0)
     assert time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason.startswith("the device itself cannot be timed")
@@ -143,7 +143,7 @@ def test_the_table_has_the_columns_that_most_kernels_have() -> None:
         ("A", "260 µs ± 2", "–", "50 %"),
         ("C", "–", "1 ms ± 0.002", "50 %"),
     ]
-    assert remarks_of(kernels)[-1] == "no time of D: its process ended"
+    assert remarks_of(kernels)[-1] == "no time for D: its process ended"
     lists = ("E", Speed((timed("sparse decode", "sparse decode 64 × 8k", 50.0),)))
     assert "sparse decode 64 × 8k" in table_of([*kernels, lists])[0]
 
@@ -176,7 +176,7 @@ def test_a_run_times_what_is_right_and_keeps_it(tmp_path: Path, monkeypatch: Any
     assert main([*asked, "--backend", "EAGER", "--backend", "my.py:Wrong", "--speed"]) == 1
     lines = capsys.readouterr().out.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("right, fastest first"))
-    assert lines[head + 1].split()[0] == "EAGER" and "of a CPU, small shapes" in lines[head + 2]
+    assert lines[head + 1].split()[0] == "EAGER" and "on a CPU, at small shapes" in lines[head + 2]
     assert not any("Wrong" in line for line in lines[head : head + 5])
     backends = json.loads(Path("run/report.json").read_text())["backends"]
     assert "speed" in backends["EAGER"] and "speed" not in backends["Wrong"]
