@@ -37,7 +37,7 @@ from mla_conformance.report.causes import UNWANTED, symptom
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, is_right, summarise
 from mla_conformance.report.terminal import counted, near
-from mla_conformance.speed.shapes import forms_of
+from mla_conformance.speed.shapes import KINDS, forms_of
 from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -280,13 +280,16 @@ class Run:
 
     def _take_times(self) -> None:
         """Journal the times of each backend that is right, of one after the other, with nothing beside it."""
-        asked = dict[str, tuple[str, ...]]()
+        asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
         for backend in self.summary().backends:
-            heads = self.request.deployment.heads if self.request.deployment else 0
-            passed = [record.case for record in backend.records if record.status is Status.PASS]
-            forms = forms_of(passed, heads, self.device) if is_right(backend, self.request.is_default) else ()
-            if forms and backend.facts.reference not in self.found.speed:
-                asked[backend.facts.reference] = forms
+            reference, passed = backend.facts.reference, [r.case for r in backend.records if r.status is Status.PASS]
+            if reference in self.found.speed or not is_right(backend, self.request.is_default):
+                continue
+            if forms := forms_of(passed, heads, self.device):
+                asked[reference] = forms
+            else:
+                kinds = ", ".join(dict.fromkeys(KINDS.values()))
+                self._write(journal.WasTimed(reference, Speed(why=f"only {kinds} are timed")))
         part = ALONE if self.device == "cuda" else WHOLE
         for number, (reference, forms) in enumerate(asked.items(), start=1):
             self._on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")

@@ -106,7 +106,7 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
     except Exception as error:  # no timer, or no memory
         return Speed(why=cut(f"the device itself cannot be timed: {one_line(error)}", _LINE))
     clocks, ends, times = Clocks(device), time.monotonic() + PATIENCE[kind], list[Timed]()
-    cases = [Case.parse(form) for form in forms]
+    cases, too_slow = [Case.parse(form) for form in forms], dict[Call, float]()  # and the least work that is
     for shape in SHAPES[kind]:
         asked = [form for form in cases if form.call == shape.call]
         if not asked:
@@ -116,8 +116,12 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
             case, reason = _supported(subject, shape, asked)
             if case and time.monotonic() > ends:
                 case, reason = None, f"skipped: the {PATIENCE[kind]:.0f} s for this kernel are over"
+            elif case and operations_of(case) >= too_slow.get(shape.call, math.inf):
+                case, reason = None, f"skipped: a shape of no more work takes over {SLOWEST:g} s"
             if case:
                 found = _timed(subject, case, told(found, case=case.id), (copy, product), clocks)
+                if not found.called:
+                    too_slow[shape.call] = min(operations_of(case), too_slow.get(shape.call, math.inf))
             else:
                 found = told(found, why=cut(reason, _LINE))
         except Exception as error:

@@ -117,6 +117,8 @@ def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.setattr(measure, "SLOWEST", 0.0)
     assert "up to 0 s are timed" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
+    monkeypatch.setattr(measure, "SHAPES", {"cpu": (Shape(Call.DECODE, 2, 1, 99), Shape(Call.DECODE, 2, 1, 199))})
+    assert "no more work" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).times[1].why
     monkeypatch.setattr(measure, "PATIENCE", {"cpu": -1.0})
     assert "skipped" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
     assert "not supported" in time_kernel(Subject.of("TORCH_SDPA", CPU), [f"{DECODE};dtype=fp64"]).reason
