@@ -8,6 +8,7 @@ import ctypes
 import gc
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -31,19 +32,20 @@ from mla_conformance.speed.shapes import KINDS, SHAPES, Shape, sized
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.trials.subject import Subject, device_reasons
 
-PATIENCE = {"cuda": 60.0, "cpu": 60.0}
-"""Seconds after which no further shape of a kernel is begun."""
+PATIENCE = {"cuda": 45.0, "cpu": 45.0}
+"""Seconds after which no further shape of a kernel is begun; the second pass has what the first one has."""
 SLOWEST = 1.0  # seconds of the slowest call that is timed
 _LINE = 300  # characters of a reason
-_ROUNDS = 6
-"""Of six medians the least and the greatest have what they are medians of between them in 97 of 100 cases."""
+_PASSES, _ROUNDS = 2, 3
+"""Each pass has inputs, memory and an instance of its own. Of six medians the least and the greatest have what they are
+medians of between them in 97 of 100 cases."""
 _WARM, _LONG = 2.0, 8.0  # milliseconds of a round, before and while it is timed; one call at least
 _COPIED, _SIDE = {"cuda": 2**30, "cpu": 2**26}, {"cuda": 8192, "cpu": 512}
 _PAGES, _ROWS = 64, 64  # of a small case, which are repeated
 _SAID = {
-    "cuda": "median of 6 rounds of triton.testing.do_bench, ± half their range (a 97 % interval); L2 flushed before "
-    "each call; in a CUDA graph where the kernel declares that it can be captured",
-    "cpu": "on a CPU, at small shapes: median of 6 rounds of torch.utils.benchmark, ± half their range (a 97 % "
+    "cuda": "median of 2 × 3 rounds of triton.testing.do_bench, ± half their range (a 97 % interval); L2 flushed "
+    "before each call; in a CUDA graph where the kernel declares that it can be captured",
+    "cpu": "on a CPU, at small shapes: median of 2 × 3 rounds of torch.utils.benchmark, ± half their range (a 97 % "
     "interval); caches not flushed",
 }
 
@@ -93,6 +95,31 @@ _LIMITS = {
 """Bits of NVML's reasons for clocks below the highest."""
 
 
+class Rounds:
+    """Microseconds of calls that have been made before; each pass over the shapes adds its rounds to those before."""
+
+    def __init__(self, device: torch.device, clocks: Clocks | None = None) -> None:
+        self._device, self._clocks, self._found = device, clocks, defaultdict[str, list[float]](list)
+
+    def take(self, what: str, call: Callable[[], object], by_the_clock: bool = False) -> Interval:
+        """On a GPU by its events, elsewhere or if asked for by the clock."""
+        found = self._found[what]
+        if self._device.type == "cuda" and not by_the_clock:
+            from triton.testing import do_bench
+
+            for _ in range(_ROUNDS):
+                found.append(1e3 * median(map(float, do_bench(call, warmup=_WARM, rep=_LONG, return_mode="all"))))
+                if self._clocks:
+                    self._clocks.look()
+        else:
+            from torch.utils.benchmark import Timer
+
+            timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+            calls = max(1, int(_LONG / 1e3 / max(timer.timeit(1).median, 1e-7)))
+            found += [1e6 * timer.timeit(calls).median for _ in range(_ROUNDS)]
+        return Interval(*(round(each, 3) for each in (median(found), min(found), max(found))))
+
+
 def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
     """The times of a backend.
 
@@ -105,34 +132,35 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
         copy, product = _card(device)
     except Exception as error:  # no timer, or no memory
         return Speed(why=cut(f"the device itself cannot be timed: {one_line(error)}", _LINE))
-    clocks, ends, times = Clocks(device), time.monotonic() + PATIENCE[kind], list[Timed]()
-    cases, too_slow = [Case.parse(form) for form in forms], dict[Call, float]()  # and the least work that is
-    for shape in SHAPES[kind]:
-        asked = [form for form in cases if form.call == shape.call]
-        if not asked:
+    clocks, ends, cases = Clocks(device), time.monotonic() + PATIENCE[kind], [Case.parse(form) for form in forms]
+    times, rounds = dict[Shape, Timed](), dict[Shape, Rounds]()
+    too_slow = dict[Call, float]()  # the least work of a call that is
+    for shape in [shape for shape in SHAPES[kind] if any(form.call == shape.call for form in cases)] * _PASSES:
+        found = times.get(shape, Timed(KINDS[shape.call], str(shape)))
+        if shape in times and not found.called:
             continue
-        found = Timed(KINDS[shape.call], str(shape))
         try:
-            case, reason = _supported(subject, shape, asked)
-            if case and time.monotonic() > ends:
+            case, reason = _supported(subject, shape, [form for form in cases if form.call == shape.call])
+            if case and not found.called and time.monotonic() > ends:
                 case, reason = None, f"skipped: the {PATIENCE[kind]:.0f} s for this kernel are over"
-            elif case and operations_of(case) >= too_slow.get(shape.call, math.inf):
+            elif case and not found.called and operations_of(case) >= too_slow.get(shape.call, math.inf):
                 case, reason = None, f"skipped: a shape of no more work takes over {SLOWEST:g} s"
             if case:
-                found = _timed(subject, case, told(found, case=case.id), (copy, product), clocks)
+                taker = rounds.setdefault(shape, Rounds(device, clocks))
+                found = _timed(subject, case, told(found, case=case.id), (copy, product), taker)
                 if not found.called:
                     too_slow[shape.call] = min(operations_of(case), too_slow.get(shape.call, math.inf))
             else:
                 found = told(found, why=cut(reason, _LINE))
         except Exception as error:
-            found = told(found, why=cut(one_line(error), _LINE))
-        times.append(found)
+            found = told(found, called=None, graph=None, why=cut(one_line(error), _LINE))
+        times[shape] = found
         if device_lost(device):
-            return Speed(tuple(times), _SAID[kind], copy, product, clocks.words, "the GPU's context was lost")
+            return Speed(tuple(times.values()), _SAID[kind], copy, product, clocks.words, "the GPU's context was lost")
         if kind == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-    return Speed(tuple(times), _SAID[kind], copy, product, clocks.words)
+    return Speed(tuple(times.values()), _SAID[kind], copy, product, clocks.words)
 
 
 def _supported(subject: Subject, shape: Shape, forms: Iterable[Case]) -> tuple[Case | None, str]:
@@ -149,7 +177,7 @@ def _supported(subject: Subject, shape: Shape, forms: Iterable[Case]) -> tuple[C
     return None, said
 
 
-def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float], clocks: Clocks) -> Timed:
+def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float], rounds: Rounds) -> Timed:
     device, on_gpu = subject.device, subject.device.type == "cuda"
     call, moved = call_of(case, device)
     if on_gpu:
@@ -173,49 +201,23 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
         workspace = max(0, torch.cuda.max_memory_allocated(device) - held - size)
         found = told(found, workspace=workspace)
     if (seconds := time.perf_counter() - began) > SLOWEST:
-        return told(found, why=f"a call takes {seconds:.1f} s; calls of up to {SLOWEST:g} s are timed")
-    called = taken(once, device, clocks)
+        why = f"a call takes {seconds:.1f} s; calls of up to {SLOWEST:g} s are timed"
+        return told(found, called=None, graph=None, why=why)
+    called = rounds.take("called", once)
     found = told(found, called=called, moved=moved + size, operations=operations_of(case))
     captured = replace(case, capability="cuda_graph")
     is_captured = on_gpu and case.call != Call.SPARSE_PREFILL
     if is_captured and not device_reasons(captured, device, subject.class_of(case.role)):
         try:
             graph = _captured(once, device)
-            found = told(found, graph=taken(graph.replay, device, clocks))
+            found = told(found, graph=rounds.take("graph", graph.replay))
             graph.reset()
         except Exception as error:
             found = told(found, why=cut(f"not captured: {one_line(error)}", _LINE))
-    found = told(found, planning=_by_the_clock(lambda: call.prepare(instance)))
+    found = told(found, planning=rounds.take("planning", lambda: call.prepare(instance), by_the_clock=True))
     least = max(found.moved / card[0] / 1e3, found.operations / card[1] / 1e6)  # microseconds
     best = found.best
     return told(found, share=least / best.median) if best and best.median else found
-
-
-def taken(call: Callable[[], object], device: torch.device, clocks: Clocks | None = None) -> Interval:
-    """Microseconds of a call that has been made before: on a GPU by its events, elsewhere by the clock."""
-    if device.type != "cuda":
-        return _by_the_clock(call)
-    from triton.testing import do_bench
-
-    rounds = []
-    for _ in range(_ROUNDS):
-        rounds.append(1e3 * median(map(float, do_bench(call, warmup=_WARM, rep=_LONG, return_mode="all"))))
-        if clocks:
-            clocks.look()
-    return _interval(rounds)
-
-
-def _by_the_clock(call: Callable[[], object]) -> Interval:
-    from torch.utils.benchmark import Timer
-
-    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    calls = max(1, int(_LONG / 1e3 / max(timer.timeit(1).median, 1e-7)))
-    rounds = [1e6 * timer.timeit(calls).median for _ in range(_ROUNDS)]
-    return _interval(rounds)
-
-
-def _interval(rounds: Sequence[float]) -> Interval:
-    return Interval(*(round(each, 3) for each in (median(rounds), min(rounds), max(rounds))))
 
 
 def _captured(call: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
@@ -234,11 +236,15 @@ def _card(device: torch.device) -> tuple[float, float]:
     size, side = _COPIED[device.type], _SIDE[device.type]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = taken(lambda: target.copy_(source), device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # which not every CPU multiplies otherwise
     factor, result = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    torch.mm(factor, factor, out=result)
-    multiplied = taken(lambda: torch.mm(factor, factor, out=result), device)
+
+    def multiply() -> object:
+        return torch.mm(factor, factor, out=result)
+
+    Rounds(device).take("warm-up", multiply)  # from an idle GPU's clocks
+    copied = Rounds(device).take("copy", lambda: target.copy_(source))
+    multiplied = Rounds(device).take("product", multiply)
     return 2 * size / copied.median / 1e3, 2 * side**3 / multiplied.median / 1e6
 
 

@@ -122,7 +122,7 @@ def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(measure, "PATIENCE", {"cpu": -1.0})
     assert "skipped" in time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason
     assert "not supported" in time_kernel(Subject.of("TORCH_SDPA", CPU), [f"{DECODE};dtype=fp64"]).reason
-    monkeypatch.setattr(measure, "taken", lambda *_: 1 / 0)
+    monkeypatch.setattr(measure, "_card", lambda *_: 1 / 0)
     assert time_kernel(Subject.of("EAGER", CPU), [DECODE]).reason.startswith("the device itself cannot be timed")
 
 
