@@ -123,6 +123,12 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
     record: Record
 
 
+class WorkerExplored(msgspec.Struct, frozen=True, tag_field="kind", tag="explored"):
+    """What is known of an exploration that goes on."""
+
+    record: Record
+
+
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     record: Record | None = None
     facts: BackendFacts | None = None
@@ -145,7 +151,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
     status: int
 
 
-WorkerEvent = Hello | WorkerStarted | WorkerJudged | TaskReply | Ended
+WorkerEvent = Hello | WorkerStarted | WorkerJudged | WorkerExplored | TaskReply | Ended
 
 
 def read_line(connection: socket.socket) -> bytes:

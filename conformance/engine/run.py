@@ -68,6 +68,7 @@ class Run:
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
+    _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,6 +208,7 @@ class Run:
         """
         self._on_record, self._on_phase = on_record, on_phase
         self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
+        self.supervisor.explored = self._keep_explored
         try:
             failures = self._first_verdicts()
             while pending := self._unconfirmed(failures):
@@ -260,6 +262,13 @@ class Run:
                 f"{counted(len(conflicts), 'file')} of the backends changed while the run judged, such as "
                 f"{min(conflicts)}; there is no report: start the run anew"
             )
+
+    def _keep_explored(self, record: Record) -> None:
+        """Tell of an exploration that goes on, and keep that for the case that the run ends before it does."""
+        what = f"{record.message}; not all were drawn before the run ended"
+        seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
+        self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
+        self._on_phase(f"exploring {record.backend}: {record.message}")
 
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
@@ -423,7 +432,7 @@ class Run:
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
-        for record in self._in_order(self.found.verdicts.values()):
+        for record in self._in_order({**self._explored_so_far, **self.found.verdicts}.values()):
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
                 record = record.with_fields(explanation=UNASKED if self.explains else UNWANTED)

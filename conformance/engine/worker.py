@@ -49,6 +49,7 @@ from mla_conformance.engine.messages import (
     TaskReply,
     Trace,
     WorkerEvent,
+    WorkerExplored,
     WorkerJudged,
     WorkerStarted,
     decode,
@@ -234,7 +235,12 @@ class Worker:
             return self._described(subject, task)
         if isinstance(task, Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
-            record = explore(subject, task.draws, task.seconds, task.capabilities, self._context, starts)
+            asked = task.draws, task.seconds, task.capabilities
+
+            def so_far(record: Record) -> None:
+                self._send(WorkerExplored(record))
+
+            record = explore(subject, *asked, self._context, starts, so_far)
             return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, Examine):  # whose kernels are called as no case calls them
             answers = bitwise(subject, self._context) if task.bitwise else ()
