@@ -70,9 +70,13 @@ class Timed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
         """What is reached, in words."""
         if not self.best or not self.best.median:
             return ""
-        return (
-            f"{self.moved / self.best.median / 1e3:,.0f} GB/s, {self.operations / self.best.median / 1e6:,.1f} TFLOP/s"
-        )
+        bandwidth, operations = self.moved / self.best.median / 1e3, self.operations / self.best.median / 1e6
+        return f"{_figure(bandwidth)} GB/s, {_figure(operations)} TFLOP/s"
+
+
+def _figure(value: float) -> str:
+    """Three digits that count."""
+    return f"{float(f'{value:.3g}'):,g}"
 
 
 class Speed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -147,7 +151,7 @@ def remarks_of(kernels: Kernels) -> list[str]:
     remarks = list(dict.fromkeys(speed.timer for speed in timed))
     if timed:
         copy, product = max(speed.copy for speed in timed), max(speed.product for speed in timed)
-        reached = f"{copy:,.0f} GB/s by a device copy, {product:,.3g} TFLOP/s by a matrix product"
+        reached = f"{_figure(copy)} GB/s by a device copy, {_figure(product)} TFLOP/s by a matrix product"
         remarks.append(f"the card reaches {reached}, in the same processes; times are what these report")
         remarks += dict.fromkeys(speed.clocks for speed in timed)
     return remarks + [f"no time for {name}: {speed.reason}" for name, speed in kernels if speed not in timed]

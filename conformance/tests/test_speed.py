@@ -146,6 +146,8 @@ def test_the_table_has_the_columns_that_most_kernels_have() -> None:
         ("C", "–", "1 ms ± 0.002", "50 %"),
     ]
     assert remarks_of(kernels)[-1] == "no time for D: its process ended"
+    reached = Timed("decode", "x", called=Interval(10.0, 9.0, 11.0), moved=29_512_345, operations=3.56e6).rate
+    assert reached == "2,950 GB/s, 0.356 TFLOP/s"
     lists = ("E", Speed((timed("sparse decode", "sparse decode 64 × 8k", 50.0),)))
     assert "sparse decode 64 × 8k" in table_of([*kernels, lists])[0]
 
