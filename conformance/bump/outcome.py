@@ -14,6 +14,7 @@ from mla_conformance.report.ci_views import inline
 from mla_conformance.report.differences import DRIFT, Change, compare, differing
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted
+from mla_conformance.speed.times import Speed, columns_of
 
 _REGRESSED, _NOTHING_JUDGED = 1, 3
 _SHOWN = 20
@@ -93,6 +94,7 @@ def bump_lines(bump: Bump) -> Iterator[str]:
     yield from (f"{name} {before} → {after}" for name, before, after in _versions(bump))
     for old, new in bump.pairs:
         yield f"{old.name} {_counts(old)} → {_counts(new)}"
+    yield from (f"{name} {shape} {before} → {after}" for name, shape, before, after in _times(bump))
     for changes, hidden in _by_kind(bump):
         yield from (change.line for change in changes)
         yield from [f"  … and {hidden} more {changes[0].kind}"] if hidden else []
@@ -107,6 +109,8 @@ def bump_markdown(bump: Bump) -> str:
     lines = [f"## MLA conformance: {title}", "", inline(sentence(bump)), ""]
     lines += _table(["installed", "before", "after"], _versions(bump))
     lines += _table(["backend", "before", "after"], [(old.name, _counts(old), _counts(new)) for old, new in bump.pairs])
+    if times := _times(bump):
+        lines += _table(["backend", "time", "before", "after"], times)
     for changes, hidden in _by_kind(bump):
         lines += [f"### {'❌' if changes[0].regression else '➖'} {changes[0].kind} ({len(changes) + hidden})", ""]
         lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes])
@@ -136,6 +140,17 @@ def _versions(bump: Bump) -> list[tuple[str, str, str]]:
     """The library first, then whatever else of what was installed for it is not the same with both."""
     found = differing(bump.before.versions, bump.after.versions)
     return [(name, old or "none", new or "none") for name, old, new in found]
+
+
+def _times(bump: Bump) -> list[tuple[str, str, str, str]]:
+    """Of each backend that was timed the shapes of the table, with both versions; they decide nothing."""
+    rows = []
+    for pair in bump.pairs:
+        timed = [each.speed or Speed() for each in pair]
+        for shape in columns_of([(each.name, speed) for each, speed in zip(pair, timed, strict=True)]):
+            before, after = (str(found.best) if (found := speed.of(shape)) else "no time" for speed in timed)
+            rows.append((pair[0].name, shape, before, after))
+    return rows
 
 
 def _counts(backend: BackendSummary) -> str:

@@ -17,6 +17,7 @@ from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import DeviationForm
 from mla_conformance.report.summary import Counts
+from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION
 
 RECORDS = f"fixtures/records/{SUITE_VERSION}.jsonl"
@@ -76,6 +77,7 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     lacking: dict[str, str]
     cases: dict[str, Status]
     traits: Traits | UnsetType = UNSET
+    speed: Speed | UnsetType = UNSET
     seal: str = ""
 
     @property

@@ -134,5 +134,6 @@ def record(
         lacking=dict(MustPass.of_suite().missing({r.case: r for r in backend.records}, waivable=True)),
         cases={record.case: record.status for record in backend.records},
         traits=backend.traits or msgspec.UNSET,
+        speed=backend.speed or msgspec.UNSET,
     )
     return msgspec.structs.replace(found, seal=seal(found))

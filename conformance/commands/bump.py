@@ -77,6 +77,7 @@ def _judged(environment: Environment, names: Sequence[str], options: argparse.Na
     asked = {"backend": options.backend, "capability": options.capability}
     asked |= {name: [value] for name in ("tier", "device", "cases") if (value := getattr(options, name))}
     selection = [f"--{name}={value}" for name, values in asked.items() for value in values]
+    selection += ["--speed"] if options.speed else []
     status = environment.run("mla_conformance", "certify", *selection, "--out", str(folder)).returncode
     if status not in _JUDGED:
         raise InputError(f"certify with {pin} ended with status {status}")

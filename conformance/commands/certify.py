@@ -62,7 +62,10 @@ def certify(options: argparse.Namespace) -> int:
     request = (
         _resumed(options, plan) if plan else _deployed(options) if options.model or options.config else _new(options)
     )
-    request = replace(request, bitwise=options.bitwise, accuracy=options.accuracy)
+    if options.speed:
+        why = "{}: cannot be combined with --speed, which times what a whole run of our roles finds right"
+        _refuse(options, ("sanitize", "shard", "role"), why)
+    request = replace(request, bitwise=options.bitwise, accuracy=options.accuracy, speed=options.speed)
     if options.sanitize:
         _refuse(
             options, ("certificate", "record", "sign"), "{}: cannot be combined with --sanitize, which judges nothing"

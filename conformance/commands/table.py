@@ -50,6 +50,7 @@ _NO_EXPLAIN = flag("--no-explain", "compare failures with no known mistakes, whi
 _JSON = path("--out", "FILE", "also write the outcome as JSON")
 _CASES = path("--cases", "DIR", "judge this folder's case files instead")
 _TIER = option("--tier", _TIERS, "how many cases; by default full", choices=list(Tier))
+_SPEED = flag("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3")
 _SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
 
 
@@ -114,6 +115,7 @@ COMMANDS = (
         _EXPECTATIONS,
         flag("--bitwise", "also report when a row's bits stay the same"),
         flag("--accuracy", "also report how errors are spread"),
+        _SPEED,
         flag("--json", "print the report as JSON"),
         "certificates, and other runs",
         (
@@ -325,6 +327,7 @@ COMMANDS = (
         option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
         option("after", "NAME==NEW", "as flashinfer-python==0.7.2.post1"),
         *_SELECTION,
+        _SPEED,
         path("--find-links", "DIR", "install from these wheels, without an index"),
         path("--markdown", "FILE", "also write the outcome for a pull request"),
         path("--out", "DIR", "a new or empty folder; by default one in build/mla-conformance"),

@@ -19,6 +19,7 @@ from mla_conformance.files.installed import file_digest, harness_files
 from mla_conformance.files.places import is_file, place_of, sites
 from mla_conformance.judging.record import Record, RecordKey, Traced
 from mla_conformance.judging.traits import Traits
+from mla_conformance.speed.times import Speed
 
 _LIBRARIES = ("jinja2", "markupsafe", "msgspec", "packaging", "rich")
 """What a report and a certificate are made with, beside the harness and Python."""
@@ -103,6 +104,7 @@ class Findings:
     code: LoadedCode = field(default_factory=LoadedCode)  # what the processes of backends have loaded
     traced: dict[str, Traced] = field(default_factory=dict)  # what was seen to run
     traits: dict[str, Traits] = field(default_factory=dict)  # when bits are the same, and how errors are spread
+    speed: dict[str, Speed] = field(default_factory=dict)  # times of those that are right
     heat: dict[RecordKey, HeatMap] = field(default_factory=dict)  # where the errors of failures are
     given_up: dict[str, str] = field(default_factory=dict)  # why the rest of a backend's cases is not run
 
@@ -113,6 +115,8 @@ class Findings:
             self.traced[event.backend] = event.traced
         elif isinstance(event, journal.Examined):
             self.traits[event.backend] = event.traits
+        elif isinstance(event, journal.WasTimed):
+            self.speed[event.backend] = event.speed
         elif isinstance(event, journal.HeatShown):
             self.heat[event.backend, event.case] = event.heat
         elif isinstance(event, journal.CodeLoaded):

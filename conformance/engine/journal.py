@@ -29,6 +29,7 @@ from mla_conformance.files.outputs import write_whole
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment
+from mla_conformance.speed.times import Speed
 from mla_conformance.version import __version__
 
 JOURNAL_NAME = "journal.jsonl"
@@ -70,6 +71,11 @@ class Examined(_Event, frozen=True, tag="examined"):
     traits: Traits
 
 
+class WasTimed(_Event, frozen=True, tag="timed"):
+    backend: str
+    speed: Speed
+
+
 class HeatShown(_Event, frozen=True, tag="heat"):
     backend: str
     case: str
@@ -96,8 +102,8 @@ class Reported(_Event, frozen=True, tag="report"):
 
 
 JournalEvent = (
-    Planned | Resumed | CaseStarted | Judgement | WasTraced | Examined | HeatShown | CodeLoaded | GaveUp | Completed
-    | Reported
+    Planned | Resumed | CaseStarted | Judgement | WasTraced | Examined | WasTimed | HeatShown | CodeLoaded | GaveUp
+    | Completed | Reported
 )  # fmt: skip
 
 

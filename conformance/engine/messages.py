@@ -10,6 +10,7 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import Repeated, Traits
+from mla_conformance.speed.times import Speed
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -21,6 +22,7 @@ class Setup(msgspec.Struct, frozen=True):
     role: str = ""  # the file of one from outside, as PATH@sha256:DIGEST
     array: tuple[str, ...] = ()  # ids of its covering array
     variables: dict[str, str] = {}  # of the environment, for a process that was started before they were known
+    times: bool = False  # whether kernels are to be timed
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
@@ -82,8 +84,15 @@ class Repeat(msgspec.Struct, frozen=True, tag_field="kind", tag="repeat"):
     calls: int
 
 
-Task = Describe | Judge | Explore | Trace | Examine | Repeat
-Unrecorded = Describe | Trace | Examine | Repeat  # tasks that no record answers
+class TakeTimes(msgspec.Struct, frozen=True, tag_field="kind", tag="take times"):
+    """Time a right backend, in forms that are ids of small cases, best first."""
+
+    reference: str
+    forms: tuple[str, ...]
+
+
+Task = Describe | Judge | Explore | Trace | Examine | Repeat | TakeTimes
+Unrecorded = Describe | Trace | Examine | Repeat | TakeTimes  # tasks that no record answers
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -114,6 +123,12 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
     record: Record
 
 
+class WorkerExplored(msgspec.Struct, frozen=True, tag_field="kind", tag="explored"):
+    """What is known of an exploration that goes on."""
+
+    record: Record
+
+
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     record: Record | None = None
     facts: BackendFacts | None = None
@@ -121,6 +136,7 @@ class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
     traced: Traced | None = None
     traits: Traits | None = None
     repeated: Repeated | None = None
+    speed: Speed | None = None
     heat: HeatMap | None = None  # where the errors of what was judged are
     loaded: Loaded = Loaded()  # code that the process of the backends has loaded and that was not told before
     declared: dict[str, str] = {}  # what the backend declared of a role, in words, where it was asked for
@@ -135,7 +151,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="kind", tag="ended"):
     status: int
 
 
-WorkerEvent = Hello | WorkerStarted | WorkerJudged | TaskReply | Ended
+WorkerEvent = Hello | WorkerStarted | WorkerJudged | WorkerExplored | TaskReply | Ended
 
 
 def read_line(connection: socket.socket) -> bytes:

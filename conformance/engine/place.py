@@ -21,6 +21,7 @@ from mla_conformance.engine.messages import (
     Task,
     Unrecorded,
     WorkerEvent,
+    WorkerExplored,
     WorkerJudged,
     WorkerStarted,
     decode,
@@ -175,6 +176,8 @@ class WorkerSlot:
         elif isinstance(event, WorkerJudged):
             self._judged = event.record
             self._wait(EXPLAIN_SECONDS)
+        elif isinstance(event, WorkerExplored):
+            self._wait(self.timeout)
         else:
             self._makes_room = False
             if isinstance(event, Ended):

@@ -124,5 +124,5 @@ class Pool:
         request = self.request
         array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
         asked = request.salt, bool(request.explore), self.began, outside(), array
-        setup = Setup(device, memory, *asked, variables)
+        setup = Setup(device, memory, *asked, variables, request.speed)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

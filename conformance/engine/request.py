@@ -67,6 +67,7 @@ class RunRequest:
     deployment: Deployment | None = None  # the model that the cases are of, if they are
     bitwise: bool = False  # whether each backend is asked, too, when its bits are the same
     accuracy: bool = False  # whether it is measured how its errors are spread
+    speed: bool = False  # whether those that are right are timed
 
     @staticmethod
     def of(

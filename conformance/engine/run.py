@@ -11,17 +11,18 @@ from itertools import chain, takewhile
 
 import msgspec
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import Role, outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import WHOLE, GpuPart
+from mla_conformance.engine.devices import ALONE, WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
 from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
-from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, Trace
+from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, TakeTimes, Trace
 from mla_conformance.engine.pool import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, surely_cpu
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
@@ -34,8 +35,10 @@ from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, symptom
 from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, is_right, summarise
 from mla_conformance.report.terminal import counted, near
+from mla_conformance.speed.shapes import KINDS, forms_of
+from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION, __version__
 
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
@@ -65,6 +68,7 @@ class Run:
     _explained: set[RecordKey] = field(default_factory=set)
     _early: list[Loaded] = field(default_factory=list)
     _begun: bool = False
+    _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -204,6 +208,7 @@ class Run:
         """
         self._on_record, self._on_phase = on_record, on_phase
         self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))
+        self.supervisor.explored = self._keep_explored
         try:
             failures = self._first_verdicts()
             while pending := self._unconfirmed(failures):
@@ -231,6 +236,8 @@ class Run:
             if self.device == "cuda" and self.request.is_traced:
                 on_phase("looking which kernels run")
                 self._trace()
+            if self.request.speed:
+                self._take_times()
             self._write(journal.Completed())
         except journal.UnwrittenError as error:
             raise RunError(
@@ -256,6 +263,13 @@ class Run:
                 f"{min(conflicts)}; there is no report: start the run anew"
             )
 
+    def _keep_explored(self, record: Record) -> None:
+        """Tell of an exploration that goes on, and keep that for the case that the run ends before it does."""
+        what = f"{record.message}; not all were drawn before the run ended"
+        seen = record if record.failed else record.with_verdict(Verdict(Status.UNAVAILABLE, what), record.seconds)
+        self._explored_so_far[record.record_key] = seen.with_fields(message=what, cases=1)
+        self._on_phase(f"exploring {record.backend}: {record.message}")
+
     def _trace(self) -> None:
         """Journal what each backend is seen to run, on the fastest case of each capability that it passed."""
         untold = [record for record in self.found.verdicts.values() if record.reference not in self.found.traced]
@@ -272,6 +286,28 @@ class Run:
         for name, traced in seen.items():
             in_order = msgspec.structs.replace(traced, kernels=dict(sorted(traced.kernels.items())))
             self._write(journal.WasTraced(name, in_order))
+
+    def _take_times(self) -> None:
+        """Journal the times of each backend that is right, of one after the other, with nothing beside it."""
+        asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
+        for backend in self.summary().backends:
+            reference, passed = backend.facts.reference, [r.case for r in backend.records if r.status is Status.PASS]
+            if reference in self.found.speed or not is_right(backend, self.request.is_default):
+                continue
+            if forms := forms_of(passed, heads, self.device):
+                asked[reference] = forms
+            else:
+                kinds = ", ".join(dict.fromkeys(KINDS.values()))
+                self._write(journal.WasTimed(reference, Speed(why=f"only {kinds} are timed")))
+        part = ALONE if self.device == "cuda" else WHOLE
+        for number, (reference, forms) in enumerate(asked.items(), start=1):
+            self._on_phase(f"timing what is right, {number} of {len(asked)}: {reference}")
+            for outcome in self.supervisor.run(Tasks([[TakeTimes(reference, forms)]]), part):
+                # Whose code has to be what was judged; what a timer or larger shapes load beside it was not.
+                judged = {x: new for x, new in outcome.answer.loaded.found.items() if x in self.found.code.digests}
+                self.found.code.add(msgspec.structs.replace(outcome.answer.loaded, found=judged))
+                ended = Speed(why=cut(f"its process ended while it was timed: {outcome.ended}"))
+                self._write(journal.WasTimed(reference, outcome.answer.speed or ended))
 
     def _first_verdicts(self) -> dict[RecordKey, TaskOutcome]:
         """Judge what has no verdict; the outcomes of failures."""
@@ -396,7 +432,7 @@ class Run:
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
-        for record in self._in_order(self.found.verdicts.values()):
+        for record in self._in_order({**self._explored_so_far, **self.found.verdicts}.values()):
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
                 record = record.with_fields(explanation=UNASKED if self.explains else UNWANTED)
@@ -412,6 +448,7 @@ class Run:
                 {record.case: found.heat[record.reference, record.case] for record in mapped},
                 judged_pairs(records, facts.fitted) if request.arrays else {},
                 found.traits.get(facts.reference, NO_TRAITS),
+                found.speed.get(facts.reference),
             )
             backends.append(BackendSummary(facts, *about))
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment

@@ -22,10 +22,12 @@ from mla_conformance.engine.messages import (
     Hello,
     Judge,
     Setup,
+    TakeTimes,
     TaskReply,
     Trace,
     Unrecorded,
     WorkerEvent,
+    WorkerExplored,
     WorkerStarted,
 )
 from mla_conformance.engine.place import DIED, RunError, WorkerSlot
@@ -67,6 +69,7 @@ class Supervisor:
         ends_at: the deadline of what is done, on the monotonic clock.
         gpus: how many GPUs there are; the first so many places have one each. 0 on a CPU.
         started: told of every case before it is launched.
+        explored: told what is known of an exploration that goes on.
     """
 
     def __init__(self, timeout: float, ends_at: float = inf) -> None:
@@ -76,6 +79,7 @@ class Supervisor:
         self._early = take()
         self.log = BoundedLog(self._early.log if self._early else os.pipe())
         self.started: Callable[[Record], None] = lambda record: None
+        self.explored: Callable[[Record], None] = lambda record: None
         self._starts = 0
         self._signal = 0
         self._tasks, self._part = Tasks(()), WHOLE
@@ -166,7 +170,8 @@ class Supervisor:
                         room = part.most - sum(max(0, more) for more in others)
                     if not (task := tasks.take(place.number, room, part.is_alone)):
                         break
-                    if place.history and (isinstance(task, Trace) or (isinstance(task, Judge) and task.fresh)):
+                    is_fresh = isinstance(task, Trace | TakeTimes) or (isinstance(task, Judge) and task.fresh)
+                    if place.history and is_fresh:
                         place.renew()
                         tasks.put_back(place.number, task)
                     else:
@@ -196,6 +201,8 @@ class Supervisor:
             self._starts = 0
         elif isinstance(event, WorkerStarted):
             self.started(event.record)
+        elif isinstance(event, WorkerExplored):
+            self.explored(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
             share, taken, most = self._part.share, self._tasks.taken[place.number], self._part.most

@@ -22,6 +22,7 @@ import msgspec
 import torch
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.candidates import candidates
@@ -43,10 +44,12 @@ from mla_conformance.engine.messages import (
     Hello,
     Judge,
     Setup,
+    TakeTimes,
     Task,
     TaskReply,
     Trace,
     WorkerEvent,
+    WorkerExplored,
     WorkerJudged,
     WorkerStarted,
     decode,
@@ -60,6 +63,7 @@ from mla_conformance.judging.traits import Traits
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
 from mla_conformance.roles.table import judge
+from mla_conformance.speed.times import Speed
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
@@ -77,6 +81,7 @@ Send = Callable[[WorkerEvent], None]
 _AT_ONCE = 0.05  # seconds within which a process is given something that others wait for
 _KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]  # bytes of a GPU that a process has use for beside those of a case
 _USUAL = "lse:q=[4]"
+_TIMING = "mla_conformance.speed.measure"  # imported where kernels are to be timed
 _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GPU goes on to hold what it took
 
 
@@ -91,6 +96,8 @@ def load_all(setup: Setup) -> None:
     wanted = ["torch.utils._device"]
     if setup.draws:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
+    if setup.times:
+        wanted.append(_TIMING)
     if setup.device != "cpu" and may_have_gpu() and find_spec("triton"):
         wanted.append("mla_conformance.reference.gpu_weights")
     for module in wanted:
@@ -219,12 +226,21 @@ class Worker:
             traced = Subject.of(task.reference, self._device, self._executor)
             seen = self._executor.query(partial(trace_all, traced, task.cases), Traced)
             return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
+        if isinstance(task, TakeTimes):  # the device first, by a process that has not imported the backend before
+            timed = Subject.of(task.reference, self._device, self._executor)
+            done = self._executor.query(partial(import_module(_TIMING).time_kernel, timed, task.forms), Speed)
+            return TaskReply(speed=done.value or Speed(why=cut(f"its times are lost: {done.error}")), leaves=True)
         subject = self._subject(task.reference)
         if isinstance(task, Describe):
             return self._described(subject, task)
         if isinstance(task, Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
-            record = explore(subject, task.draws, task.seconds, task.capabilities, self._context, starts)
+            asked = task.draws, task.seconds, task.capabilities
+
+            def so_far(record: Record) -> None:
+                self._send(WorkerExplored(record))
+
+            record = explore(subject, *asked, self._context, starts, so_far)
             return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, Examine):  # whose kernels are called as no case calls them
             answers = bitwise(subject, self._context) if task.bitwise else ()

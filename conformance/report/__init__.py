@@ -1,4 +1,4 @@
 """Reports: the outcome of a run as data, and views of it.
 
-Imports from: files, cases, judging, vocabulary, models, diagnosis.
+Imports from: files, cases, judging, vocabulary, models, diagnosis, speed.
 """

@@ -15,6 +15,7 @@ from mla_conformance.report.pages import VIEW, Cell, cell, definition, picture, 
 from mla_conformance.report.pairs import right_on
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown
+from mla_conformance.speed.times import remarks_of
 
 _CLOSEST = 8
 
@@ -41,6 +42,8 @@ def html(run: RunSummary) -> str:
         judged_backends=run_backends,
         traits_of=[(backend.name, backend.traits) for backend in run_backends],
         traits_view=VIEW,
+        timed=[(backend.name, backend.speed) for backend in run_backends if backend.speed],
+        remarks_of=remarks_of,
         waived=[(reason, records) for (_, reason), records in waived.items()],
         judged_of_claimed=judged_of_claimed,
         verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
@@ -19,6 +19,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import CauseKind
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, Number, RunSummary, worst
+from mla_conformance.speed.times import Speed
 
 SCHEMA_NAME = "mla-conformance-report"
 SCHEMA_VERSION = 5
@@ -122,6 +123,7 @@ class BackendForm(_Form, frozen=True, kw_only=True):
     traits: Annotated[Traits, Meta(description="When bits are the same and how errors are spread, if asked.")] = (
         NO_TRAITS
     )
+    speed: Annotated[Speed | UnsetType, Meta(description="Times, by the library's own word, if asked.")] = UNSET
     records: Annotated[tuple[RecordForm, ...], Meta(description="One per case that was run, one for all drawn cases.")]
 
 
@@ -202,6 +204,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
         pairs={role: _form(PairsForm, pairs) for role, pairs in backend.pairs.items()},
         causes=tuple(causes),
         heat=dict(backend.heat),
+        speed=backend.speed or UNSET,
         capabilities=capabilities,
         records=tuple(records),
     )

@@ -123,7 +123,8 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
     known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
     facts = BackendFacts(**{each: getattr(part, each) for each in known} | {"name": name, "deviations": deviations})
-    return BackendSummary(facts, capabilities, part.stopped, part.traced, part.heat, pairs, part.traits)
+    about = part.stopped, part.traced, part.heat, pairs, part.traits, part.speed or None
+    return BackendSummary(facts, capabilities, *about)
 
 
 def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Record]:

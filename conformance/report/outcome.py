@@ -30,6 +30,7 @@ from mla_conformance.report.summary import (
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
+from mla_conformance.speed.times import remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
 
 _INDENT = " " * 7
@@ -150,9 +151,12 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
     absent = [backend for backend in run.backends if backend.reasons] if brief else []
     reported = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
     found = answers(reported) if run.deployment else []
+    timed = [backend for backend in reported.backends if backend.speed and backend.speed.has_times]
+    yield from speed_lines(reported, width, detail)
 
     def told(group: Group, head: str) -> Iterator[str]:
-        of_group = [answer for answer in found if answer.group is group]
+        listed = timed if group is Group.RIGHT and detail is not Detail.FULL else []  # in the table
+        of_group = [answer for answer in found if answer.group is group and answer.backend not in listed]
         yield from [head] if of_group else []
         for answer in of_group:
             yield from wrapped(f"{answer.backend.name}  {answer.reported}", width, "  ", _INDENT)
@@ -176,6 +180,19 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
             f"{SIGN[BackendOutcome.UNAVAILABLE]} {len(absent)} cannot run here, 'mla-conformance backends' says why: "
         )
         yield fitting(head, [backend.name for backend in absent], width)
+
+
+def speed_lines(run: RunSummary, width: int, detail: Detail = Detail.FULL) -> Iterator[str]:
+    """The table of what was timed, and what is to be said of the times; nothing where no backend was."""
+    kernels = [(backend.name, backend.speed) for backend in run.backends if backend.speed]
+    rows = table_of(kernels)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for number, (name, *cells) in enumerate(rows):
+        name = name if not number else f"  {name}"
+        padded = (cell.rjust(size) for cell, size in zip(cells, widths[1:], strict=True))
+        yield "  ".join([name.ljust(widths[0] + 2), *padded])
+    for remark in remarks_of(kernels) if detail is not Detail.QUIET else ():
+        yield from wrapped(cut(remark), width, "  ", 2 * "  ")
 
 
 _TOUCHED = 0.01

@@ -18,6 +18,7 @@ from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import Cause, causes, grouped
 from mla_conformance.report.pairs import JudgedPairs
+from mla_conformance.speed.times import Speed
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -134,6 +135,7 @@ class BackendSummary:
     # by role, the pairs of classes that were claimed and judged, where the covering arrays were asked
     pairs: Mapping[str, JudgedPairs] = field(default_factory=dict)
     traits: Traits = NO_TRAITS  # what was found beside verdicts, where that was asked for
+    speed: Speed | None = None  # its times, if it is right and was timed
 
     @property
     def name(self) -> str:
@@ -248,6 +250,12 @@ def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[Capabi
     for record in records:
         groups.setdefault(record.capability, []).append(record)
     return tuple(CapabilitySummary(name, listed.get(name, 0), tuple(group)) for name, group in groups.items())
+
+
+def is_right(backend: BackendSummary, by_default: bool) -> bool:
+    """Whether a backend is timed: something passed and nothing failed; an emulation if it was named."""
+    held = backend.outcome is BackendOutcome.PASS and not backend.counts.waived
+    return held and not (by_default and backend.facts.emulated)
 
 
 def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:

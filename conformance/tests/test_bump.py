@@ -20,6 +20,7 @@ from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.vocabulary.case_files import write_case
 
 PLUGIN = """
@@ -237,6 +238,18 @@ def test_why_a_backend_was_not_compared_is_told() -> None:
     lines = list(bump_lines(Bump(judged(OLD, {}, reasons=GONE), judged(NEW, {A: PASS}))))
     assert lines[0] == "x 1 → 2" and lines[1] == "K unavailable → 1/2 passed, 1 NOT RUN"
     assert "? K: unavailable with 1: package x not installed; with 2 1 NOT RUN" in lines
+
+
+def test_times_stand_side_by_side_and_decide_nothing() -> None:
+    sides = []
+    for version, median in ((OLD, 100.0), (NEW, 250.0)):
+        found = judged(version, GOOD)
+        speed = Speed((Timed("decode", "decode 1 × 1k", called=Interval(median, median - 1, median + 1)),))
+        backends = (replace(found.run.backends[0], speed=speed),)
+        sides.append(replace(found, run=replace(found.run, backends=backends)))
+    lines = list(bump_lines(bump := Bump(*sides)))
+    assert "K decode 1 × 1k 100 µs ± 1 → 250 µs ± 1" in lines and bump.exit_status == 0
+    assert "| K | decode 1 × 1k | 100 µs ± 1 | 250 µs ± 1 |" in bump_markdown(bump)
 
 
 @pytest.mark.parametrize("versions", [{}, {"x": "1"}, {"x": "not installed as a distribution"}])

@@ -20,7 +20,7 @@ from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed, require_core
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Remark, Weight
-from mla_conformance.certificate.records import kept_records
+from mla_conformance.certificate.records import kept_records, write_record
 from mla_conformance.certificate.rerun import rerun
 from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
@@ -34,6 +34,7 @@ from mla_conformance.files.installed import Installed
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
+from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.version import SUITE_VERSION
@@ -97,6 +98,17 @@ def test_what_is_issued_verifies(certificate: Json) -> None:
         "unsupported": unsupported, "unavailable": 0, "waived": 1,
     }  # fmt: skip
     assert [(entry["case"], entry["expectation"]) for entry in certificate["findings"]] == [(WAIVED, "known")]
+
+
+def test_a_record_keeps_times_and_verifies_with_them(tmp_path: Path) -> None:
+    speed = Speed(
+        (Timed("decode", "decode 64 × 8k", "decode:q=[1]", Interval(212.5, 210.0, 214.0), share=0.81),), copy=2e3
+    )
+    found, path = run(RECORDS), tmp_path / "records.jsonl"
+    made = issue(replace(found, backends=(replace(found.backends[0], speed=speed),)), TODAY, PINS)
+    assert made.speed == speed and problems(made, TODAY) == []
+    write_record(path, made)
+    assert [each.certificate for each in kept_records(path)] == [made]
 
 
 def changed(case: str, status: Status) -> list[Record]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -21,9 +22,11 @@ from mla_conformance.cases.fitting import Region, fit
 from mla_conformance.cases.space import Row
 from mla_conformance.cases.work import is_light
 from mla_conformance.cli import main
+from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.run import Run
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import Record
+from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
@@ -57,7 +60,12 @@ def subject_of(kernel: type) -> tuple[Subject, Region]:
 
 
 def explored(
-    monkeypatch: pytest.MonkeyPatch, fails: Fails, draws: int = 30, seconds: float = 0.0, kernel: type = Narrow
+    monkeypatch: pytest.MonkeyPatch,
+    fails: Fails,
+    draws: int = 30,
+    seconds: float = 0.0,
+    kernel: type = Narrow,
+    so_far: Callable[[Record], None] = lambda record: None,
 ) -> tuple[list[Case], Record]:
     """The cases that were judged, each of which fails a check that ``fails`` names, and the record."""
     judged: list[Case] = []
@@ -71,7 +79,7 @@ def explored(
     monkeypatch.setattr("mla_conformance.trials.explore.judge_one", judge)
     subject, region = subject_of(kernel)
     monkeypatch.setattr("mla_conformance.trials.explore.region_of", lambda *_: region)
-    return judged, explore(subject, draws, seconds, ("combinations",), Context())
+    return judged, explore(subject, draws, seconds, ("combinations",), Context(), so_far=so_far)
 
 
 def test_drawn_cases_that_hold_are_counted_and_stay_in_what_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +113,25 @@ def test_a_failure_that_does_not_repeat_is_still_told(monkeypatch: pytest.Monkey
 
     _, record = explored(monkeypatch, once)
     assert record.status is Status.FAIL and record.message.endswith("when run again the case passed")
+
+
+def test_what_is_found_is_told_case_by_case_and_outlives_a_run_that_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("mla_conformance.trials.explore._QUIET", 0.0)
+    monkeypatch.setattr("mla_conformance.trials.explore._QUIET_SHARE", 0.0)
+    known = list[Record]()
+    judged, whole = explored(monkeypatch, lambda case: "", so_far=known.append)
+    assert [each.cases for each in known] == list(range(1, len(judged) + 1)) and known[-1].cases == whole.cases
+    request = RunRequest.of(["EAGER"], ["combinations"], cases=["combinations:q=[1]"], explore=Extent(draws=30))
+    with Run(request, RunFolder.claim(tmp_path / "run")) as run:
+        run.facts, run.environment = [BackendFacts("EAGER", "EAGER")], {"suite": "1"}
+        failing = Record("EAGER", "EAGER", "explored", "combinations:q=[1]", Status.FAIL, message="1 cause")
+        for record, status, outcome in ((known[0], Status.UNAVAILABLE, 3), (failing, Status.FAIL, 1)):
+            run._keep_explored(record.with_fields(backend="EAGER", reference="EAGER"))
+            (kept,) = run.summary().records
+            assert (kept.status, run.summary().exit_status) == (status, outcome)
+            assert kept.message == f"{record.message}; not all were drawn before the run ended"
 
 
 def test_time_ends_an_exploration(monkeypatch: pytest.MonkeyPatch) -> None:

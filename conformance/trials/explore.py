@@ -1,6 +1,7 @@
 """Exploration: cases drawn from the whole space of a backend's roles; what fails is made small, once for each cause."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 
@@ -16,6 +17,7 @@ from mla_conformance.vocabulary.arrays import SPACES
 
 _ROUND = 200  # cases that are drawn with one seed
 _MOST_CAUSES = 8
+_QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which it is told again how far it is
 _Cause = tuple[str, str]  # the call and the check that fails
 
 
@@ -26,6 +28,7 @@ def explore(
     capabilities: tuple[str, ...],
     context: Context,
     started: OnStarted = lambda case: None,
+    so_far: Callable[[Record], None] = lambda record: None,
 ) -> Record:
     """The record of a whole exploration: of all cases that hold, or of the causes of failures, each made small.
 
@@ -36,15 +39,29 @@ def explore(
         capabilities: of which spaces, by the capabilities that their arrays are of.
         context: what this process has made before.
         started: told of every case before anything of it is launched.
+        so_far: told now and then, ever more rarely, what the record would be if the last case had been the last.
     """
     regions = [region_of(subject, SPACES[name]) for name in capabilities]
     declared = [region for region in regions if region.rows]
-    found = [_Exploration(subject, region, context, started) for region in declared]
+    began = told = time.monotonic()
+
+    def judged() -> None:
+        nonlocal told
+        if (now := time.monotonic()) - told >= max(_QUIET, _QUIET_SHARE * (now - began)):
+            told = now
+            so_far(_record_of(subject, capabilities, found))
+
+    found = [_Exploration(subject, region, context, started, judged) for region in declared]
     for each in found:
         each.search(draws, time.monotonic() + seconds / len(found) if seconds else 0.0)
+    return _record_of(subject, capabilities, found)
+
+
+def _record_of(subject: Subject, capabilities: tuple[str, ...], found: "list[_Exploration]") -> Record:
     every = [record for each in found for record in each.records.values()]
     judged = [record for record in every if record.status is not Status.UNSUPPORTED]
     causes = [record for each in found for record in each.causes.values()]
+    causes = causes or [record for record in judged if record.failed][:1]  # that is being made small
     passed = [record for record in judged if record.status is Status.PASS]
     if causes:
         number = f"{len(causes)} cause{'s' if len(causes) > 1 else ''}"
@@ -77,6 +94,7 @@ class _Exploration:
     region: Region
     context: Context
     started: OnStarted
+    judged: Callable[[], None]
     records: dict[str, Record] = field(default_factory=dict)
     causes: dict[_Cause, Record] = field(default_factory=dict)
     _device_lost: bool = False
@@ -117,6 +135,7 @@ class _Exploration:
             self.records[case.id] = judge_one(self.subject, case, self.context, self.started)
             failed = self.records[case.id].failed
             self._device_lost = failed and self.subject.executor.lost(self.subject.device)
+            self.judged()
         return self.records.get(case.id)
 
     def _fails(self, case: Case) -> bool:
