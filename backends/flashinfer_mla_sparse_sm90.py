@@ -23,8 +23,7 @@ from mla_conformance.backends.packaged import (
     declared,
 )
 from mla_conformance.backends.platform import HOPPER, DeviceCapability
-from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 
 
 class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):

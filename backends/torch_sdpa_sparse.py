@@ -8,8 +8,7 @@ from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.packaged import UNIFORM_BATCH, declared, further
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.backends.torch_rows import (
     APPROXIMATE,
     APPROXIMATE_EXP,

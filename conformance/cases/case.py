@@ -25,23 +25,6 @@ from mla_conformance.cases.grammar import (
 )
 from mla_conformance.reference.dimensions import MLADimensions
 
-__all__ = [
-    "CASE_FORMAT",
-    "DTYPES",
-    "FAR",
-    "Call",
-    "Case",
-    "CaseError",
-    "Kind",
-    "Layout",
-    "Sizes",
-    "at_least",
-    "digest_of_id",
-    "given",
-    "one_of",
-    "parse_fields",
-    "some_of",
-]
 CASE_FORMAT = 1
 """Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
 
@@ -235,7 +218,18 @@ class Case(ABC):
         call = call or _default_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
-        return CLASSES[call](capability=capability, call=call, **CLASSES[call]._own(values))
+        _known(values)
+        cls = CLASSES[call]
+        own = cls.defaults()
+        for name, value in values.items():
+            if name in own:
+                continue
+            others = [other for other in dict.fromkeys(CLASSES.values()) if name in other.defaults()]
+            if all(value != other.defaults()[name] for other in others):
+                *first, last = sorted(other.role for other in others)
+                roles = f"{', '.join(first)} and {last}" if first else last
+                raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
+        return cls(capability=capability, call=call, **{name: value for name, value in values.items() if name in own})
 
     @staticmethod
     def parse(text: str) -> "Case":
@@ -287,21 +281,6 @@ class Case(ABC):
         for part in (part for base in reversed(cls.__mro__) if is_dataclass(base) for part in fields(base)):
             found[part.name] = part.metadata.get("kind") or found.get(part.name) or _KINDS_OF_TYPES[part.type]
         return found
-
-    @classmethod
-    def _own(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of this role's fields, where the others have their defaults."""
-        _known(values)
-        own = cls.defaults()
-        for name, value in values.items():
-            if name in own:
-                continue
-            others = [other for other in dict.fromkeys(CLASSES.values()) if name in other.defaults()]
-            if all(value != other.defaults()[name] for other in others):
-                *first, last = sorted(other.role for other in others)
-                roles = f"{', '.join(first)} and {last}" if first else last
-                raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
-        return {name: value for name, value in values.items() if name in own}
 
     @cached_property
     def id(self) -> str:

@@ -86,7 +86,10 @@ def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dime
     """A dimension whose classes are fields."""
 
     def class_of(case: Case) -> str | None:
-        return next((label for label, fields in classes.items() if _has(case, fields)), None)
+        for label, fields in classes.items():
+            if all(getattr(case, name) == value for name, value in fields.items()):
+                return label
+        return None
 
     return Dimension(name, classes, class_of, only)
 
@@ -118,10 +121,6 @@ def measured(
 ) -> Dimension:
     """A dimension that the shape of the batch decides."""
     return Dimension(name, {label: {} for label in classes}, class_of, only, of_request=of_request)
-
-
-def _has(case: Case, fields: Fields) -> bool:
-    return all(getattr(case, name) == value for name, value in fields.items())
 
 
 @dataclass(frozen=True)
@@ -348,13 +347,11 @@ class Space:
 
     @cached_property
     def _says(self) -> tuple[Rule, ...]:
-        return tuple(map(_say, filter(lambda each: each.only.name, self.dimensions)))
+        def say(name: str, only: Only) -> Rule:
+            over = (only.name, name)
+            return Rule(only.why, over, lambda other, own: own == NOTHING or other in only.classes, always=True)
 
-
-def _say(dimension: Dimension) -> Rule:
-    only = dimension.only
-    say = (only.name, dimension.name)
-    return Rule(only.why, say, lambda other, own: own == NOTHING or other in only.classes, always=True)
+        return tuple(say(each.name, each.only) for each in self.dimensions if each.only.name)
 
 
 def held(row: Row) -> Iterator[ClassOf]:

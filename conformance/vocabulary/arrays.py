@@ -14,7 +14,7 @@ from itertools import chain, combinations, islice
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pair, Pairs, cover, mixed
-from mla_conformance.cases.residues import RESIDUES, residues_of
+from mla_conformance.cases.dimensions import RESIDUES, residues_of
 from mla_conformance.cases.space import Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
 from mla_conformance.roles.cache.space import CACHE

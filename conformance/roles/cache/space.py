@@ -6,8 +6,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.cases.classes import Draw, Numbers, exactly, first
-from mla_conformance.cases.columns import COLUMNS
-from mla_conformance.cases.dimensions import K_SCALES, PADDING, POISONS, numbers, room, spare_blocks, storage
+from mla_conformance.cases.dimensions import COLUMNS, K_SCALES, PADDING, POISONS, numbers, room, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import NOTHING, Dimension, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS

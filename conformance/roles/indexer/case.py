@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 

@@ -1,12 +1,9 @@
 """What varies in the cases of an indexer. No torch."""
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.backends.roles import IndexSpace, Role
+from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Draw, first
-from mla_conformance.cases.columns import LIST_RULES, SCORES_RULE, list_dimensions, shapes_with_columns
-from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, room, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, plain, values
 from mla_conformance.roles.indexer.case import CODES, PLAIN, IndexerCase
@@ -19,9 +16,9 @@ def _fields(row: Row, draw: Draw) -> Fields:
     if row["columns"] == NOTHING:
         shape, columns = first(batches.shapes_of(row, draw)), {}
     else:
-        shape, topk = first(shapes_with_columns(row, draw))
+        shape, topk = first(dimensions.shapes_with_columns(row, draw))
         columns = {"topk": topk}
-    return {**batches.batch_fields(row, shape, draw), **columns, **spare_blocks(row, shape.page, draw)}
+    return {**batches.batch_fields(row, shape, draw), **columns, **dimensions.spare_blocks(row, shape.page, draw)}
 
 
 INDEXER = Space(
@@ -35,23 +32,23 @@ INDEXER = Space(
         values("dtype", "dtype", "bf16", "fp16", "fp32"),
         *batches.batch("64", *batches.DECODE_QUERIES, "17 to 4,096"),
         *batches.pages(_PAGED),
-        *list_dimensions(_SELECTS),
+        *dimensions.list_dimensions(_SELECTS),
         values("space", "space", IndexSpace.POSITION, IndexSpace.SLOT, only=_SELECTS),
-        data("needle", "normal"),
-        LAYOUT,
-        SCALE,
-        *storage(_PAGED),
-        PADDING,
-        POISONS,
-        MAXIMA,
+        dimensions.data("needle", "normal"),
+        dimensions.LAYOUT,
+        dimensions.SCALE,
+        *dimensions.storage(_PAGED),
+        dimensions.PADDING,
+        dimensions.POISONS,
+        dimensions.MAXIMA,
     ),
     rules=(
-        Rule("an entry has no room for such keys", ("cache", "dims", "dtype"), room),
+        Rule("an entry has no room for such keys", ("cache", "dims", "dtype"), dimensions.room),
         batches.LONE_PADDING,
         *batches.BATCH_RULES,
         *batches.PAGE_RULES,
-        *LIST_RULES,
-        SCORES_RULE,
+        *dimensions.LIST_RULES,
+        dimensions.SCORES_RULE,
     ),
     shape=_fields,
     small=batches.SMALL_BATCHES,

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
 from mla_conformance.reference.entry_formats import TILED_FORMATS

@@ -7,8 +7,7 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata

@@ -1,11 +1,9 @@
 """What varies in the cases of a sparse backend. No torch."""
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.columns import LIST_RULES, list_dimensions, shapes_with_columns
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.roles.sparse.case import EXTRA_CACHES, MAIN_CACHES, SparseCase
@@ -19,7 +17,7 @@ def _second_columns(case: SparseCase) -> str:
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
-    shape, columns = first(shapes_with_columns(row, draw))
+    shape, columns = first(dimensions.shapes_with_columns(row, draw))
     shorter = draw.near(1, columns - 1, "shorter") if draw and columns > 1 else max(1, columns // 2)
     second = {"as long": columns, "longer": columns + draw.near(columns, 4 * columns, "longer"), "shorter": shorter}
     listed = {"topk": columns, **({"extra_topk": second[row["second list"]]} if row["second list"] else {})}
@@ -46,7 +44,7 @@ SPARSE = Space(
         values("dtype", "dtype", "bf16", "fp16", "fp32"),
         *batches.batch("64", *batches.DECODE_QUERIES, "17 to 4,096"),
         *batches.pages(PAGED),
-        *list_dimensions(),
+        *dimensions.list_dimensions(),
         *dimensions.ranks(PAGED),
         values("fill", "fill", "ragged", "full"),
         values("holes", "holes", "end", "front", "scattered"),
@@ -75,7 +73,7 @@ SPARSE = Space(
         never("gathered keys are on one rank", {"call": (Call.SPARSE_PREFILL,), "space": (IndexSpace.RANK_LOCAL,)}),
         *batches.BATCH_RULES,
         *batches.PAGE_RULES,
-        *LIST_RULES,
+        *dimensions.LIST_RULES,
     ),
     shape=_fields,
     small={

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache

@@ -7,8 +7,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
-from mla_conformance.cases.columns import COLUMNS, LENGTHS, against
-from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, numbers
+from mla_conformance.cases.dimensions import COLUMNS, LAYOUT, LENGTHS, MAXIMA, PADDING, POISONS, against, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import Only, Row, Rule, Space, measured, plain, values
 from mla_conformance.roles.topk.case import LOGITS, TopKCase
