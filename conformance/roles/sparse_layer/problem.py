@@ -20,10 +20,9 @@ from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
+from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
-from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
 
 _INDEX_SEED = 10**6
 _BEHIND = 2
