@@ -41,7 +41,6 @@ class FlashAttnMLASparseBackend(LibraryKernel, SelectedKeysBackend):
 
     @classmethod
     def lacks(cls) -> list[str]:
-        """As without lists."""
         return FlashAttnMLAvLLM.lacks()
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:

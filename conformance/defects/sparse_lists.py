@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import joined
 from mla_conformance.defects.known import defects
