@@ -41,7 +41,6 @@ class BackendReference:
 
     @property
     def file(self) -> Path | None:
-        """The file that it names, if it names one."""
         location = self.reference.rpartition(":")[0]
         return Path(location) if location.endswith(".py") else None
 

@@ -29,7 +29,6 @@ class Selected:
     space: IndexSpace  # what the lists count
 
     def rows(self, rows: slice) -> "Selected":
-        """The lists of some rows."""
         length = None if self.length is None else self.length[rows]
         return replace(self, indices=self.indices[rows], length=length)
 
@@ -50,7 +49,6 @@ class SelectedKeysBackend(MLASparseBackend):
         extra_topk_indices: Tensor | None = None,
         extra_topk_length: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`MLASparseBackend`."""
         space = self._sparse_metadata.index_space
         sources = [Selected(kv_cache, True, self.kv_cache_dtype, topk_indices, topk_length, space)]
         if extra_kv_cache is not None:
@@ -72,7 +70,6 @@ class SelectedKeysBackend(MLASparseBackend):
         topk_length: Tensor | None = None,
         attn_sink: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`MLASparseBackend`."""
         gathered = Selected(kv, False, "auto", topk_indices, topk_length, self._sparse_metadata.index_space)
         return self._run(q, [gathered], q.new_ones((), dtype=torch.float32), attn_sink, return_softmax_lse)
 

@@ -104,7 +104,6 @@ class MLAPrefillBackend(KernelBackend):
 
     @staticmethod
     def get_chunked_context_metadata_cls() -> type:
-        """Class of the metadata's ``chunked_context``."""
         return ChunkedContextMetadata
 
     @classmethod
@@ -161,7 +160,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Any, or DeepSeek-R1's."""
         return not cls.wrapped.requires_r1_mla_dimensions or _is_r1(dimensions)
 
     @classmethod
@@ -176,7 +174,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
         return None
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
-        """Never."""
         return False
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:

@@ -80,12 +80,10 @@ def last_page(length: int, page: int) -> str:
 
 
 def totals(case: Case) -> list[int]:
-    """Tokens of each request, its new ones included."""
     return [q + kv for q, kv in zip(case.q, case.kv or (0,) * len(case.q), strict=True)]
 
 
 def total(case: Case, request: int) -> int:
-    """Tokens of a request, its new ones included."""
     return case.q[request] + (case.kv[request] if case.kv else 0)
 
 
@@ -95,7 +93,6 @@ def query_class(q: Lengths) -> str | None:
 
 
 def others_class(case: Case) -> str:
-    """What there is beside the longest request."""
     if len(case.q) == 1:
         return "alone"
     if 0 in case.kv:

@@ -299,12 +299,10 @@ class Case(ABC):
 
     @property
     def dimensions(self) -> MLADimensions:
-        """Head dims P, R, V."""
         return dimensions_of(self.dims)[0]
 
     @property
     def kv_lora_rank(self) -> int:
-        """Latent dim L."""
         return dimensions_of(self.dims)[1]
 
     @cached_property
@@ -338,7 +336,6 @@ class Case(ABC):
         return False
 
     def data_of(self, request: int) -> str:
-        """The data regime of a request."""
         regimes = self.data.split("+")
         return regimes[request % len(regimes)]
 
@@ -370,7 +367,6 @@ class Case(ABC):
 
     @property
     def sizes(self) -> Sizes:
-        """What tells its work."""
         columns = self.dimensions.qk_head_dim + self.dimensions.v_head_dim
         return Sizes(columns, self.heads * columns, self.heads * self.dimensions.v_head_dim, self.heads * columns)
 

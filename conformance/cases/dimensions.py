@@ -267,5 +267,4 @@ RESIDUES: tuple[Dimension, ...] = (
 
 
 def residues_of(case: Case) -> dict[str, str]:
-    """The residues of a case."""
     return {each.name: each.class_of(case) or "" for each in RESIDUES}

@@ -95,7 +95,6 @@ def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dime
 
 
 def values(name: str, field: str, *found: Any, only: Only = ALWAYS) -> Dimension:
-    """A dimension whose classes are values of one field; of several that requests have, that of the longest."""
     classes: dict[str, Fields] = {str(value): {field: value} for value in found}
     if field != DATA:
         return plain(name, classes, only)
@@ -186,7 +185,6 @@ class Space:
 
     @cached_property
     def values(self) -> tuple[ClassOf, ...]:
-        """Every class of every dimension."""
         return tuple((each.name, label) for each in self.dimensions for label in each.classes)
 
     @cached_property
@@ -258,7 +256,6 @@ class Space:
         return tuple(each for each in self.dimensions if each.of_request)
 
     def outside(self, case: Case) -> list[str]:
-        """The dimensions of which a case is in no class."""
         row = self.row_of(case)
         return [each.name for each in self.dimensions if each.name not in row]
 

@@ -29,7 +29,6 @@ DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for defini
 
 
 def definition_of(role: Role) -> RoleDefinition:
-    """What a role is."""
     return DEFINITIONS[role]
 
 

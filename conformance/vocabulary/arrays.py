@@ -21,8 +21,8 @@ from mla_conformance.roles.cache.case import CACHE
 from mla_conformance.roles.compress.case import COMPRESS
 from mla_conformance.roles.decode.case import DECODE
 from mla_conformance.roles.indexer.case import INDEXER
-from mla_conformance.roles.layer.space import LAYER
-from mla_conformance.roles.prefill.space import PREFILL
+from mla_conformance.roles.layer.case import LAYER
+from mla_conformance.roles.prefill.case import PREFILL
 from mla_conformance.roles.prepare.case import PREPARE
 from mla_conformance.roles.sparse.case import SPARSE
 from mla_conformance.roles.sparse_layer.case import SPARSE_LAYER

@@ -146,15 +146,6 @@ def _others(case: CacheCase) -> str:
     return "alone" if len(case.q) == 1 else "equal" if len(set(batches.totals(case))) == 1 else "shorter"
 
 
-def _interleave(case: CacheCase) -> str:
-    return "1" if case.interleave == 1 else "page" if case.interleave == case.page else "part of a page"
-
-
-def _few_listed(requests: str, share: str, longest: str, columns: str) -> bool:
-    rows = batches.REQUESTS.least(requests) + _asked(share, batches.LONGEST.least(longest))
-    return rows * COLUMNS.first(columns) <= _MOST_LISTED
-
-
 CACHE = Space(
     role=Role.CACHE,
     capability="cache_combinations",
@@ -179,7 +170,12 @@ CACHE = Space(
         *batches.pages(),
         measured("share", _SHARES, _share),
         numbers("ranks", "ranks", Numbers({**exactly(1, 2, 3), "4 to 8": ((4,), range(4, 9))}), _MAPPED),
-        measured("interleave", _RUNS, _interleave, Only("ranks", ("2", "3", "4 to 8"), "one rank has all")),
+        measured(
+            "interleave",
+            _RUNS,
+            lambda case: {case.page: "page", 1: "1"}.get(case.interleave, "part of a page"),
+            Only("ranks", ("2", "3", "4 to 8"), "one rank has all"),
+        ),
         numbers("ratio", "ratio", _RATIOS, _COMPRESSED),
         values("slots", "slots", *SLOT_DTYPES, only=_MAPPED),
         measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS),
@@ -212,7 +208,14 @@ CACHE = Space(
                 others != "equal" or batches.REQUESTS.least(n) * batches.LONGEST.least(longest) <= _MOST_ENTRIES
             ),
         ),
-        Rule(f"more than {_MOST_LISTED:,} numbers in lists", ("requests", "share", "longest", "columns"), _few_listed),
+        Rule(
+            f"more than {_MOST_LISTED:,} numbers in lists",
+            ("requests", "share", "longest", "columns"),
+            lambda n, share, longest, columns: (
+                (batches.REQUESTS.least(n) + _asked(share, batches.LONGEST.least(longest))) * COLUMNS.first(columns)
+                <= _MOST_LISTED
+            ),
+        ),
     ),
     shape=_fields,
     small={

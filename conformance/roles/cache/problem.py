@@ -177,7 +177,6 @@ class CacheBatch(CachedBatch[CacheCase]):
         return given, parts
 
     def _gathered(self, entries: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The least and the most that each workspace may hold."""
         case = self.case
         if case.call == GATHERS[1]:
             codes, scales = (part.contiguous() for part in entries.tensor_split([case.kv_lora_rank], dim=1))
@@ -272,7 +271,6 @@ class CacheJudge(Steps):
         return iter(())
 
     def _form(self, returned: Returned) -> Verdict | None:
-        """Whatever a call returns, nobody looks at it."""
         return None
 
     def _expected_form(self, returned: Returned) -> Form:

@@ -43,12 +43,10 @@ class CompressCase(CacheOperation):
 
     @property
     def head_dim(self) -> int:
-        """D, columns of an entry."""
         return self.dimensions.qk_head_dim
 
     @property
     def rope_dim(self) -> int:
-        """R, columns that are rotated."""
         return self.dimensions.qk_rope_head_dim
 
     @property

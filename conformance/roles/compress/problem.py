@@ -69,7 +69,6 @@ class StatePages:
         return held
 
     def _give_back(self, request: int, first: int) -> None:
-        """The pages of a request before a column."""
         held = self._held.setdefault(request, {})
         self._free += [held.pop(column) for column in sorted(held) if column < first]
 
@@ -136,7 +135,6 @@ class CompressBatch(Draw[CompressCase]):
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
     def calls(self) -> tuple[CompressCall]:
-        """One, which makes all over the tokens."""
         case, counted, both = self.case, start_loc(self.case.q), zip(self.case.steps(), self._tables[0], strict=True)
         steps = tuple(self._step(step, columns) for step, columns in both)
         ape, norm_weight = self.weights
@@ -169,7 +167,6 @@ class CompressBatch(Draw[CompressCase]):
 
     @cached_property
     def _entries(self) -> tuple[int, ...]:
-        """Entries of each request."""
         return tuple(total // self.case.ratio for total in self.case.totals)
 
     @cached_property

@@ -36,7 +36,6 @@ class IndexerCase(CachedCase):
 
     @property
     def head_dim(self) -> int:
-        """Columns of a key."""
         return self.kv_lora_rank
 
     @property

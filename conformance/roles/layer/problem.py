@@ -78,7 +78,6 @@ def _aside(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _one_tile_times(factor: float, kv_c: torch.Tensor) -> torch.Tensor:
-    """One tile of each latent, another one for the next token."""
     tile = torch.arange(kv_c.shape[1]) // _TILE
     chosen = tile == torch.arange(len(kv_c)).unsqueeze(1) % (int(tile[-1]) + 1)
     return torch.where(chosen, kv_c * factor, kv_c)
@@ -159,7 +158,6 @@ class LayerBatch(CachedBatch[LayerCase]):
         return self._padded(self.queries_of(q, lambda: self._sites(q)).to(self.dtype))
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        """Each request's rows of the queries, and its keys."""
         case, k = self.case, self.keys_on_cpu[0]
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
             bounds = edges(seen.stop - seen.start, case)
@@ -171,7 +169,6 @@ class LayerBatch(CachedBatch[LayerCase]):
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
     def calls(self) -> tuple[LayerCall | RankedCall]:
-        """That of the only rank, or of all of them together."""
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
@@ -210,7 +207,6 @@ class LayerBatch(CachedBatch[LayerCase]):
 
     @property
     def _prefills(self) -> list[bool]:
-        """Whether each request of the case prefills."""
         return [index not in self.case.decoding for index in range(len(self.case.q))]
 
     def _new_tokens(self, x: torch.Tensor) -> torch.Tensor:

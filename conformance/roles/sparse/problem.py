@@ -93,7 +93,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         return self.padded(q.to(self.dtype).to(self.device))
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        """Each row of the queries, and the keys of its list."""
         case, keys = self.case, self.keys.float().cpu()
         for row in range(len(q)):
             named = self.selected[row][self.selected[row] != NO_KEY]
@@ -199,7 +198,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         return {f"{prefix}topk_indices": handed, f"{prefix}topk_length": length}
 
     def _extra_operands(self) -> dict[str, torch.Tensor | None]:
-        """The second cache with its lists, or nothing."""
         if self.extra is None:
             return {}
         form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)

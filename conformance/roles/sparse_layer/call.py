@@ -65,7 +65,6 @@ class SelectedLists(Written):
 
 
 def _some(tokens: set[int]) -> str:
-    """The first of them."""
     shown = ", ".join(map(str, sorted(tokens)[:4]))
     return (shown + (", …" if len(tokens) > len(shown.split(",")) else "")) or "none"
 
@@ -150,7 +149,6 @@ class SparseLayerCall(CallOfARank):
         return backend.run_sparse_layer(self.hidden_states, self.positions, self.cos_sin_cache, **caches)
 
     def fits(self, result: Any) -> bool:
-        """Whether it has the shape of a result, [T, hidden]."""
         hidden = self.weights.o_proj.shape[0]
         return isinstance(result, torch.Tensor) and result.shape == (len(self.hidden_states), hidden)
 

@@ -43,7 +43,6 @@ class _Cache:
         return torch.nn.functional.pad(self.image.slots, (0, padding), value=-1)
 
     def metadata(self) -> Any:
-        """What a kernel may know of the batch over this cache."""
         return sparse_metadata(self.batch, self.pages, self.batch.totals, paged=True, space=IndexSpace.POSITION)
 
 
@@ -56,7 +55,6 @@ class SparseLayerBatch(HiddenStates):
         return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
 
     def _call(self, rank: int) -> SparseLayerCall:
-        """Of one rank's heads, with caches of its own."""
         case, latent, index = self.case, self._cache(self, self._latents), self._index_cache()
         q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in self._attended)
         written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}

@@ -77,7 +77,6 @@ class TopKCase(Case):
 
     @property
     def width(self) -> int:
-        """Columns of the logits."""
         return max(1, sum(self.spans) if self.packed else max(self.spans)) * self.inflate
 
     @property
@@ -103,7 +102,6 @@ _LOOSE = 100
 
 
 def _others(case: TopKCase) -> str:
-    """What there is beside the longest row."""
     if len(case.q) == 1:
         return "alone"
     if 0 in case.kv:
@@ -135,7 +133,6 @@ def _exists(queries: str, longest: str, tile: str, columns: str, keys: str, pool
 
 
 def _few(requests: str, queries: str, others: str, longest: str, starts: str, maxima: str) -> bool:
-    """Whether the logits of a batch are few enough."""
     number, tokens = batches.REQUESTS.first(requests), max(_tokens(queries))
     least = batches.LONGEST.least(longest)
     beside = least if others == "equal" else max(_SHORT)
