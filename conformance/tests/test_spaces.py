@@ -14,14 +14,7 @@ from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.vocabulary import tiers
 from mla_conformance.vocabulary.arrays import SPACES, array_of
-from mla_conformance.vocabulary.capabilities import (
-    CAPABILITIES,
-    Capability,
-    Tier,
-    counted,
-    listed,
-    long_contexts,
-)
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, long_contexts
 
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 
