@@ -244,7 +244,6 @@ class Space:
         return {name: kept for name, label in row.items() if (kept := others.get(name, label)) is not None}
 
     def classes_of(self, case: Case) -> set[ClassOf]:
-        """Every class that a case holds."""
         return {value for row in self.rows((case,)) for value in held(row)}
 
     def beside(self, row: Row, regime: str) -> Row:
