@@ -31,11 +31,6 @@ class AiterLibrary(Library):
     """A module of AITER's Triton kernels, without its operators in C++, which it would build when it is imported."""
 
     def load(self) -> ModuleType:
-        """Import the module.
-
-        Raises:
-            ImportError: it is missing or broken.
-        """
         with patch.dict(os.environ, AITER_TRITON_ONLY="1"):
             module = super().load()
         for name in _FOR_AMD_ALONE:

@@ -82,7 +82,7 @@ class MLACacheBackend(PagedKernel):
             *((False, reason) for reason in cls._page_reasons(config.block_size)),
             (reads, f"kv_cache_dtype {layout} not supported"),
             (
-                not has_tile_scales(layout) or scales in writes,
+                layout not in TILED_FORMATS or TILED_FORMATS[layout].scales != "float32" or scales in writes,
                 f"{scales} scales not supported (writes {', '.join(writes)})",
             ),
             (config.slot_dtype in cls.supported_slot_dtypes, f"slots of {config.slot_dtype} not supported"),
@@ -189,8 +189,3 @@ class MLACacheBackend(PagedKernel):
 
     def _lacks(self, call: str) -> None:
         raise UnsupportedConfiguration(f"{self.get_name()}: {call} not supported")
-
-
-def has_tile_scales(layout: str) -> bool:
-    """Whether a layout has float32 scales, which may be powers of two."""
-    return layout in TILED_FORMATS and TILED_FORMATS[layout].scales == "float32"

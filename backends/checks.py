@@ -1,12 +1,15 @@
 """What a backend of ours checks before it launches: the refusals of SPEC 3.8, with expected and got."""
 
+import torch
 from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, MLADecodeSelectorConfig
 from mla_conformance.backends.interface import PrefillKernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.operands import require_asked, require_forms
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
-from mla_conformance.backends.sparse_checks import check_cache
+from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 
 def check_operands(
@@ -73,3 +76,18 @@ def check_decode_operands(
             f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
             f"{pages}"
         )
+
+
+def check_cache(name: str, cache: Tensor, layout: str, backend: AttentionKernel, dtype: torch.dtype) -> None:
+    """Refuse a cache of another form than the layout's; reads no device memory."""
+    dims = (backend.kv_lora_rank, backend.qk_rope_head_dim)
+    width, stored = entry_width(layout, *dims), cache_dtype(layout, dtype)
+    if cache.dim() == 3 and cache.shape[2] == width and cache.dtype == stored:
+        return
+    fitting = [name for name in CACHE_LAYOUTS if name not in TILED_FORMATS or dims in TILED_FORMATS[name].dims]
+    others = [name for name in fitting if cache.dim() and entry_width(name, *dims) == cache.shape[-1]]
+    hint = f"which is as wide as {' or '.join(others)}" if others else "which is as wide as no layout of such keys"
+    raise ValueError(
+        f"{name}: expected [blocks, page, {width}] of {stored} for {layout}, got {list(cache.shape)} of {cache.dtype}, "
+        f"{hint}"
+    )

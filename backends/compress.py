@@ -72,7 +72,6 @@ class MLACompressBackend(PagedKernel):
 
     @classmethod
     def supports_compression(cls, compression: Compression) -> bool:
-        """Whether keys may be compressed so."""
         return True
 
     @classmethod

@@ -69,12 +69,10 @@ class RaggedBatch:
 
     @cached_property
     def max_query_len(self) -> int:
-        """Longest query in tokens."""
         return max(self.query_lens)
 
     @cached_property
     def max_key_len(self) -> int:
-        """Most keys of a request."""
         return max(self.key_lens)
 
     @property

@@ -17,7 +17,6 @@ from mla_conformance.backends.flashinfer import FLASHINFER, WORKSPACE_BYTES
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.packaged import declared
 from mla_conformance.backends.platform import FROM_HOPPER, HOPPER
-from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _ALIGNED = Deviation("operands must start at multiples of 16 bytes", "others are copied")
@@ -36,7 +35,6 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
     takes_head_dims = staticmethod(lambda qk, v: max(qk, v) <= 256 and not qk % 8 and not v % 8)
 
     def kernel_evidence(self) -> dict[str, str]:
-        """Versions of the packages and of the library that the frontend loaded."""
         return {**super().kernel_evidence(), "cudnn": str(CUDNN.load().backend_version())}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -103,6 +101,7 @@ class CudnnFp8(CudnnPrefillBackend, variant="fp8"):
 
     libraries = (CUDNN,)
     devices = HOPPER  # where it was tried
+    writes_e4m3 = True
     supported_dtypes = [torch.float8_e4m3fn]
     takes_head_dims = staticmethod(lambda qk, v: max(qk, v) <= 256 and not qk % 16 and not v % 16)
     declaration = declared(
@@ -121,12 +120,7 @@ class CudnnFp8(CudnnPrefillBackend, variant="fp8"):
 
     @classmethod
     def supports_unquantised_output(cls, dtype: torch.dtype) -> bool:
-        """Never."""
         return False
-
-    def supports_quant_output(self, quant_key: QuantKey) -> bool:
-        """One static scale for the tensor."""
-        return quant_key == fp8_static_tensor_sym()
 
     def run_prefill_new_tokens(
         self,
@@ -146,7 +140,6 @@ class CudnnFp8(CudnnPrefillBackend, variant="fp8"):
         return (output, lse) if return_softmax_lse else output
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Refused: its result is never quantised."""
         raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only, that of a context chunk is bfloat16")
 
     def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:

@@ -75,7 +75,6 @@ class DeepGemmIndexerBackend(LibraryKernel, MLAIndexerBackend):
     def run_index_topk(
         self, q: Tensor, weights: Tensor, k: Tensor, topk_tokens: int, k_scale: Tensor | None = None
     ) -> Tensor:
-        """Refused."""
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "topk", topk_tokens)
         raise AssertionError("not declared, so refused before")
 

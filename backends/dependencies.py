@@ -41,10 +41,10 @@ class Library:
         try:
             self.load()
         except Exception as error:  # a library may raise anything while it loads its shared objects
-            return [
-                f"package {self.distribution} is installed, but {self.module} does not import: "
-                f"{type(error).__name__}: {error}{_warning(self.version())}"
-            ]
+            reason = f"{self.module} does not import: {type(error).__name__}: {error}"
+            found = self.version()
+            behind = f"; the installed version is {found}" if _UNTRIED in found else ""
+            return [f"package {self.distribution} is installed, but {reason}{behind}"]
         return []
 
     def load(self) -> ModuleType:
@@ -73,10 +73,6 @@ def _version(distribution: str) -> str:
         return "not installed as a distribution"
     tried = _tried(distribution)
     return found if tried.contains(found, prereleases=True) else f"{found}, {_UNTRIED} ({distribution}{tried} was)"
-
-
-def _warning(version: str) -> str:
-    return f"; the installed version is {version}" if _UNTRIED in version else ""
 
 
 def _tried(distribution: str) -> SpecifierSet:

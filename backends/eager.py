@@ -6,7 +6,8 @@ suite's null driver and the base of the known defects, which override one of its
 counts as a certified kernel.
 """
 
-from typing import ClassVar
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +16,77 @@ from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelBackend, UnsupportedConfiguration
 from mla_conformance.backends.kernel import NamedKernel, output_dtype
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
-from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.quantization import E4M3_MAX
+
+
+class SoftmaxState(NamedTuple):
+    """Running state of one request: [N, T, 1] maximum and sum, [N, T, V] unnormalised output; float32."""
+
+    maximum: Tensor
+    total: Tensor
+    weighted: Tensor
+
+
+class OnlineSoftmax:
+    """What a kernel does with the queries and keys of one request."""
+
+    key_tile: ClassVar[int] = 128  # keys of one step
+    scale: float  # softmax scale
+
+    def _initial(self, q: Tensor, v: Tensor) -> SoftmaxState:
+        shape = (q.shape[1], q.shape[0])
+        return SoftmaxState(
+            maximum=q.new_full((*shape, 1), -torch.inf, dtype=torch.float32),
+            total=q.new_zeros(*shape, 1, dtype=torch.float32),
+            weighted=q.new_zeros(*shape, v.shape[-1], dtype=torch.float32),
+        )
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        for start in range(0, keys, self.key_tile):
+            yield slice(start, min(start + self.key_tile, keys))
+
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """[N, T, tile] float32; products of 16-bit values are exact in float32."""
+        return torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
+
+    def _exp(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """P as the second product reads it."""
+        return p.to(dtype).float()
+
+    def _accumulate(self, state: SoftmaxState, scores: Tensor, v: Tensor) -> SoftmaxState:
+        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        # A row that has seen no key yet keeps -inf as its maximum; exp(-inf - 0) is the 0 that it needs.
+        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        decay = (state.maximum - shift).exp()
+        p = self._exp(scores - shift)
+        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
+        return SoftmaxState(
+            maximum, state.total * decay + p.sum(dim=-1, keepdim=True), state.weighted * decay + weighted
+        )
+
+    def _finish(self, state: SoftmaxState) -> tuple[Tensor, Tensor]:
+        """Output [T, N, V] and LSE [N, T]; a row without keys is 0 and -inf."""
+        output = (state.weighted / state.total).masked_fill(state.total == 0, 0.0)
+        lse = state.maximum + state.total.log()
+        return output.transpose(0, 1), lse.squeeze(-1)
+
+
+class LatentSoftmax(OnlineSoftmax):
+    """The same over latents, which are keys and values."""
+
+    kv_lora_rank: int  # L
+    _model_dtype: torch.dtype
+
+    def _values(self, keys: Tensor) -> Tensor:
+        """[..., L]: the first columns of a key are its value."""
+        return keys[..., : self.kv_lora_rank]
+
+    def _round_p(self, p: Tensor, dtype: torch.dtype) -> Tensor:
+        """To the model's dtype, whatever the dtype of the dequantised values is."""
+        return p.to(self._model_dtype).float()
 
 
 class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
@@ -25,11 +94,8 @@ class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
 
     name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
+    writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
-
-    def supports_quant_output(self, quant_key: QuantKey) -> bool:
-        """Static per-tensor e4m3."""
-        return quant_key == fp8_static_tensor_sym()
 
     def run_prefill_new_tokens(
         self,

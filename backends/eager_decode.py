@@ -13,9 +13,9 @@ from torch import Tensor
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, positions_of
+from mla_conformance.backends.eager import LatentSoftmax, SoftmaxState
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise
-from mla_conformance.backends.online_softmax import LatentSoftmax, SoftmaxState
 
 
 class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):

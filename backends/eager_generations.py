@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerKernel, EagerPrefillBackend
 from mla_conformance.backends.generations import earlier, present
 from mla_conformance.backends.kernel import NamedKernel
@@ -38,11 +37,9 @@ class EagerPrefillImpl(earlier.MLAPrefillImpl):
 class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
     """EAGER of the earlier generation."""
 
-    name: ClassVar[str] = "EAGER"
-    variant: ClassVar[str] = "earlier"
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = EagerPrefillBackend.supported_dtypes
-    declaration: ClassVar[Declaration] = EagerPrefillBackend.declaration
+    name, variant = "EAGER", "earlier"
+    supported_dtypes = EagerPrefillBackend.supported_dtypes
+    declaration = EagerPrefillBackend.declaration
 
     @staticmethod
     def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
@@ -52,7 +49,7 @@ class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
 class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
     """EAGER of the present generation."""
 
-    variant: ClassVar[str] = "present"
+    variant = "present"
 
     def supports_out(self) -> bool:
         return True

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import gather
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.reference.selected import NO_KEY
 
 _ROWS = 256

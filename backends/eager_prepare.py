@@ -56,7 +56,6 @@ class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
         return self._stored(self._transformed(rotated)) if self.preparation.hadamard else rotated
 
     def _stored(self, x: Tensor) -> Tensor:
-        """What stands between steps."""
         return x
 
     def _rotated(self, x: Tensor) -> Tensor:
@@ -98,7 +97,6 @@ class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
         return self._power(scale) if self.preparation.scale_format == "pow2" else scale
 
     def _power(self, scale: Tensor) -> Tensor:
-        """The next powers of two."""
         mantissa, exponent = torch.frexp(scale)
         return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 

@@ -76,7 +76,6 @@ class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
         return [] if built else [f"torch {torch.__version__} is built without CUDA flash attention"]
 
     def kernel_evidence(self) -> dict[str, str]:
-        """PyTorch's version and operator."""
         return {"torch": torch.__version__, "operator": "aten::_flash_attention_forward", **super().kernel_evidence()}
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch) -> Any:
@@ -114,7 +113,6 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
 
     @property
     def library(self) -> Any:
-        """That build."""
         return self.package().load()
 
     @classmethod
@@ -124,11 +122,9 @@ class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
-        """Why the installed build does not import."""
         return cls.package().broken()
 
     def kernel_evidence(self) -> dict[str, str]:
-        """Which build served."""
         library = self.package()
         return {library.distribution: library.version(), "module": library.module, "variant": self.variant}
 

@@ -11,8 +11,7 @@ from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.flash_attn_mla import FlashAttnMLAvLLM
 from mla_conformance.backends.packaged import COPIES, PARTS_BOTH, UNIFORM_BATCH, LibraryKernel, declared
 from mla_conformance.backends.platform import HOPPER
-from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed, packed
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
 _ROPE = 64
 
@@ -42,7 +41,6 @@ class FlashAttnMLASparseBackend(LibraryKernel, SelectedKeysBackend):
 
     @classmethod
     def lacks(cls) -> list[str]:
-        """As without lists."""
         return FlashAttnMLAvLLM.lacks()
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:

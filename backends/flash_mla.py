@@ -63,7 +63,6 @@ class FlashMLADecodeBackend(PagedDecodeBackend):
         return [f"{name} is installed, but {reason} ({build.command})"] if reason else []
 
     def kernel_evidence(self) -> dict[str, str]:
-        """Which build served."""
         if is_fork(FORK.load()):
             return {FORK.distribution: FORK.version(), "kernels": "legacy"}
         return {_DEEPSEEK.distribution: _DEEPSEEK.version()}

@@ -10,21 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import aligned, starts_of
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
-from mla_conformance.backends.packaged import (
-    COPIES,
-    LSE_OF_ROUNDED_P,
-    LSE_TO_BASE_2,
-    PARTIAL_OUTPUTS,
-    PARTS_CACHE,
-    UNIFORM_BATCH,
-    declared,
-    further,
-)
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import FROM_AMPERE, HOPPER, DeviceCapability
 
@@ -50,17 +41,17 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
     supported_latent_dims = [(512, 64)]
     supported_query_len = None
     supports_nonuniform_queries = True
-    cudagraph_support = UNIFORM_BATCH
-    declaration = declared(
+    cudagraph_support = packaged.UNIFORM_BATCH
+    declaration = packaged.declared(
         DISTRIBUTIONS,
-        LSE_TO_BASE_2,
-        PARTS_CACHE,
+        packaged.LSE_TO_BASE_2,
+        packaged.PARTS_CACHE,
         ("wants a list of pages without gaps", "taken from the block table, its tails never read"),
         ("plan() before run(), on the host", "plans in prepare_metadata, or at the first call of a new shape"),
         ("a captured graph needs fixed addresses", "one wrapper with its own buffers for each shape of a batch"),
-        COPIES,
+        packaged.COPIES,
         ("0.7.2: the scale of an e4m3 cache is a number on the host", "read at each call; a captured graph keeps it"),
-        PARTIAL_OUTPUTS,
+        packaged.PARTIAL_OUTPUTS,
     )
 
     @classmethod
@@ -151,9 +142,9 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
 class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
     """FlashInfer's FA2 kernel."""
 
-    declaration = further(
+    declaration = packaged.further(
         FlashInferMLADecodeBackend.declaration,
-        LSE_OF_ROUNDED_P,
+        packaged.LSE_OF_ROUNDED_P,
         rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
     )
 
@@ -162,4 +153,6 @@ class FlashInferMLAFa3(FlashInferMLADecodeBackend, variant="fa3"):
     """FlashInfer's Hopper kernel."""
 
     devices = HOPPER
-    declaration = further(FlashInferMLADecodeBackend.declaration, rounding=Rounding(partial_outputs=Precision.MODEL))
+    declaration = packaged.further(
+        FlashInferMLADecodeBackend.declaration, rounding=Rounding(partial_outputs=Precision.MODEL)
+    )

@@ -10,8 +10,7 @@ from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.packaged import LSE_TO_BASE_2, UNIFORM_BATCH, LibraryKernel, declared
 from mla_conformance.backends.platform import BLACKWELL
-from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed, packed
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed, packed
 
 _STATISTICS_BYTES = 8 * 256
 """Of the workspace, for each head of each query token, where the LSE is asked for."""

@@ -10,24 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
-from mla_conformance.backends.packaged import (
-    COPIES,
-    LSE_TO_BASE_2,
-    PARTIAL_OUTPUTS,
-    PARTS_BOTH,
-    LibraryKernel,
-    declared,
-)
 from mla_conformance.backends.platform import HOPPER, DeviceCapability
-from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 
 
-class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
+class FlashInferMLASparseSM90Backend(packaged.LibraryKernel, SelectedKeysBackend):
     """Lists of any length, over a cache or over gathered keys."""
 
     name = "FLASHINFER_MLA_SPARSE_SM90"
@@ -36,16 +28,16 @@ class FlashInferMLASparseSM90Backend(LibraryKernel, SelectedKeysBackend):
     supported_kv_cache_dtypes = ["auto", "fp8"]
     supported_latent_dims = [(512, 64), (512, 0)]
     supports_topk_length = True
-    declaration = declared(
+    declaration = packaged.declared(
         DISTRIBUTIONS,
         ("wants a list of pages without gaps", "what the lists name, packed on the device"),
         ("plan() before run(), on the host", "plans at each call, which no graph captures"),
         ("pages of one token follow each other", "a cache with gaps between its blocks is copied"),
-        PARTS_BOTH,
-        LSE_TO_BASE_2,
-        COPIES,
+        packaged.PARTS_BOTH,
+        packaged.LSE_TO_BASE_2,
+        packaged.COPIES,
         ("the scale of an e4m3 cache is a number on the host", "read at each call"),
-        PARTIAL_OUTPUTS,
+        packaged.PARTIAL_OUTPUTS,
         rounding=Rounding(partial_outputs=Precision.MODEL),
     )
     _wrapper: Any = None

@@ -39,7 +39,6 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         return device_capability is None or device_capability >= (8, 0)
 
     def kernel_evidence(self) -> dict[str, str]:
-        """PyTorch's version and whether the kernel is compiled."""
         return {"torch": torch.__version__, **super().kernel_evidence()}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:

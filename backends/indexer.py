@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import unless
 from mla_conformance.backends.operands import Form, require_asked, require_form, require_forms, table
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
 

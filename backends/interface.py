@@ -10,7 +10,7 @@ from torch import Tensor
 from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.operands import Form, table
-from mla_conformance.backends.quant_key import QuantKey
+from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.dimensions import MLADimensions
 
 __all__ = ["MLADimensions", "MLAPrefillBackend", "MLAPrefillSelectorConfig", "UnsupportedConfiguration"]
@@ -30,6 +30,7 @@ class PrefillKernelBackend(AttentionKernel):
     """
 
     supported_mla_dimensions: ClassVar[list[MLADimensions]] = []  # head dims; empty means any
+    writes_e4m3: ClassVar[bool] = False  # whether ``out`` may be e4m3 under one static scale for the tensor
     returns_lse: ClassVar[bool] = True  # whether an LSE can be asked for; without it there are no context chunks either
 
     @classmethod
@@ -39,7 +40,7 @@ class PrefillKernelBackend(AttentionKernel):
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
         """Whether ``run_prefill_new_tokens`` writes ``out`` quantised by ``quant_key`` itself (fused)."""
-        return False
+        return self.writes_e4m3 and quant_key == fp8_static_tensor_sym()
 
     @classmethod
     def supports_unquantised_output(cls, dtype: torch.dtype) -> bool:

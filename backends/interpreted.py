@@ -62,7 +62,6 @@ class InterpretedKernel(LibraryKernel):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """A CPU."""
         return device_capability is None
 
 

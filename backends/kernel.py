@@ -129,7 +129,6 @@ class AttentionSizes:
 
     @property
     def dimensions(self) -> MLADimensions:
-        """Head dims of queries, keys and values."""
         return MLADimensions(**{name: getattr(self, name) for name in HEAD_DIMS})
 
 
@@ -148,7 +147,6 @@ class NamedKernel(KernelBackend):
 
     @classmethod
     def get_name(cls) -> str:
-        """See :class:`KernelBackend`."""
         return cls.name
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.entry_formats import TILED_FORMATS, TiledFormat
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What the low three bits of a 4-bit code mean; the highest is the sign."""
@@ -35,13 +35,9 @@ def dequantise(rows: Tensor, layout: str, k_scale: Tensor, model_dtype: torch.dt
         k_scale: float32 scalar, what a code of 1.0 in an ``fp8`` cache stands for.
         model_dtype: dtype of the plain values in a tiled entry.
     """
-    if layout in TILED_FORMATS:
-        return _dequantise_tiles(rows, TILED_FORMATS[layout], model_dtype)
-    return rows.float() * k_scale if layout == "fp8" else rows.float()
-
-
-def _dequantise_tiles(rows: Tensor, form: TiledFormat, model_dtype: torch.dtype) -> Tensor:
-    """Tiles of codes, each with its scale, then plain values."""
+    if layout not in TILED_FORMATS:
+        return rows.float() * k_scale if layout == "fp8" else rows.float()
+    form = TILED_FORMATS[layout]  # tiles of codes, each with its scale, then plain values
     parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
     tiles = _CODES[form.codes](parts["codes"]).unflatten(-1, (form.tiles, form.tile))
     scaled = (tiles * _SCALES[form.scales](parts["scales"])[..., : form.tiles].unsqueeze(-1)).flatten(-2)
@@ -62,14 +58,9 @@ def _e2m1(data: Tensor) -> Tensor:
     return torch.where(codes >= 8, -values, values)
 
 
-def _ue8m0(data: Tensor) -> Tensor:
-    """The byte is the exponent of a float32 number."""
-    return (data.int() << _MANTISSA_BITS).view(torch.float32)
-
-
 _CODES: Mapping[str, Callable[[Tensor], Tensor]] = {"e4m3": _e4m3, "e2m1": _e2m1}
 _SCALES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "float32": lambda data: data.view(torch.float32),
-    "ue8m0": _ue8m0,
+    "ue8m0": lambda data: (data.int() << _MANTISSA_BITS).view(torch.float32),  # the exponent of a float32 number
     "e4m3": _e4m3,
 }

@@ -10,17 +10,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted
-from mla_conformance.backends.packaged import (
-    JOINS_Q,
-    ONE_TOKEN_EACH,
-    PAGE_AT_ONCE,
-    RETURNS_NO_LSE,
-    RETURNS_NO_LSE_OF_CHUNKS,
-    declared,
-)
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import FROM_AMPERE
 from mla_conformance.backends.ragged import RaggedPrefillBackend
@@ -66,9 +59,9 @@ class LmdeployPrefillBackend(RaggedPrefillBackend):
         lambda qk, v: min(qk, v) >= 16 and not 128 < qk < 256 and v <= max(128, 1 << (qk.bit_length() - 1))
     )
     returns_lse = False
-    declaration = declared(
+    declaration = packaged.declared(
         DISTRIBUTIONS,
-        RETURNS_NO_LSE_OF_CHUNKS,
+        packaged.RETURNS_NO_LSE_OF_CHUNKS,
         (
             "on Hopper its tiles of head dims (192, 128) take 288 KiB of shared memory, of 227",
             "head dims between 128 and 256, and wider values, are declared unsupported",
@@ -91,13 +84,13 @@ class LmdeployDecodeBackend(PagedDecodeBackend):
     supported_kv_cache_dtypes = ["auto", "fp8"]
     supported_latent_dims = [(512, 64)]
     returns_lse = False
-    cudagraph_support = ONE_TOKEN_EACH
-    declaration = declared(
+    cudagraph_support = packaged.ONE_TOKEN_EACH
+    declaration = packaged.declared(
         DISTRIBUTIONS,
-        JOINS_Q,
-        RETURNS_NO_LSE,
+        packaged.JOINS_Q,
+        packaged.RETURNS_NO_LSE,
         ("several query tokens of a request see all its keys", "declared unsupported"),
-        PAGE_AT_ONCE,
+        packaged.PAGE_AT_ONCE,
         ("reduces what it did not write where there is no key", "0 in the rows that have none"),
     )
 

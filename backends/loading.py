@@ -203,12 +203,9 @@ def _requirements(loaded: Any, device_capability: DeviceCapability | None) -> li
             f"needs compute capability {needed}: {got}" if needed else f"compute capability not supported: {got}"
         )
     if not yes_or_no(getattr(loaded, "is_available", lambda: True)(), "is_available"):
-        reasons += _dependencies(loaded, "missing_dependencies") or ["required dependencies not available"]
-    return reasons or _dependencies(loaded, "broken_dependencies")
-
-
-def _dependencies(loaded: Any, method: str) -> list[str]:
-    return reasons_of(getattr(loaded, method, list)(), method)
+        missing = reasons_of(getattr(loaded, "missing_dependencies", list)(), "missing_dependencies")
+        reasons += missing or ["required dependencies not available"]
+    return reasons or reasons_of(getattr(loaded, "broken_dependencies", list)(), "broken_dependencies")
 
 
 def _import_reason(error: ForeignError) -> str:

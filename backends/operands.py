@@ -15,31 +15,11 @@ from torch import Tensor
 from mla_conformance.backends.kernel import expect, require_declared
 
 AT_LEAST = " or more"
-SIZES = {
-    *(
-        "T",
-        "S",
-        "B",
-        "B + 1",
-        "N",
-        "H",
-        "K",
-        "K'",
-        "P",
-        "R",
-        "L + R",
-        "P + R",
-        "V",
-        "L",
-        "D",
-        "C",
-        "m",
-        "C · D",
-        "2 · C · D",
-    ),
-    *("blocks", "page", "width", "index width", "max blocks", "pages", "state page", "state pages"),
-    *("columns", "rows", "hidden", "1", "L + R"),
-}
+_SIZES = """
+T, S, B, B + 1, N, H, K, K', P, R, L + R, P + R, V, L, D, C, m, C · D, 2 · C · D
+blocks, page, width, index width, max blocks, pages, state page, state pages, columns, rows, hidden, 1
+"""
+SIZES = {name for line in _SIZES.strip().splitlines() for name in line.split(", ")}
 DTYPES = {"", "model", "input", "codes", "entries", "index entries"}
 """Names of sizes and of dtypes that tables may use; a role from outside adds its own."""
 AnyTable = TypeVar("AnyTable", bound=Callable[..., Any])

@@ -121,7 +121,6 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:
-        """What must be installed first."""
         return [reason for library in cls.libraries for reason in library.missing()]
 
     @classmethod

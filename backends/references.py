@@ -41,7 +41,6 @@ class BackendReference:
 
     @property
     def file(self) -> Path | None:
-        """The file that it names, if it names one."""
         location = self.reference.rpartition(":")[0]
         return Path(location) if location.endswith(".py") else None
 
@@ -87,7 +86,13 @@ def parse_reference(reference: str) -> BackendReference:
         BackendReferenceError: an unknown name, or a path that does not exist.
     """
     if ":" not in reference:
-        _require_known(reference)
+        if reference.endswith(".py"):
+            classes = _classes(_existing(reference, reference), reference)
+            raise BackendReferenceError(f"'{reference}': expected {reference}:Class; {classes}")
+        names = [backend.name for backend in (*known_backends(), *known_variants())]
+        if reference not in names:
+            further = ", or package.module:Class, or path/to/file.py:Class"
+            raise BackendReferenceError(unknown("backend", reference, names, "mla-conformance backends", further))
         return BackendReference(reference, reference)
     location, _, class_name = reference.rpartition(":")
     if location.endswith(".py"):
@@ -108,15 +113,6 @@ def require_class(reference: str) -> None:
     source = _existing(location, reference).read_text(encoding="utf-8", errors="replace")
     if not re.search(rf"\b{re.escape(name)}\b", source) and not _MAKES_NAMES.search(source):
         raise BackendReferenceError(f"no class {name} in {location}; {_classes(Path(location), location, name)}")
-
-
-def _require_known(name: str) -> None:
-    if name.endswith(".py"):
-        raise BackendReferenceError(f"'{name}': expected {name}:Class; {_classes(_existing(name, name), name)}")
-    names = [backend.name for backend in (*known_backends(), *known_variants())]
-    if name not in names:
-        further = ", or package.module:Class, or path/to/file.py:Class"
-        raise BackendReferenceError(unknown("backend", name, names, "mla-conformance backends", further))
 
 
 def _existing(location: str, reference: str) -> Path:

@@ -85,15 +85,12 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         return resolve_obj_by_qualname(path) if path else self.get_class().variants[name]
 
     def is_overridden(self) -> bool:
-        """Whether another class was registered for this backend."""
         return self._override is not None
 
     def override(self, class_path: str) -> None:
-        """Let another class stand for this backend."""
         self._override = class_path
 
     def clear_override(self) -> None:
-        """Return to the class that the enumeration names."""
         self._override = None
 
 

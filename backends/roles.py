@@ -1,6 +1,10 @@
-"""Roles of a backend: what of an MLA layer it computes. One name may stand for a class in each role."""
+"""What backends and cases name alike, without torch: roles, and what the numbers of a list of keys count.
+
+A role is what of an MLA layer a backend computes. One name may stand for a class in each role.
+"""
 
 import re
+from enum import StrEnum
 from typing import Any, ClassVar
 
 _EVERY = (
@@ -96,3 +100,14 @@ def role_of(loaded: type) -> Role:
 def sibling(loaded: type, role: Role) -> Any:
     """The class that ``loaded`` names for another role, by an attribute such as ``decode_backend``."""
     return getattr(loaded, f"{role}_backend", None)
+
+
+class IndexSpace(StrEnum):
+    """What the numbers of a list of selected keys count, from 0."""
+
+    SLOT = "slot"
+    """Entries of what is handed over: block · page + offset of a cache, rows of gathered keys."""
+    POSITION = "position"
+    """Tokens of the row's request, on all ranks."""
+    RANK_LOCAL = "rank_local"
+    """Those tokens of the row's request that this rank holds."""

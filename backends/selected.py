@@ -9,16 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.operands import require_asked
+from mla_conformance.backends.checks import check_cache
+from mla_conformance.backends.kernel import expect
+from mla_conformance.backends.operands import require_asked, require_forms
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
-from mla_conformance.backends.sparse_checks import (
-    check_cache,
-    check_lists,
-    check_operands,
-    check_selection,
-    names_twice,
-)
+from mla_conformance.reference.selected import NO_KEY
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,6 @@ class Selected:
     space: IndexSpace  # what the lists count
 
     def rows(self, rows: slice) -> "Selected":
-        """The lists of some rows."""
         length = None if self.length is None else self.length[rows]
         return replace(self, indices=self.indices[rows], length=length)
 
@@ -54,7 +49,6 @@ class SelectedKeysBackend(MLASparseBackend):
         extra_topk_indices: Tensor | None = None,
         extra_topk_length: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`MLASparseBackend`."""
         space = self._sparse_metadata.index_space
         sources = [Selected(kv_cache, True, self.kv_cache_dtype, topk_indices, topk_length, space)]
         if extra_kv_cache is not None:
@@ -76,7 +70,6 @@ class SelectedKeysBackend(MLASparseBackend):
         topk_length: Tensor | None = None,
         attn_sink: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`MLASparseBackend`."""
         gathered = Selected(kv, False, "auto", topk_indices, topk_length, self._sparse_metadata.index_space)
         return self._run(q, [gathered], q.new_ones((), dtype=torch.float32), attn_sink, return_softmax_lse)
 
@@ -108,19 +101,31 @@ class SelectedKeysBackend(MLASparseBackend):
         return output, lse
 
     def _check(self, q: Tensor, sources: list[Selected], sink: Tensor | None, lse: bool) -> None:
-        """Refuse what is not declared and what does not fit."""
+        """Refuse what is not declared and what does not fit: SPEC 3.8 and 7.11, with expected and got."""
         names = (("kv_cache", "topk_indices"), ("extra_kv_cache", "extra_topk_indices"))
         named = list(zip(sources, names if sources[0].paged else (("kv", "topk_indices"),), strict=False))
         for source, (_, lists) in named:
-            check_lists(lists, source.indices, source.length, q.shape[0])
-        reads = _may_wait(q.device)
+            shape, dtype = source.indices.shape, source.indices.dtype
+            if dtype != torch.int32:
+                raise ValueError(f"{lists}: expected lists of torch.int32, got {dtype}; convert them")
+            if len(shape) != 2 or shape[0] != len(q):
+                raise ValueError(f"{lists}: expected a list for each of {len(q)} query tokens, got shape {list(shape)}")
+            if source.length is not None:
+                expect("topk_length", source.length, (len(q),), torch.int32, f"the length of each list of {lists}")
+        # Not on a stream of a caller's own, or in a graph's capture: there reading would wait for inputs that are still
+        # to come, and hide a library that does not wait for them.
+        reads = q.device.type != "cuda" or torch.cuda.current_stream(q.device) == torch.cuda.default_stream(q.device)
         twice = reads and not self.supports_duplicates and any(names_twice(x.indices, x.length) for x in sources)
         self._require_declared(q, sources, sink, lse=lse, duplicates=twice)
-        check_operands(self, self._sparse_metadata, q, sink)
+        heads, width = self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
+        tokens = int(self._sparse_metadata.query_lens_cpu.sum())
+        if q.shape != (tokens, heads, width):
+            raise ValueError(f"q: expected {tokens} tokens of [{heads}, {width}] by the metadata, got {list(q.shape)}")
+        require_forms(MLASparseBackend.run_sparse_decode, {"attn_sink": sink}, {"N": heads})
         for source, (cache, lists) in named:
             check_cache(cache, source.cache, source.layout, self, q.dtype)
             if reads:
-                check_selection(lists, source.indices, source.length, self._limit(source))
+                self._check_selection(lists, source)
 
     def _require_declared(self, q: Tensor, sources: list[Selected], sink: Tensor | None, **asked: bool) -> None:
         main, extra = sources[0], sources[1] if len(sources) > 1 else None
@@ -145,21 +150,45 @@ class SelectedKeysBackend(MLASparseBackend):
             **asked,
         )
 
-    def _limit(self, source: Selected) -> Tensor:
-        """What the numbers of each row's list are below: [1, 1] or [T, 1], on the device."""
-        metadata = self._sparse_metadata
+    def _check_selection(self, name: str, source: Selected) -> None:
+        """Refuse lengths beyond the lists, by this name, and numbers that name nothing; reads the lists."""
+        metadata, indices, length = self._sparse_metadata, source.indices, source.length
+        columns = indices.shape[1]
+        if length is not None and bool((off := (length < 0) | (length > columns)).any()):
+            row = int(off.nonzero()[0])
+            got = int(length[row])
+            raise ValueError(f"topk_length: expected 0 to {columns}, the columns of {name}, got {got} in row {row}")
         if source.space is IndexSpace.SLOT:
             slots = source.cache.shape[0] * source.cache.shape[1]
-            return torch.full((1, 1), slots, device=source.indices.device)
-        ranks = metadata.dcp_world_size if source.space is IndexSpace.POSITION else 1
-        # A rank is not told how many tokens others hold: at most so many more each.
-        bound = metadata.seq_lens * ranks + (ranks - 1) * metadata.cp_kv_cache_interleave_size
-        return bound[metadata.req_id_per_token.long()].unsqueeze(1)
+            limit = torch.full((1, 1), slots, device=indices.device)
+        else:
+            ranks = metadata.dcp_world_size if source.space is IndexSpace.POSITION else 1
+            # A rank is not told how many tokens others hold: at most so many more each.
+            bound = metadata.seq_lens * ranks + (ranks - 1) * metadata.cp_kv_cache_interleave_size
+            limit = bound[metadata.req_id_per_token.long()].unsqueeze(1)
+        outside = listed(indices, length) & ((indices < NO_KEY) | (indices >= limit))
+        if bool(outside.any()):
+            row, column = outside.nonzero()[0].tolist()
+            most = int(limit.expand(len(indices), 1)[row]) - 1
+            got = int(indices[row, column])
+            raise ValueError(f"{name}: expected 0 to {most}, or -1, got {got} in row {row}, column {column}")
 
 
-def _may_wait(device: torch.device) -> bool:
-    """Whether the host may read what a call is handed: not on a stream of a caller's own, or in a graph's capture.
+def listed(indices: Tensor, length: Tensor | None) -> Tensor:
+    """[T, K] bool: what of the lists counts and names a key."""
+    named = indices != NO_KEY
+    if length is None:
+        return named
+    return named & (torch.arange(indices.shape[1], device=indices.device) < length.unsqueeze(1))
 
-    There reading would wait for inputs that are still to come, and hide a library that does not wait for them.
-    """
-    return device.type != "cuda" or torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+
+def packed(numbers: Tensor, named: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, K] int32: the numbers at ``named`` [T, K] in their order, -1 behind them; [T] int32: how many they are."""
+    order = named.sort(dim=1, descending=True, stable=True).indices
+    return numbers.masked_fill(~named, NO_KEY).gather(1, order), named.sum(dim=1, dtype=torch.int32)
+
+
+def names_twice(indices: Tensor, length: Tensor | None) -> bool:
+    """Whether a list names a key more than once; reads the lists."""
+    ordered = indices.masked_fill(~listed(indices, length), NO_KEY).sort(dim=1).values
+    return bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)).any())

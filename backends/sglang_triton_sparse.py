@@ -67,7 +67,6 @@ class SGLangTritonSparseUnion4(SGLangTritonSparseUnion2, variant="union4"):
 
 
 def _launch(self: Any, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
-    """As the launcher does."""
     (gathered,), library, heads = sources, self.library, self.num_heads
     q, indices, columns = q.contiguous(), gathered.indices.contiguous(), gathered.indices.shape[1]
     output = q.new_empty(*q.shape[:2], self.kv_lora_rank)

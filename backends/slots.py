@@ -24,13 +24,8 @@ def slots_of(metadata: MLACommonDecodeMetadata | MLASparseMetadata, page: int) -
     """
     token = torch.arange(metadata.max_seq_len, device=metadata.seq_lens.device)
     if metadata.block_table is None:
-        slots = _first_rows(metadata).unsqueeze(1) + token
+        assert isinstance(metadata, MLASparseMetadata) and metadata.workspace_starts is not None
+        slots = metadata.workspace_starts.long().unsqueeze(1) + token
     else:
         slots = slots_at(metadata.block_table, slice(None), token, page)
     return slots.masked_fill(token >= metadata.seq_lens.unsqueeze(1), -1)
-
-
-def _first_rows(metadata: MLACommonDecodeMetadata | MLASparseMetadata) -> Tensor:
-    """[B] int64, where the gathered keys of each request begin."""
-    assert isinstance(metadata, MLASparseMetadata) and metadata.workspace_starts is not None
-    return metadata.workspace_starts.long()

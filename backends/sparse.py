@@ -18,9 +18,9 @@ from torch import Tensor
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
 from mla_conformance.backends.cache_dtypes import LatentKernel, layout_of
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import unless
 from mla_conformance.backends.operands import Form, table
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.reference.cache_layout import require_layout
 
 Queries = Annotated[Tensor, Form("T, N, D")]

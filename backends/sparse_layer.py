@@ -121,7 +121,6 @@ class MLASparseLayerBackend(PagedKernel):
         self.vllm_config = vllm_config
 
     def load_weights(self, weights: SparseLayerWeights) -> None:
-        """Take the weights of the next calls."""
         self._weights = weights
 
     def prepare_metadata(self, sparse_layer_metadata: MLASparseLayerMetadata) -> None:

@@ -6,17 +6,10 @@ The LSE of its decode kernel has base 2, unlike that of its prefill kernel.
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.packaged import (
-    JOINS_Q,
-    LSE_TOKENS_FIRST,
-    PACKS_TABLE,
-    UNIFORM_BATCH,
-    LibraryKernel,
-    declared,
-)
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import BLACKWELL
 from mla_conformance.backends.ragged import RaggedPrefillBackend
@@ -27,7 +20,7 @@ _TILE = 128
 """Rows, query heads times query tokens, that a block of the decode kernel computes."""
 
 
-class _TokenspeedKernel(LibraryKernel):
+class _TokenspeedKernel(packaged.LibraryKernel):
     """What the kernels of the package have in common."""
 
     name = "TOKENSPEED_MLA"
@@ -51,10 +44,10 @@ class TokenspeedMLAPrefillBackend(_TokenspeedKernel, RaggedPrefillBackend):
 
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
     head_dims = ((192, 128), (128, 128), (64, 64), (32, 32))  # what the library asserts
-    declaration = declared(
+    declaration = packaged.declared(
         _DISTRIBUTIONS,
         ("strides of q, k and v are ignored", "all three are made contiguous"),
-        LSE_TOKENS_FIRST,
+        packaged.LSE_TOKENS_FIRST,
         ("the output is bfloat16 whatever the inputs are", "float16 is not declared"),
         ("the maximum may lag by 2^8, so P in e4m3 has no scale", "declared e4m3"),
         _SWALLOWS,
@@ -86,13 +79,13 @@ class TokenspeedMLADecodeBackend(_TokenspeedKernel, PagedDecodeBackend):
     supported_block_sizes = [2, 4, 8, 16, 32, 64, 128]  # divisors of a tile of keys
     supported_latent_dims = [(512, 64)]
     supported_query_len = None
-    cudagraph_support = UNIFORM_BATCH
-    declaration = declared(
+    cudagraph_support = packaged.UNIFORM_BATCH
+    declaration = packaged.declared(
         _DISTRIBUTIONS,
         ("LSE to base 2, [B, queries of a request, N]", "times ln 2, [N, T]"),
-        JOINS_Q,
+        packaged.JOINS_Q,
         ("operands must start at multiples of 16 bytes", "such a cache is copied"),
-        PACKS_TABLE,
+        packaged.PACKS_TABLE,
         ("wants a workspace for its split keys", "of the largest size that its own split makes"),
         ("reads an e4m3 cache only under queries in e4m3", "declared unsupported"),
         ("masks several query tokens of context-parallel ranks in e4m3 only", "declared unsupported"),

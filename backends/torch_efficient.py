@@ -45,7 +45,6 @@ class TorchEfficientPrefillBackend(RaggedPrefillBackend):
         return [] if torch.backends.cuda.is_built() else [f"torch {torch.__version__} is built without CUDA"]
 
     def kernel_evidence(self) -> dict[str, str]:
-        """PyTorch's version and operator."""
         operator = "aten::_efficient_attention_forward"
         return {"torch": torch.__version__, "operator": operator, **super().kernel_evidence()}
 

@@ -40,7 +40,6 @@ class TorchRows(NamedKernel):
     kv_lora_rank: int
 
     def kernel_evidence(self) -> dict[str, str]:
-        """PyTorch's version, and which of its kernels serves the calls."""
         return {"torch": torch.__version__, "kernel": self.kernel}
 
     def attend_in_parts(
@@ -87,7 +86,6 @@ class TorchEfficientRows(TorchRows):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Any GPU."""
         return device_capability is not None
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

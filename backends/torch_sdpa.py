@@ -34,44 +34,27 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """A CPU kernel: only devices without compute capability."""
         return device_capability is None
 
     def kernel_evidence(self) -> dict[str, str]:
-        """PyTorch's version."""
         return {"torch": torch.__version__, **super().kernel_evidence()}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)
         lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
         for rows, keys in batch.requests():
-            flash_attention(q[rows], k[keys], v[keys], output[rows], lse[:, rows], self.scale, batch.causal)
+            queries, seen, mask = rows.stop - rows.start, keys.stop - keys.start, None
+            if batch.causal and queries > seen:
+                # Queries before the first key see nothing; the kernel would give them the LSE of an unmasked row.
+                rows, queries = slice(rows.stop - seen, rows.stop), seen
+            parts = (q[rows], k[keys], v[keys])
+            width = max(x.shape[-1] for x in parts)
+            operands = [pad(x, (0, width - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in parts]
+            if batch.causal and queries != seen:  # aligned bottom-right: query i sees keys 0 ... S - T + i
+                visible = torch.ones(queries, seen, dtype=torch.bool).tril(seen - queries)
+                mask = torch.zeros(queries, seen).masked_fill(~visible, -torch.inf)
+            result, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *operands, 0.0, batch.causal and mask is None, attn_mask=mask, scale=self.scale
+            )
+            output[rows], lse[:, rows] = result[0].transpose(0, 1)[..., : v.shape[-1]], logsumexp[0]
         return output, lse
-
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor, scale: float, causal: bool) -> None:
-    """Attend to one request's keys and write ``output`` and ``lse``; causal masks are aligned bottom-right.
-
-    Args:
-        q: [T, N, D], T > 0.
-        k: [S, N, D], S > 0.
-        v: [S, N, V].
-        output: [T, N, V], written where a key is visible.
-        lse: [N, T] float32, written where a key is visible.
-        scale: softmax scale.
-        causal: query i sees keys 0 ... S - T + i.
-    """
-    # Queries before the first key see nothing; the kernel would give them the LSE of an unmasked row.
-    first = max(0, q.shape[0] - k.shape[0]) if causal else 0
-    q, output, lse = q[first:], output[first:], lse[:, first:]
-    width = max(q.shape[-1], v.shape[-1])
-    operands = [pad(x, (0, width - x.shape[-1])).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
-    queries, keys, mask = q.shape[0], k.shape[0], None
-    if causal and queries != keys:
-        visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-        mask = torch.zeros(queries, keys).masked_fill(~visible, -torch.inf)
-    result, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *operands, 0.0, causal and mask is None, attn_mask=mask, scale=scale
-    )
-    output.copy_(result[0].transpose(0, 1)[..., : v.shape[-1]])
-    lse.copy_(logsumexp[0])

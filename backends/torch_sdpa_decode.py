@@ -7,20 +7,13 @@ without a synchronisation, so a call may be captured in a CUDA graph whose buffe
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import torch_rows
 from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.decode import MLADecodeBackend, positions_of
 from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.packaged import UNIFORM_BATCH, declared, further
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.torch_rows import (
-    APPROXIMATE,
-    APPROXIMATE_EXP,
-    EFFICIENT,
-    MASK_ALIGNMENT,
-    TorchEfficientRows,
-    TorchRows,
-)
 
 _ADAPTED = declared(
     "torch",
@@ -30,7 +23,7 @@ _ADAPTED = declared(
 )
 
 
-class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
+class TorchSDPADecodeBackend(torch_rows.TorchRows, MLADecodeBackend):
     """On a CPU; on a GPU another kernel serves the calls."""
 
     supported_kv_cache_dtypes = ["auto", "fp8", "fp8_ds_mla"]
@@ -44,8 +37,8 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
             "a row without keys is NaN, and a batch without any ends the process",
             "a call has masked keys at least; such a row is blanked: output 0, LSE -inf",
         ),
-        APPROXIMATE_EXP,
-        rounding=APPROXIMATE,
+        torch_rows.APPROXIMATE_EXP,
+        rounding=torch_rows.APPROXIMATE,
     )
 
     @classmethod
@@ -62,7 +55,7 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         totals = metadata.seq_lens if metadata.dcp_tot_seq_lens is None else metadata.dcp_tot_seq_lens
         last = (totals[request] - starts[1:][request] + token).masked_fill(token >= starts[-1], -1)
         tokens = max(1, min(metadata.max_seq_len, table.shape[1] * page))
-        position = torch.arange(tokens + -tokens % MASK_ALIGNMENT, device=kv_cache.device)
+        position = torch.arange(tokens + -tokens % torch_rows.MASK_ALIGNMENT, device=kv_cache.device)
         positions, columns = positions_of(metadata, position), (position // page).clamp(max=table.shape[1] - 1)
         # Float8 as bytes, since it cannot be indexed everywhere.
         entries = kv_cache.view(torch.uint8) if kv_cache.element_size() == 1 else kv_cache
@@ -77,7 +70,7 @@ class TorchSDPADecodeBackend(TorchRows, MLADecodeBackend):
         return self.attend_in_parts(torch.cat((ql_nope, q_pe), dim=-1), len(position), keys_of)
 
 
-class TorchEfficientDecodeBackend(TorchEfficientRows, TorchSDPADecodeBackend):
+class TorchEfficientDecodeBackend(torch_rows.TorchEfficientRows, TorchSDPADecodeBackend):
     """On a GPU."""
 
-    declaration = further(_ADAPTED, *EFFICIENT, rounding=Rounding(dequantised_keys=Precision.MODEL))
+    declaration = further(_ADAPTED, *torch_rows.EFFICIENT, rounding=Rounding(dequantised_keys=Precision.MODEL))

@@ -3,21 +3,13 @@
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import torch_rows
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.packaged import UNIFORM_BATCH, declared, further
 from mla_conformance.backends.platform import DeviceCapability
-from mla_conformance.backends.selected import Selected, SelectedKeysBackend
-from mla_conformance.backends.sparse_checks import listed
-from mla_conformance.backends.torch_rows import (
-    APPROXIMATE,
-    APPROXIMATE_EXP,
-    EFFICIENT,
-    MASK_ALIGNMENT,
-    TorchEfficientRows,
-    TorchRows,
-)
+from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 
 _ADAPTED = declared(
@@ -28,7 +20,7 @@ _ADAPTED = declared(
 )
 
 
-class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
+class TorchSDPASparseBackend(torch_rows.TorchRows, SelectedKeysBackend):
     """On a CPU; on a GPU another kernel serves the calls."""
 
     supported_kv_cache_dtypes = list(CACHE_LAYOUTS)
@@ -38,8 +30,8 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
     declaration = further(
         _ADAPTED,
         ("a row without keys is NaN", "such a row is blanked: output 0, LSE -inf"),
-        APPROXIMATE_EXP,
-        rounding=APPROXIMATE,
+        torch_rows.APPROXIMATE_EXP,
+        rounding=torch_rows.APPROXIMATE,
     )
 
     @classmethod
@@ -63,13 +55,13 @@ class TorchSDPASparseBackend(TorchRows, SelectedKeysBackend):
         return keys[..., : self.kv_lora_rank + self.qk_rope_head_dim].to(dtype)
 
 
-class TorchEfficientSparseBackend(TorchEfficientRows, TorchSDPASparseBackend):
+class TorchEfficientSparseBackend(torch_rows.TorchEfficientRows, TorchSDPASparseBackend):
     """On a GPU."""
 
-    supported_topk = [MultipleOf(MASK_ALIGNMENT)]
+    supported_topk = [MultipleOf(torch_rows.MASK_ALIGNMENT)]
     declaration = further(
         _ADAPTED,
         ("wants rows that start at multiples of 16 bytes", "other queries are copied"),
-        *EFFICIENT,
+        *torch_rows.EFFICIENT,
         rounding=Rounding(dequantised_keys=Precision.MODEL),
     )

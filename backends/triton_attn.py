@@ -11,7 +11,6 @@ from mla_conformance.backends.conversions import RaggedBatch, pad_head_dim
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.packaged import RETURNS_NO_LSE_OF_CHUNKS, declared
 from mla_conformance.backends.platform import FROM_ADA
-from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _PAGE = 16
@@ -24,6 +23,7 @@ class TritonAttnPrefillBackend(RaggedPrefillBackend):
     libraries = (Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", extra("vllm")),)
     devices = FROM_ADA  # where Triton converts to e4m3
     takes_head_dims = staticmethod(lambda qk, v: v <= qk and qk >= 32)  # as vLLM's backend; V is padded and not cut
+    writes_e4m3 = True
     returns_lse = False
     declaration = declared(
         "vllm triton",
@@ -32,10 +32,6 @@ class TritonAttnPrefillBackend(RaggedPrefillBackend):
         RETURNS_NO_LSE_OF_CHUNKS,
         ("e4m3 output: times the reciprocal of the scale, clamped at ±448, rounded to nearest even", "as it is"),
     )
-
-    def supports_quant_output(self, quant_key: QuantKey) -> bool:
-        """Static e4m3, one scale for the tensor."""
-        return quant_key == fp8_static_tensor_sym()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Tensor:
         lengths, pages = batch.query_lens, -(-max(batch.query_lens) // _PAGE)

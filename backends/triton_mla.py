@@ -11,28 +11,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.interpreted import interpreted
-from mla_conformance.backends.packaged import (
-    JOINS_Q,
-    LSE_TOKENS_FIRST,
-    NAN_WITHOUT_KEYS,
-    UNIFORM_BATCH,
-    declared,
-    further,
-)
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import FROM_AMPERE, DeviceCapability
 
 _NOTE = "a vLLM without its compiled extension does not import where there is a GPU"
-_KEPT = declared(
+_KEPT = packaged.declared(
     "vllm triton",
-    JOINS_Q,
+    packaged.JOINS_Q,
     ("no causal mask", "a row of its own for each query token, with the keys that it sees, as vLLM's backend does"),
-    LSE_TOKENS_FIRST,
-    NAN_WITHOUT_KEYS,
+    packaged.LSE_TOKENS_FIRST,
+    packaged.NAN_WITHOUT_KEYS,
     ("latent and rope dims below 16 do not compile", "declared unsupported"),
     ("several query tokens a request not under decode context parallelism", "declared unsupported"),
     ("an e4m3 cache is dequantised to the model's dtype", "declared dequantised keys: model"),
@@ -49,8 +42,8 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
     supported_block_sizes = [MultipleOf(16)]
     supported_kv_cache_dtypes = ["auto", "fp8"]
     supported_query_len = None
-    cudagraph_support = UNIFORM_BATCH
-    declaration = further(_KEPT, ("LSE of the query's dtype", "widened to float32"))
+    cudagraph_support = packaged.UNIFORM_BATCH
+    declaration = packaged.further(_KEPT, ("LSE of the query's dtype", "widened to float32"))
     lse_dtype: ClassVar[torch.dtype | None] = None
 
     @classmethod
@@ -84,7 +77,7 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
 class TritonMLAFloat32Lse(TritonMLADecodeBackend, variant="lse-float32"):
     """The same kernel with a float32 buffer for its LSE, which shows what is the kernel's own error."""
 
-    declaration = further(_KEPT, ("vLLM's backend allocates the LSE in the query's dtype", "in float32"))
+    declaration = packaged.further(_KEPT, ("vLLM's backend allocates the LSE in the query's dtype", "in float32"))
     lse_dtype = torch.float32
 
 

@@ -13,15 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mla_conformance.backends import cache_checks
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
-from mla_conformance.backends.cache_checks import (
-    check_gather,
-    check_index_keys,
-    check_index_room,
-    check_latents,
-    check_workspace,
-    require_call,
-)
 from mla_conformance.backends.conversions import aligned
 from mla_conformance.backends.packaged import LibraryKernel, declared
 from mla_conformance.backends.platform import FROM_TURING, DeviceCapability
@@ -71,8 +64,8 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
     def run_write_latent(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
-        require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
-        check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
+        cache_checks.require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
+        cache_checks.check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
         if self.kv_cache_dtype == _MIXED:
             kv_c, k_pe = aligned(kv_c), aligned(k_pe)
         if len(slot_mapping):
@@ -81,8 +74,8 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
             )
 
     def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        require_call(self, "write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
-        check_index_keys(self, k, kv_cache, slot_mapping)
+        cache_checks.require_call(self, "write_index", kv_cache, k.dtype, slot_dtype=slot_mapping.dtype)
+        cache_checks.check_index_keys(self, k, kv_cache, slot_mapping)
         if len(slot_mapping):
             keys, scales = aligned(k[: len(slot_mapping)].contiguous()), {"pow2": "ue8m0", "float32": "fp32"}
             options = (k.shape[1], scales[self.tile_scales])
@@ -100,9 +93,11 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
     ) -> None:
         as_stored = workspace.dtype == kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else workspace.dtype
-        require_call(self, "gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio)
-        check_workspace(self, kv_cache, workspace)
-        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
+        cache_checks.require_call(
+            self, "gather_latent", kv_cache, dtype, dequantise=not as_stored, compress_ratio=compress_ratio
+        )
+        cache_checks.check_workspace(self, kv_cache, workspace)
+        cache_checks.check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         operators, layout, starts = _operators(), self.kv_cache_dtype, seq_starts // compress_ratio
         rows, requests = int(cu_seq_lens[-1]), len(block_table)
         if layout == _MIXED and not as_stored:
@@ -126,9 +121,9 @@ class VllmCacheBackend(LibraryKernel, MLACacheBackend):
         seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        require_call(self, "gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
-        check_index_room(self, kv_cache, k, k_scale)
-        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
+        cache_checks.require_call(self, "gather_index", kv_cache, torch.bfloat16, compress_ratio=compress_ratio)
+        cache_checks.check_index_room(self, kv_cache, k, k_scale)
+        cache_checks.check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         start, page, lengths = seq_starts // compress_ratio, kv_cache.shape[1], cu_seq_lens.diff()
         aside, last = start % page, block_table.shape[1] - 1
         # The table from a column of each request on, since those before it may hold anything; behind it anything.

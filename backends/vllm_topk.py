@@ -98,7 +98,6 @@ class VllmTopKCooperative(VllmTopKPersistent, variant="cooperative"):
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """As vLLM's choice."""
         return device_capability is not None and device_capability >= (9, 0) and device_capability.major != 12
 
     def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:

@@ -104,7 +104,6 @@ class MLAPrefillBackend(KernelBackend):
 
     @staticmethod
     def get_chunked_context_metadata_cls() -> type:
-        """Class of the metadata's ``chunked_context``."""
         return ChunkedContextMetadata
 
     @classmethod
@@ -161,7 +160,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Any, or DeepSeek-R1's."""
         return not cls.wrapped.requires_r1_mla_dimensions or _is_r1(dimensions)
 
     @classmethod
@@ -176,14 +174,22 @@ class EarlierAdapter(AdaptedPrefillBackend):
         return None
 
     def supports_quant_output(self, quant_key: QuantKey) -> bool:
-        """Never."""
         return False
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
-        """Build the backend's own metadata as a metadata builder did."""
         device = prefill_metadata.query_start_loc.device
         if self._target is None:
-            self._begin(device, prefill_metadata.q_data_type or torch.get_default_dtype())
+            arguments = self._configuration(prefill_metadata.q_data_type or torch.get_default_dtype())
+            self._config = arguments["vllm_config"]
+            # A prefill kernel reads no cache, so any page will do.
+            width = self.kv_lora_rank + self.qk_rope_head_dim
+            self._cache_spec = MLAAttentionSpec(block_size=_NOMINAL_PAGE, head_size=width)
+            sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            self._dims = SimpleNamespace(**{name: arguments[name] for name in sizes})
+            self._state: MLAPrefillBuilderState = self.wrapped.create_builder_state(
+                self._config, self._cache_spec, ["layer"], device
+            )
+            self._target = self.wrapped.get_prefill_impl_cls()(**arguments, device=device)
         # The same fields in the backend's own classes, which may lack some of ours and have more.
         context = prefill_metadata.chunked_context
         if context is not None:
@@ -196,19 +202,6 @@ class EarlierAdapter(AdaptedPrefillBackend):
             batch, self._state, requests, self.num_heads, self._cache_spec, self._dims, self._config.model_config
         )
         self._prefill_metadata = batch.prefill
-
-    def _begin(self, device: torch.device, dtype: torch.dtype) -> None:
-        arguments = self._configuration(dtype)
-        self._config = arguments["vllm_config"]
-        # A prefill kernel reads no cache, so any page will do.
-        width = self.kv_lora_rank + self.qk_rope_head_dim
-        self._cache_spec = MLAAttentionSpec(block_size=_NOMINAL_PAGE, head_size=width)
-        sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        self._dims = SimpleNamespace(**{name: arguments[name] for name in sizes})
-        self._state: MLAPrefillBuilderState = self.wrapped.create_builder_state(
-            self._config, self._cache_spec, ["layer"], device
-        )
-        self._target = self.wrapped.get_prefill_impl_cls()(**arguments, device=device)
 
     def run_prefill_new_tokens(
         self,

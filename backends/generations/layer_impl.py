@@ -60,7 +60,6 @@ class AdaptedLayerBuilder:
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> AdaptedLayerMetadata:
-        """The metadata of a batch whose decodes come first."""
         return AdaptedLayerMetadata(self._builder.build(common_prefix_len, in_vllms_terms(common_attn_metadata)))
 
     def build_from_requests(
@@ -185,7 +184,6 @@ class AdaptedLayerImpl:
         return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
 
     def kernel_evidence(self) -> dict[str, str]:
-        """The classes that vLLM put together."""
         parts = {"layer": self.module, "decode": self.module.impl, "prefill": self.module.prefill_backend}
         return {name: f"{type(part).__module__}.{type(part).__name__}" for name, part in parts.items()}
 
@@ -198,11 +196,9 @@ class NoPrefill:
 
     @staticmethod
     def get_name() -> str:
-        """None."""
         return "none"
 
     def clone(self) -> "NoPrefill":
-        """As a builder asks for it."""
         return self
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:

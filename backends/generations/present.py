@@ -47,7 +47,6 @@ class ContextChunk:
 
     @property
     def num_requests(self) -> int:
-        """n."""
         return int(self.request_slice.stop - self.request_slice.start)
 
 

@@ -29,7 +29,6 @@ class PresentAdapter(AdaptedPrefillBackend):
         return clone
 
     def prepare_metadata(self, prefill_metadata: MLACommonPrefillMetadata) -> None:
-        """Translate the metadata and hand it on."""
         self._plan = planned_runs(prefill_metadata)
         translated = present_metadata(prefill_metadata, self._plan, self._target)
         context = translated.chunked_context

@@ -128,7 +128,6 @@ def forward_context(config: Any, metadata: Any) -> Iterator[None]:
 
 
 def _model(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> SimpleNamespace:
-    """What stands for a ``ModelConfig``."""
     text = SimpleNamespace(
         **asdict(dimensions), kv_lora_rank=kv_lora_rank, q_lora_rank=None, num_attention_heads=num_heads
     )

@@ -77,7 +77,6 @@ class AttentionBackend(ABC):
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
-        """Module and qualified name."""
         return cls.__module__, cls.__qualname__
 
     @classmethod
@@ -87,13 +86,11 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether heads may have ``head_size`` elements."""
         sizes = cls.get_supported_head_sizes()
         return not sizes or head_size in sizes
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        """Whether the model may have ``dtype``."""
         return dtype in cls.supported_dtypes
 
     @classmethod
@@ -115,12 +112,10 @@ class AttentionBackend(ABC):
 
     @classmethod
     def is_mla(cls) -> bool:
-        """Whether the cache holds latents."""
         return False
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """Whether attention sinks are computed."""
         return False
 
     @classmethod
@@ -130,12 +125,10 @@ class AttentionBackend(ABC):
 
     @classmethod
     def is_sparse(cls) -> bool:
-        """Whether each query attends to chosen keys only."""
         return False
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Whether an ``AttentionType`` is computed."""
         return attn_type == AttentionType.DECODER
 
     @classmethod

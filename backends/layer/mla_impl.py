@@ -99,7 +99,6 @@ class MLACommonImpl(MLAKernels):
     def do_kv_cache_update(
         self, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
-        """Write the new latents [T, L] and [T, R] to their slots."""
         scales = self.attention_backend.tile_scales
         concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, self.kv_cache_dtype, k_scale, scales)
 

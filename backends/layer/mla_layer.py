@@ -58,7 +58,6 @@ class MLACommonBackend(AttentionBackend):
 
     @staticmethod
     def get_metadata_cls() -> type[MLACommonMetadata]:
-        """The class that the builder makes."""
         return MLACommonMetadata
 
     @staticmethod
@@ -104,17 +103,14 @@ class MLACommonBackend(AttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
-        """Page sizes that the decode backend reads."""
         return [MultipleOf(1)] if cls.decode_backend is None else cls.decode_backend.get_supported_kernel_block_sizes()
 
     @classmethod
     def is_mla(cls) -> bool:
-        """The cache holds latents."""
         return True
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability | None) -> bool:
-        """Whether both kernels run there."""
         return all(kernel.supports_compute_capability(capability) for kernel in cls._kernels())
 
     @classmethod

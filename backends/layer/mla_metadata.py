@@ -61,22 +61,18 @@ class MLACommonMetadata(AttentionMetadata):
 
     @property
     def prefill_requests(self) -> slice:
-        """Which requests prefill."""
         return part(self.num_prefills, self.num_decodes, self.prefills_first)
 
     @property
     def decode_requests(self) -> slice:
-        """Which requests decode."""
         return part(self.num_decodes, self.num_prefills, not self.prefills_first)
 
     @property
     def prefill_tokens(self) -> slice:
-        """Rows of the prefills' new tokens."""
         return part(self.num_prefill_tokens, self.num_decode_tokens, self.prefills_first)
 
     @property
     def decode_tokens(self) -> slice:
-        """Rows of the decodes' new tokens."""
         return part(self.num_decode_tokens, self.num_prefill_tokens, not self.prefills_first)
 
     @property

@@ -9,11 +9,11 @@ from torch import Tensor
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
 from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.reference.cache_layout import encode

@@ -13,13 +13,13 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig, PrepareMetadata
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
@@ -199,7 +199,6 @@ CONFIG = MLADecodeSelectorConfig(BF16, "auto", 64, 512, 64)
         ({}, ""),
         ({"kv_cache_dtype": "bfloat16"}, ""),
         ({"block_size": 16}, "block_size 16 not supported"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype fp8_e4m3 not supported"),
         ({"kv_cache_dtype": "fp8_ds_mla", "tile_scales": "pow2"}, "kv_cache_dtype fp8_ds_mla not supported"),
         (
             {"kv_cache_dtype": "bfloat16", "dtype": torch.float16},
@@ -273,18 +272,6 @@ def test_what_is_declared_beside_reasons() -> None:
     assert replace(TorchEfficientDecodeBackend.declaration, deviations=()) != TorchSDPADecodeBackend.declaration
 
 
-def test_metadata_say_where_queries_and_context_are() -> None:
-    metadata = batch(5, 0, 9)
-    assert metadata.query_start_loc.tolist() == [0, 5, 5, 14] and metadata.query_start_loc.dtype == torch.int32
-    assert metadata.max_query_len == 9 and metadata.chunked_context is None
-    assert metadata.query_lens_cpu.tolist() == [5, 0, 9]
-    context = batch(5, 1, 9, contexts=(40, 0, 70)).chunked_context
-    assert context.seq_lens.tolist() == [[32, 0, 32], [8, 0, 32], [0, 0, 6]]
-    assert context.cu_seq_lens.tolist() == [[0, 32, 32, 64], [0, 8, 8, 40], [0, 0, 0, 6]]
-    assert context.starts.tolist() == [[0, 0, 0], [32, 32, 32], [64, 64, 64]]
-    assert (context.seq_tot, context.max_seq_lens) == ([64, 40, 6], [32, 32, 6])
-
-
 def test_plans_that_contradict_their_batch_are_refused() -> None:
     for lengths in ((), (3, -1)):
         with pytest.raises(ValueError, match="expected one non-negative query length per request, got"):
@@ -295,10 +282,3 @@ def test_plans_that_contradict_their_batch_are_refused() -> None:
         chunked_context_metadata([], torch.empty(64, 40), CPU)
     with pytest.raises(ValueError, match="chunk of 65 tokens does not fit a workspace of 64 tokens"):
         chunked_context_metadata([ContextChunk((0, 0), (1, 64))], torch.empty(64, 40), CPU)
-
-
-def test_pytorch_needs_what_the_adapter_corrects() -> None:
-    """The kernel's own causal mask is aligned top-left; if this changes, the adapter's mask can go."""
-    q, k, v = (torch.randn(1, 3, tokens, 24) for tokens in (3, 40, 40))
-    output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-    torch.testing.assert_close(output[0, :, 0], v[0, :, 0])

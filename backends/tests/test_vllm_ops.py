@@ -152,8 +152,7 @@ def _both(layout: str, latent: int, rope: int, scales: str, call: str, given: di
 
 
 @pytest.mark.parametrize(
-    ("layout", "latent", "rope"),
-    [("auto", 8, 4), ("fp8", 512, 64), ("fp8_ds_mla", 512, 64), ("fp8_ds_mla", 512, 0)],
+    ("layout", "latent", "rope"), [("auto", 8, 4), ("fp8", 512, 64), ("fp8_ds_mla", 512, 64), ("fp8_ds_mla", 512, 0)]
 )
 def test_latents_are_written(layout: str, latent: int, rope: int) -> None:
     rows = _random(5, latent + rope + 1)[:, 1:]

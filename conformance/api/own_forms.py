@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mla_conformance.api.tables import TABLES
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.operands import AT_LEAST
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.inputs import InputError

@@ -28,7 +28,7 @@ from mla_conformance.api.own_forms import (
     starts_of,
 )  # fmt: skip
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.files.inputs import InputError

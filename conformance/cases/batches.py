@@ -63,12 +63,10 @@ MOST_TOKENS = 2**19
 """Tokens of a batch in the covering arrays."""
 
 
-def _rest(length: int) -> str:
-    found = (f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1) if (length - rest) % tile == 0)
-    return next(found, "between")
-
-
-_RESTS = tuple(map(_rest, range(TILES[0])))
+_RESTS = tuple(
+    next((f"{rest} of {tile}" for tile in TILES for rest in (0, 1, -1) if (length - rest) % tile == 0), "between")
+    for length in range(TILES[0])
+)
 
 
 def tile_class(length: int) -> str:
@@ -82,12 +80,10 @@ def last_page(length: int, page: int) -> str:
 
 
 def totals(case: Case) -> list[int]:
-    """Tokens of each request, its new ones included."""
     return [q + kv for q, kv in zip(case.q, case.kv or (0,) * len(case.q), strict=True)]
 
 
 def total(case: Case, request: int) -> int:
-    """Tokens of a request, its new ones included."""
     return case.q[request] + (case.kv[request] if case.kv else 0)
 
 
@@ -97,7 +93,6 @@ def query_class(q: Lengths) -> str | None:
 
 
 def others_class(case: Case) -> str:
-    """What there is beside the longest request."""
     if len(case.q) == 1:
         return "alone"
     if 0 in case.kv:
@@ -111,12 +106,8 @@ SEVERAL = tuple(label for label in REQUESTS if label != "1")
 ROWS_AND_HEADS = ("17 to 63", "up to 16", "multiple of 64", "beyond 64")
 
 
-def rows_and_heads_class(case: Case) -> str:
-    """Query tokens of a request times heads, which kernels tile together, against tiles of 64."""
-    return _product_class(max(case.q) * case.heads)
-
-
 def _product_class(product: int) -> str:
+    """Query tokens of a request times heads, which kernels tile together, against tiles of 64."""
     if product % 64 == 0:
         return "multiple of 64"
     return "up to 16" if product <= 16 else "17 to 63" if product < 64 else "beyond 64"
@@ -148,7 +139,7 @@ def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
         measured(
             "rows x heads",
             ROWS_AND_HEADS,
-            rows_and_heads_class,
+            lambda case: _product_class(max(case.q) * case.heads),
             of_request=lambda case, request: _product_class(case.q[request] * case.heads),
         ),
         NUMBER,
@@ -279,21 +270,13 @@ def _exists(*classes: str) -> bool:
 
 
 def _long_enough(queries: str, others: str, longest: str, tile: str) -> bool:
-    return bool(lengths(longest, tile, _fewest(queries) + BEYOND[others]))
-
-
-def _fewest(queries: str) -> int:
-    return min(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.least(queries)
+    fewest = min(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.least(queries)
+    return bool(lengths(longest, tile, fewest + BEYOND[others]))
 
 
 def ends(longest: str, tile: str, page: str, last: str) -> bool:
     """Whether a length of these classes leaves so much of a tile and of a page."""
     return any(lengths(longest, tile, 1, size, last) for size in PAGES.some[page])
-
-
-def ends_anywhere(tile: str, page: str, last: str) -> bool:
-    """Whether any length does."""
-    return ends("257 to 1,024", tile, page, last)
 
 
 def fills(page: str, last: str) -> bool:
@@ -343,7 +326,11 @@ BATCH_RULES: tuple[Rule, ...] = (
 )
 END_RULES: tuple[Rule, ...] = (
     Rule("no page of this size is filled so far", ("page", "last page"), fills),
-    Rule("no length leaves so much of a tile and of a page", ("tile", "page", "last page"), ends_anywhere),
+    Rule(
+        "no length leaves so much of a tile and of a page",
+        ("tile", "page", "last page"),
+        lambda tile, page, last: ends("257 to 1,024", tile, page, last),
+    ),
     Rule("no such length leaves so much of a tile and of a page", ("longest", "tile", "page", "last page"), ends),
 )
 PAGE_RULES = (*END_RULES, Rule("no such length has room for the query tokens", PAGED_SHAPE, _exists))
@@ -386,11 +373,13 @@ def place_of_longest(q: Lengths, draw: Draw) -> int:
 def contexts_of(others: str, requests: int, most: int, draw: Draw) -> list[int]:
     """Contexts of requests of which none is the longest, which is put in the place of any but the last.
 
-    Drawn ones are of a few lengths, in rounds or in runs, so that ids stay short; some of them as long as can be, or of
-    every magnitude below.
+    The same for most of many, so that ids stay short. Drawn ones are of a few lengths, in rounds or in runs; some of
+    them as long as can be, or of every magnitude below.
     """
     if not draw:
-        return [context_of(others, number, requests, most) for number in range(requests)]
+        short = [_SHORTER[number % len(_SHORTER) if requests < _MANY else 0] for number in range(requests)]
+        empty = requests - 1 if others == "no context" else 0
+        return [0] * empty + [max(1, min(each, most)) for each in short[empty:]]
     run = draw.pick((1, 1, 1, 33, 40), "run") if requests >= _RUNS_FROM else 1
     if draw.below(2, "magnitudes"):
         step = draw.pick((1, 2), "step")
@@ -407,11 +396,3 @@ def contexts_of(others: str, requests: int, most: int, draw: Draw) -> list[int]:
         empty = draw.pick((1, 2, 3), "empty")
         found[: requests - 1] = [0 if number % empty == 0 else kv for number, kv in enumerate(found[: requests - 1])]
     return found
-
-
-def context_of(others: str, number: int, requests: int, most: int) -> int:
-    """Context of a request that is not the longest; the same for most of many, so that ids stay short."""
-    if others == "no context" and number < requests - 1:
-        return 0
-    short = _SHORTER[number % len(_SHORTER) if requests < _MANY else 0]
-    return max(1, min(short, most))

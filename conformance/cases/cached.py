@@ -52,7 +52,6 @@ class CachedCase(Case):
 
     @property
     def latent_dims(self) -> tuple[int, int]:
-        """L and R."""
         return self.kv_lora_rank, self.dimensions.qk_rope_head_dim
 
     @property
@@ -62,7 +61,6 @@ class CachedCase(Case):
 
     @property
     def is_merged(self) -> bool:
-        """Whether the states of several ranks are merged."""
         return self.ranks > 1
 
     @property
@@ -79,7 +77,6 @@ class CachedCase(Case):
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Tokens of each request, its new ones included."""
         return tuple(q + kv for q, kv in zip(self.q, self.kv, strict=True))
 
     def varied(self) -> Self:

@@ -25,23 +25,6 @@ from mla_conformance.cases.grammar import (
 )
 from mla_conformance.reference.dimensions import MLADimensions
 
-__all__ = [
-    "CASE_FORMAT",
-    "DTYPES",
-    "FAR",
-    "Call",
-    "Case",
-    "CaseError",
-    "Kind",
-    "Layout",
-    "Sizes",
-    "at_least",
-    "digest_of_id",
-    "given",
-    "one_of",
-    "parse_fields",
-    "some_of",
-]
 CASE_FORMAT = 1
 """Version of the id's grammar and of the inputs that an id stands for; part of the digest."""
 
@@ -235,7 +218,18 @@ class Case(ABC):
         call = call or _default_call(capability)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
-        return CLASSES[call](capability=capability, call=call, **CLASSES[call]._own(values))
+        _known(values)
+        cls = CLASSES[call]
+        own = cls.defaults()
+        for name, value in values.items():
+            if name in own:
+                continue
+            others = [other for other in dict.fromkeys(CLASSES.values()) if name in other.defaults()]
+            if all(value != other.defaults()[name] for other in others):
+                *first, last = sorted(other.role for other in others)
+                roles = f"{', '.join(first)} and {last}" if first else last
+                raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
+        return cls(capability=capability, call=call, **{name: value for name, value in values.items() if name in own})
 
     @staticmethod
     def parse(text: str) -> "Case":
@@ -288,21 +282,6 @@ class Case(ABC):
             found[part.name] = part.metadata.get("kind") or found.get(part.name) or _KINDS_OF_TYPES[part.type]
         return found
 
-    @classmethod
-    def _own(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of this role's fields, where the others have their defaults."""
-        _known(values)
-        own = cls.defaults()
-        for name, value in values.items():
-            if name in own:
-                continue
-            others = [other for other in dict.fromkeys(CLASSES.values()) if name in other.defaults()]
-            if all(value != other.defaults()[name] for other in others):
-                *first, last = sorted(other.role for other in others)
-                roles = f"{', '.join(first)} and {last}" if first else last
-                raise CaseError(f"field {name}: a {cls.role} case has none, only {roles} cases; got {value!r}")
-        return {name: value for name, value in values.items() if name in own}
-
     @cached_property
     def id(self) -> str:
         """Capability and every field that differs from its default; the same text for the same case."""
@@ -320,12 +299,10 @@ class Case(ABC):
 
     @property
     def dimensions(self) -> MLADimensions:
-        """Head dims P, R, V."""
         return dimensions_of(self.dims)[0]
 
     @property
     def kv_lora_rank(self) -> int:
-        """Latent dim L."""
         return dimensions_of(self.dims)[1]
 
     @cached_property
@@ -359,7 +336,6 @@ class Case(ABC):
         return False
 
     def data_of(self, request: int) -> str:
-        """The data regime of a request."""
         regimes = self.data.split("+")
         return regimes[request % len(regimes)]
 
@@ -391,7 +367,6 @@ class Case(ABC):
 
     @property
     def sizes(self) -> Sizes:
-        """What tells its work."""
         columns = self.dimensions.qk_head_dim + self.dimensions.v_head_dim
         return Sizes(columns, self.heads * columns, self.heads * self.dimensions.v_head_dim, self.heads * columns)
 

@@ -45,7 +45,6 @@ class Numbers:
         return iter(self.parts)
 
     def class_of(self, number: int) -> str | None:
-        """The class that a number is in."""
         if number not in self._found:
             held = (label for label, parts in self.parts.items() if any(number in part for part in parts))
             self._found[number] = next(held, None)
@@ -76,12 +75,10 @@ class Numbers:
         return self.some[label][0]
 
     def least(self, label: str) -> int:
-        """The smallest member."""
         return min(map(min, self.parts[label]))
 
 
 def exactly(*numbers: int) -> dict[str, Sequence[Sequence[int]]]:
-    """A class for each number."""
     return {str(number): ((number,),) for number in numbers}
 
 
@@ -105,7 +102,6 @@ class Draw:
         return int.from_bytes(blake2b(f"{self.key}|{of}".encode(), digest_size=8).digest()) % end
 
     def pick(self, found: Sequence[_T], *of: object) -> _T:
-        """One of some."""
         return found[self.below(len(found), *of)]
 
     def near(self, least: int, most: int, *of: object) -> int:

@@ -61,10 +61,20 @@ def require_id(text: str) -> None:
 
 
 def format_value(value: object) -> str:
-    """A value as it stands in an id."""
-    if isinstance(value, tuple):
-        return "[" + (_rounds(value) or ",".join(_runs(value))) + "]"
-    return str(int(value)) if isinstance(value, bool) else str(value)
+    """A value as it stands in an id.
+
+    Different lengths that come again and again, eight times or more, are (LENGTHS)xTIMES; four or more equal ones in a
+    row are LENGTHxTIMES.
+    """
+    if not isinstance(value, tuple):
+        return str(int(value)) if isinstance(value, bool) else str(value)
+    for size in range(2, len(value) // _FEWEST_ROUNDS + 1) if len(set(value)) > 1 else ():
+        first, times = value[:size], len(value) // size
+        if first * times == value:
+            return f"[({','.join(map(str, first))})x{times}]"
+    runs = [(length, len(list(group))) for length, group in groupby(value)]
+    listed = ([f"{length}x{n}"] if n >= _SHORTEST_RUN else [str(length)] * n for length, n in runs)
+    return f"[{','.join(chain.from_iterable(listed))}]"
 
 
 def parse_value(name: str, kind: Any, text: str) -> Any:
@@ -74,20 +84,24 @@ def parse_value(name: str, kind: Any, text: str) -> Any:
         CaseError: the text of another type; ``name`` says of which field.
     """
     try:
-        if kind is int and _INTEGER.fullmatch(text):
-            return int(text)
-        if kind is bool:
-            return {"0": False, "1": True}[text]
         if kind is str:
             return text
-        if kind is int:
+        if kind is bool:
+            return {"0": False, "1": True}[text]
+        if kind is int and _INTEGER.fullmatch(text):
+            return int(text)
+        if kind is not int and (rounds := _ROUNDS.fullmatch(text)):
+            runs = [(tuple(map(int, rounds[1].split(","))), int(rounds[2]))]
+        elif kind is not int and _LIST.fullmatch(text):
+            items = [item.partition("x") for item in text[1:-1].split(",") if item]
+            runs = [((int(length),), int(times or 1)) for length, _, times in items]
+        else:
             raise ValueError
-        return _lengths(name, text)
-    except CaseError:
-        raise
     except (ValueError, KeyError):
         expected = {int: "an integer", bool: "0 or 1"}.get(kind, "a list such as [64,0,17], [1x48] or [(5,9)x24]")
         raise CaseError(f"field {name}: expected {expected}, got {text!r}") from None
+    require_requests(name, sum(len(lengths) * times for lengths, times in runs))  # before it is written out
+    return tuple(chain.from_iterable(lengths * times for lengths, times in runs))
 
 
 def require_requests(name: str, count: int) -> None:
@@ -137,40 +151,6 @@ def dimensions_of(name: str) -> tuple[MLADimensions, int]:
         return MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value), latent
     except ValueError as error:
         raise CaseError(f"dims {name!r}: {error}") from error
-
-
-def _rounds(lengths: tuple[int, ...]) -> str:
-    """Different lengths that come again and again as (LENGTHS)xTIMES; empty for fewer than eight times."""
-    for size in range(2, len(lengths) // _FEWEST_ROUNDS + 1):
-        first, times = lengths[:size], len(lengths) // size
-        if first * times == lengths:
-            return f"({','.join(map(str, first))})x{times}" if len(set(first)) > 1 else ""
-    return ""
-
-
-def _runs(lengths: tuple[int, ...]) -> Iterator[str]:
-    """The lengths one by one; four or more equal ones in a row as LENGTHxTIMES."""
-    for length, group in groupby(lengths):
-        times = len(list(group))
-        yield from [f"{length}x{times}"] if times >= _SHORTEST_RUN else [str(length)] * times
-
-
-def _lengths(name: str, text: str) -> tuple[int, ...]:
-    """What :func:`_rounds` or :func:`_runs` wrote, counted before it is written out.
-
-    Raises:
-        CaseError: more requests than a case may have.
-        ValueError: something else.
-    """
-    if rounds := _ROUNDS.fullmatch(text):
-        runs = [(tuple(map(int, rounds[1].split(","))), int(rounds[2]))]
-    elif _LIST.fullmatch(text):
-        items = [item.partition("x") for item in text[1:-1].split(",") if item]
-        runs = [((int(length),), int(times or 1)) for length, _, times in items]
-    else:
-        raise ValueError
-    require_requests(name, sum(len(lengths) * times for lengths, times in runs))
-    return tuple(chain.from_iterable(lengths * times for lengths, times in runs))
 
 
 Fields = dict[str, Any]

@@ -86,13 +86,15 @@ def plain(name: str, classes: Mapping[str, Fields], only: Only = ALWAYS) -> Dime
     """A dimension whose classes are fields."""
 
     def class_of(case: Case) -> str | None:
-        return next((label for label, fields in classes.items() if _has(case, fields)), None)
+        for label, fields in classes.items():
+            if all(getattr(case, name) == value for name, value in fields.items()):
+                return label
+        return None
 
     return Dimension(name, classes, class_of, only)
 
 
 def values(name: str, field: str, *found: Any, only: Only = ALWAYS) -> Dimension:
-    """A dimension whose classes are values of one field; of several that requests have, that of the longest."""
     classes: dict[str, Fields] = {str(value): {field: value} for value in found}
     if field != DATA:
         return plain(name, classes, only)
@@ -118,10 +120,6 @@ def measured(
 ) -> Dimension:
     """A dimension that the shape of the batch decides."""
     return Dimension(name, {label: {} for label in classes}, class_of, only, of_request=of_request)
-
-
-def _has(case: Case, fields: Fields) -> bool:
-    return all(getattr(case, name) == value for name, value in fields.items())
 
 
 @dataclass(frozen=True)
@@ -187,7 +185,6 @@ class Space:
 
     @cached_property
     def values(self) -> tuple[ClassOf, ...]:
-        """Every class of every dimension."""
         return tuple((each.name, label) for each in self.dimensions for label in each.classes)
 
     @cached_property
@@ -247,7 +244,6 @@ class Space:
         return {name: kept for name, label in row.items() if (kept := others.get(name, label)) is not None}
 
     def classes_of(self, case: Case) -> set[ClassOf]:
-        """Every class that a case holds."""
         return {value for row in self.rows((case,)) for value in held(row)}
 
     def beside(self, row: Row, regime: str) -> Row:
@@ -259,7 +255,6 @@ class Space:
         return tuple(each for each in self.dimensions if each.of_request)
 
     def outside(self, case: Case) -> list[str]:
-        """The dimensions of which a case is in no class."""
         row = self.row_of(case)
         return [each.name for each in self.dimensions if each.name not in row]
 
@@ -348,13 +343,11 @@ class Space:
 
     @cached_property
     def _says(self) -> tuple[Rule, ...]:
-        return tuple(map(_say, filter(lambda each: each.only.name, self.dimensions)))
+        def say(name: str, only: Only) -> Rule:
+            over = (only.name, name)
+            return Rule(only.why, over, lambda other, own: own == NOTHING or other in only.classes, always=True)
 
-
-def _say(dimension: Dimension) -> Rule:
-    only = dimension.only
-    say = (only.name, dimension.name)
-    return Rule(only.why, say, lambda other, own: own == NOTHING or other in only.classes, always=True)
+        return tuple(say(each.name, each.only) for each in self.dimensions if each.only.name)
 
 
 def held(row: Row) -> Iterator[ClassOf]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.cases.extent import Extent
-from mla_conformance.cases.sharding import Shard
+from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.certificate.issue import (
     Refused,
     issue,

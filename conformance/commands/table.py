@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.cases.extent import Extent
+from mla_conformance.cases.sharding import Extent
 from mla_conformance.commands.options import (
     Option,
     command,

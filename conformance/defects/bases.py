@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.mla_layer import MLACommonBackend
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.judging.tolerance import SCALED_P
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import V32_SCALES, packed, through_e8m0
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but

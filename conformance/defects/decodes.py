@@ -5,8 +5,8 @@ from functools import reduce
 
 import torch
 
+from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import SplitDecode, joined
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.prefills import LiftedMaximum

@@ -10,10 +10,9 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import (
     CapturableDecode,
     CapturablePrefill,

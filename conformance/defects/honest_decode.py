@@ -6,8 +6,8 @@ from functools import reduce
 import torch
 
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
+from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import (
     BaseTwo,
     LayeredDecode,

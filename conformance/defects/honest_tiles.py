@@ -6,12 +6,11 @@ from functools import reduce
 import torch
 
 from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.defects.bases import (
     LOG2_E,
     BaseTwo,

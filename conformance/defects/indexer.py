@@ -3,7 +3,7 @@
 import torch
 
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
-from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but
 from mla_conformance.reference.selected import NO_KEY

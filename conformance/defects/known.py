@@ -76,17 +76,14 @@ class KnownDefect:
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles that it is judged in."""
         return judged_roles(self.kernel)
 
     @property
     def family(self) -> str:
-        """The kind of fault: the module that the emulation stands in."""
         return self.kernel.__module__.rpartition(".")[2]
 
     @property
     def sentence(self) -> str:
-        """What is wrong, in one sentence."""
         return sentence_of(self.kernel)
 
     @property
@@ -125,22 +122,17 @@ def defects(
         said = {"inside": inside, "killed_by": killed_by, "related": related}
         for kernel, about in kernels_of(group, str, **said):
             entry = KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about)
-            _check(entry)
+            where = f"known defect '{entry.id}' ({entry.reference})"
+            if entry.id in _KNOWN:
+                raise DefectError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
+            for name in {entry.killed_by, *entry.related} - {*CAPABILITIES}:
+                raise DefectError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
+            if not entry.sentence:
+                raise DefectError(f"{where}: expected a docstring that says what is wrong")
             _KNOWN[entry.id] = entry
         return group
 
     return enter
-
-
-def _check(entry: KnownDefect) -> None:
-    where = f"known defect '{entry.id}' ({entry.reference})"
-    if entry.id in _KNOWN:
-        raise DefectError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
-    for name in (entry.killed_by, *entry.related):
-        if name not in CAPABILITIES:
-            raise DefectError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
-    if not entry.sentence:
-        raise DefectError(f"{where}: expected a docstring that says what is wrong")
 
 
 def known_defects() -> dict[str, KnownDefect]:

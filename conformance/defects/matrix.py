@@ -47,11 +47,9 @@ class MatrixKernel:
 
     @property
     def honest(self) -> bool:
-        """Whether it is right."""
         return not self.killed_by
 
     def serves(self, case: Case) -> bool:
-        """Whether the case is about this kernel."""
         return case.role in self.roles
 
 
@@ -70,7 +68,6 @@ def kernels() -> Sequence[MatrixKernel]:
 
 
 def emulated() -> list[MatrixKernel]:
-    """Honest emulations, then the known defects."""
     honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
     wrong = [
         MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()
@@ -144,5 +141,4 @@ def run_task(task: MatrixTask) -> list[Record]:
 
 @cache
 def _subject(kernel: MatrixKernel) -> Subject:
-    """The kernel as the suite sees it, on the CPU."""
     return Subject(BackendReference(kernel.name, kernel.reference), torch.device("cpu"))

@@ -95,11 +95,6 @@ class _Fp8Operands(HopperE4M3Operands):
         """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
 
 
-def _power_below(heads: int) -> int:
-    """The largest power of two that is not above a number of heads."""
-    return 1 << heads.bit_length() - 1
-
-
 @defects("combinations")
 class _Combinations(_Numbered):
     def prefill_request_behind_an_empty_one_lost_after_32__behind_attend(self, state, *, q):
@@ -121,7 +116,8 @@ class _CombinationsOfBatches(EagerPrefillBackend):
     def quant_output_unsaturated_behind_a_power_of_two_of_heads__quantise(self, accumulated, output_scale):
         """Heads behind the largest power of two store NaN where a code should be saturated."""
         scaled = accumulated / output_scale
-        behind = torch.arange(scaled.shape[1], device=scaled.device).unsqueeze(1) >= _power_below(scaled.shape[1])
+        heads = scaled.shape[1]
+        behind = torch.arange(heads, device=scaled.device).unsqueeze(1) >= 1 << (heads.bit_length() - 1)
         lost = scaled.masked_fill(behind & (scaled.abs() > E4M3_MAX), torch.nan)
         return super()._quantise(lost, torch.ones_like(output_scale))
 

@@ -6,8 +6,7 @@ from itertools import pairwise
 import torch
 
 from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.defects.bases import declares
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but

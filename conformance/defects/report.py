@@ -103,7 +103,6 @@ def terminal_lines(report: DefectReport) -> Iterator[str]:
 
 
 def closing_line(report: DefectReport) -> str:
-    """The whole suite in one line."""
     alive = len(report.survivors)
     total = len(report.kills)
     tier = Tier(report.tier)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, joined, through_e8m0
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.prefills import LiftedMaximum

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import bounds_of
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but
 from mla_conformance.reference.selected import NO_KEY

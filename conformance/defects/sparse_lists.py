@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.online_softmax import SoftmaxState
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import joined
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but

@@ -24,7 +24,6 @@ def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
 
 
 def named_as_class(key: str) -> str:
-    """A key in the way that classes are named."""
     return "".join(part[:1].upper() + part[1:] for part in key.split("_"))
 
 

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.online_softmax import OnlineSoftmax
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import Emulation, KnownDefect, judged_roles, known_defects, sentence_of

@@ -2,8 +2,8 @@
 
 import torch
 
+from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.defects.bases import SplitDecode
 from mla_conformance.defects.decode_caches import ReadsOn
 from mla_conformance.diagnosis.suspects import NotRescaled, suspect, suspect_each

@@ -2,10 +2,9 @@
 
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.online_softmax import OnlineSoftmax, SoftmaxState
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.steps import but
 from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect, suspect_tiles, suspects

@@ -18,8 +18,7 @@ from mla_conformance.backends.references import (
     unknown,
 )
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.extent import Extent
-from mla_conformance.cases.sharding import Shard
+from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import EXPLORED, BackendFacts

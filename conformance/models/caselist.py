@@ -62,7 +62,6 @@ def cases_of(profile: ModelProfile, deployment: Deployment) -> tuple[Case, ...]:
 
 
 def dims_of(profile: ModelProfile) -> str:
-    """The head dims as cases name them."""
     return _PRESETS.get(profile.dims, "-".join(map(str, profile.dims)))
 
 

@@ -103,7 +103,6 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @staticmethod
     def of(profile: ModelProfile, tp: int, kv_cache: str) -> "Deployment":
-        """A model on ``tp`` ranks."""
         if profile.heads % tp:
             shares = ", ".join(map(str, profile.tensor_parallel_sizes))
             raise InputError(f"--tp {tp}: {profile.name} has {profile.heads} heads; expected one of {shares}")

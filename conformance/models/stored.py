@@ -64,7 +64,6 @@ def stored_model(name: str) -> StoredModel:
 
 
 def parse_stored(text: str, name: str) -> StoredModel:
-    """A model from the text of its file."""
     model = decode(text, StoredModel, name)
     read_in: dict[str, str] = {}
     for reading in model.readings:

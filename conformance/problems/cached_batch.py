@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.problems.operands import Draw, edges, segments, start_loc

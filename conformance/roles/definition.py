@@ -65,7 +65,7 @@ class RoleDefinition:
     facts: Callable[[Any, torch.dtype], dict[str, Any]] = lambda case, dtype: {}
     golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
     judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
-    # what files hold of the roles of this project: what varies in its cases, as `space.py`, its lists, as `cases.txt`,
+    # what files hold of the roles of this project: what varies in its cases, as `case.py`, its lists, as `cases.txt`,
     # and its entries, as `capabilities.toml`
     space: Space | None = None
     lists: str = ""

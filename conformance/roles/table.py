@@ -11,7 +11,7 @@ from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
-from mla_conformance.roles.cache.role import CACHE
+from mla_conformance.roles.cache.problem import CACHE
 from mla_conformance.roles.compress.problem import COMPRESS
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
@@ -29,7 +29,6 @@ DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for defini
 
 
 def definition_of(role: Role) -> RoleDefinition:
-    """What a role is."""
     return DEFINITIONS[role]
 
 

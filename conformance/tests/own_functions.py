@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Case
 from mla_conformance.roles.definition import KERNEL_SIZES, facts_of

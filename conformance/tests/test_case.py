@@ -56,43 +56,26 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
         ("lse:", "one non-negative length per request, got q=[]"),
         ("lse:q", "field q: expected a list such as [64,0,17], [1x48] or [(5,9)x24], got ''"),
         ("lse:q=5", "field q: expected a list"),
-        ("lse:q=[1,]", "field q: expected a list"),
-        ("lse:q=[-1]", "field q: expected a list"),
-        ("lse:q=[]", "got q=[]"),
         ("lse:q=[1];q=[2]", "each field once"),
         ("lse:q=[1];capability=lse", "capability before the colon"),
         ("lse:q=[1];colour=red", "unknown case field colour; known fields: capability, call, dtype"),
         ("lse:q=[1];heads=x", "field heads: expected an integer, got 'x'"),
         ("lse:q=[1];heads=0", "field heads: expected a positive number, got 0"),
-        ("lse:q=[1];scale=-3", "field scale: expected a positive number"),
         ("lse:q=[1];pad=-1", "field pad: expected a non-negative number, got -1"),
         ("lse:q=[1];lse=yes", "field lse: expected 0 or 1, got 'yes'"),
         ("lse:q=[1];dtype=int8", "field dtype: expected one of bf16, fp16, fp32, fp64, e4m3, got 'int8'"),
         ("lse:q=[1];call=verify", "field call: expected one of new_tokens, context_chunk, chunked_context"),
-        ("lse:q=[1];data=nope", "field data: expected one of normal, needle"),
-        ("lse:q=[1];layout=x", "field layout: expected one of kv_b_proj"),
-        ("lse:q=[1];quant=int4", "field quant: expected one of none, fp8"),
         ("lse:q=[1];dims=gpt", "unknown dims 'gpt'; expected one of v2, v3, r1, glm, small, or P-R-V-L"),
-        ("lse:q=[1];dims=0-8-16-32", "dims '0-8-16-32': qk_nope_head_dim must be a positive int"),
         ("lse:q=[1];dims=16-7-16-32", "qk_rope_head_dim must be an even int"),
         ("lse:q=[1];dims=16-8-16-0", "expected a positive latent dim L, got 0"),
         ("context_chunk:q=[1,2];kv=[5]", "expects one context length per request, got q=[1, 2] kv=[5]"),
         ("decode:q=[1,0];kv=[5,5]", "at least one query token a request, got q=[1, 0]"),
-        ("decode:q=[1]", "decode expects one context length per request"),
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
         (
             "lse:q=[1];cache=fp8",
             "field cache: a prefill case has none, only cache, compress, decode, indexer, layer, sparse and "
             "sparse_layer",
         ),
-        ("decode:q=[1];kv=[5];cache=int8", "field cache: expected one of auto, fp8, fp8_ds_mla, got 'int8'"),
-        ("decode:q=[1];kv=[5];cache=fp8;scales=pow2", "field scales: the entries of cache fp8 have no float32 scales"),
-        (
-            "decode:q=[1];kv=[5];cache=fp8_ds_mla;dtype=fp32",
-            "fp8_ds_mla holds 512 + 64 or 512 + 0 values",
-        ),
-        ("decode:q=[1];kv=[5];ranks=0", "field ranks: expected a positive number, got 0"),
-        ("decode:q=[1];kv=[5];spare=-1", "field spare: expected a non-negative number, got -1"),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
     ],
 )
@@ -106,7 +89,6 @@ def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
     ("change", "said"),
     [
         ({"format": 99}, "expected case format 1, got 99"),
-        ({"colour": "red"}, "unknown case field colour"),
         ({"heads": "4"}, "field heads: expected an integer, got '4'"),
         ({"heads": True}, "field heads: expected an integer, got True"),
         ({"lse": 1}, "field lse: expected true or false, got 1"),
@@ -125,10 +107,11 @@ def test_json_that_told_the_fields_of_every_role_is_read() -> None:
     reported = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
     assert Case.from_json(reported).id == "lse:q=[3]"
     with pytest.raises(
-        CaseError,
-        match="only cache, compress, decode, indexer, layer, sparse and sparse_layer cases; got 2",
+        CaseError, match="only cache, compress, decode, indexer, layer, sparse and sparse_layer cases; got 2"
     ):
         Case.from_json({**reported, "ranks": 2})
+    with pytest.raises(CaseError, match="expected a field 'capability'"):
+        Case.from_json({name: value for name, value in reported.items() if name != "capability"})
 
 
 def test_a_case_is_of_the_role_of_its_call() -> None:
@@ -136,13 +119,6 @@ def test_a_case_is_of_the_role_of_its_call() -> None:
     assert [type(Case.parse(text)) for text in texts] == [PrefillCase, DecodeCase, LayerCase]
     with pytest.raises(CaseError, match="field call: expected one of decode, got 'layer'"):
         replace(Case.parse(texts[1]), call="layer")
-
-
-def test_json_without_a_capability_is_refused() -> None:
-    data = Case.of(capability="lse", q=(3,)).to_json()
-    del data["capability"]
-    with pytest.raises(CaseError, match="expected a field 'capability'"):
-        Case.from_json(data)
 
 
 def test_unknown_capabilities_and_tiers_list_what_exists() -> None:

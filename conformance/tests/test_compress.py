@@ -145,10 +145,7 @@ def test_what_is_not_declared_is_unsupported(fields: str, expected: Status) -> N
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [
-        ("q=[0];kv=[0]", "expects a token"),
-        ("q=[4];kv=[0];cache=fp8", "expects cache=auto on one rank"),
-    ],
+    [("q=[0];kv=[0]", "expects a token"), ("q=[4];kv=[0];cache=fp8", "expects cache=auto on one rank")],
 )
 def test_a_malformed_case_says_what_was_expected(fields: str, said: str) -> None:
     with pytest.raises(CaseError, match=said):

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
-from mla_conformance.backends.online_softmax import SoftmaxState
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.selected import Selected
 from mla_conformance.cases.case import Case

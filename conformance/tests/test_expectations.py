@@ -42,7 +42,9 @@ def test_a_query_names_the_cases_that_its_text_says(query: str, matched: list[ob
     assert [case for case in CASES if CaseQuery.parse(query).matches(case)] == matched
 
 
-@pytest.mark.parametrize("query", ["", ":dtype=fp16", "lse:nope=1", "lse:heads=x", "lse:heads=1;heads=2", "lse:data>5", "lse:heads~5", "*:;"])
+@pytest.mark.parametrize(
+    "query", ["", ":dtype=fp16", "lse:nope=1", "lse:heads=x", "lse:heads=1;heads=2", "lse:data>5", "lse:heads~5", "*:;"]
+)
 def test_a_malformed_query(query: str) -> None:
     with pytest.raises(CaseError):
         CaseQuery.parse(query)

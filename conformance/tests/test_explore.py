@@ -17,8 +17,8 @@ from mla_conformance.backends.references import BackendReference, parse_referenc
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
-from mla_conformance.cases.extent import Extent
 from mla_conformance.cases.fitting import Region, fit
+from mla_conformance.cases.sharding import Extent
 from mla_conformance.cases.space import Row
 from mla_conformance.cases.work import is_light
 from mla_conformance.cli import main

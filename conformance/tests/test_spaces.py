@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 
-from mla_conformance.cases.case import Call, Case
+from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.space import Space, held
 from mla_conformance.cases.strategies import cases, profile
@@ -14,15 +14,7 @@ from mla_conformance.cli import main
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.vocabulary import tiers
 from mla_conformance.vocabulary.arrays import SPACES, array_of
-from mla_conformance.vocabulary.capabilities import (
-    CAPABILITIES,
-    Capability,
-    Tier,
-    counted,
-    listed,
-    long_contexts,
-    nightly_cases,
-)
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, long_contexts
 
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 
@@ -117,7 +109,7 @@ def test_each_tier_holds_the_one_below_and_no_case_twice() -> None:
 
 
 def test_long_contexts_are_nightly_only_and_state_their_need() -> None:
-    assert set(long_contexts()) <= {case for call in Call for case in nightly_cases(call)}
+    assert set(long_contexts()) <= set(cases_of(Tier.NIGHTLY)) - set(cases_of(Tier.FULL))
     assert max(max(case.kv, default=0) for case in long_contexts()) == 2**20
     for case in long_contexts():
         assert 2e9 < memory_need(case, "cuda") < 130e9, case.id

@@ -155,7 +155,6 @@ def test_rows_of_short_prefills_and_of_padding_may_hold_anything() -> None:
         ("q=[1];kv=[3];ranks=2", "field ranks: a sparse layer's ranks share heads, tp, and no tokens, got 2"),
         ("q=[1];kv=[3];tp=3", "field heads: expected a multiple of the 3 ranks, got 4"),
         ("q=[1];kv=[3];index_cache=auto;index_scales=pow2", "field index_scales: an index cache of auto has no scales"),
-        ("q=[1];kv=[3];data=needle", "field data: expected one of normal, integers"),
     ],
 )
 def test_cases_that_nothing_can_be_built_for(fields: str, said: str) -> None:

@@ -122,7 +122,6 @@ def _once(backend: Any, problem: Problem) -> list[torch.Tensor]:
 
 
 def _differs(first: list[torch.Tensor], other: list[torch.Tensor]) -> torch.Tensor:
-    """Whether any bit differs, where the tensors are."""
     pairs = ([x.contiguous().view(-1).view(torch.uint8) for x in pair] for pair in zip(first, other, strict=True))
     return torch.stack([(mine != theirs).any() for mine, theirs in pairs]).any()
 

@@ -95,7 +95,6 @@ def _first(record: ElementTree.Element, path: str) -> str:
 
 
 def read_output(path: Path) -> str:
-    """The text of a file that the tool was to write."""
     if not path.exists():
         raise UnreadableOutput(f"{PROGRAM} wrote no output: it may not attach here")
     if path.stat().st_size > _MOST_BYTES:

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.needs import Reach, rows_before
 from mla_conformance.problems.cache_bytes import CacheImage

@@ -11,7 +11,7 @@ from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import listed
-from mla_conformance.vocabulary.grid import grid_cases
+from mla_conformance.vocabulary.dense import grid_cases
 
 
 def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:

@@ -14,19 +14,19 @@ from itertools import chain, combinations, islice
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pair, Pairs, cover, mixed
-from mla_conformance.cases.residues import RESIDUES, residues_of
+from mla_conformance.cases.dimensions import RESIDUES, residues_of
 from mla_conformance.cases.space import Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
-from mla_conformance.roles.cache.space import CACHE
-from mla_conformance.roles.compress.space import COMPRESS
-from mla_conformance.roles.decode.space import DECODE
-from mla_conformance.roles.indexer.space import INDEXER
-from mla_conformance.roles.layer.space import LAYER
-from mla_conformance.roles.prefill.space import PREFILL
-from mla_conformance.roles.prepare.space import PREPARE
-from mla_conformance.roles.sparse.space import SPARSE
-from mla_conformance.roles.sparse_layer.space import SPARSE_LAYER
-from mla_conformance.roles.topk.space import TOPK
+from mla_conformance.roles.cache.case import CACHE
+from mla_conformance.roles.compress.case import COMPRESS
+from mla_conformance.roles.decode.case import DECODE
+from mla_conformance.roles.indexer.case import INDEXER
+from mla_conformance.roles.layer.case import LAYER
+from mla_conformance.roles.prefill.case import PREFILL
+from mla_conformance.roles.prepare.case import PREPARE
+from mla_conformance.roles.sparse.case import SPARSE
+from mla_conformance.roles.sparse_layer.case import SPARSE_LAYER
+from mla_conformance.roles.topk.case import TOPK
 
 SPACES: dict[str, Space] = {
     space.capability: space

@@ -93,8 +93,14 @@ class Capability:
         """The cases that decide it, the most telling first."""
         if self.is_array:
             return array_of(self.name)
-        made = chain.from_iterable(map(_case_list, self.lists))
-        return tuple(Case.of(capability=self.name, **fields) for fields in made)
+        found = []
+        for name in self.lists:  # of a role, or of those that several roles share
+            role, _, own = name.rpartition(".")
+            known = lists_of(role)
+            if own not in known:
+                raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(known)}")
+            found += [Case.of(capability=self.name, **fields) for fields in known[own]]
+        return tuple(found)
 
     @cached_property
     def smoke(self) -> tuple[Case, ...]:
@@ -119,16 +125,8 @@ class Capability:
     def select(self, tier: Tier) -> tuple[Case, ...]:
         if tier is Tier.SMOKE:
             return self.smoke
-        return self.cases if tier is Tier.FULL else (*self.cases, *nightly_cases(self.name))
-
-
-def _case_list(name: str) -> Iterable[Fields]:
-    """A list of a role, or of those that several roles share."""
-    role, _, own = name.rpartition(".")
-    found = lists_of(role)
-    if own not in found:
-        raise CapabilityError(f"unknown list {name!r} in capabilities.toml; expected one of {', '.join(found)}")
-    return found[own]
+        further = (case for case in long_contexts() if case.capability == self.name) if tier is Tier.NIGHTLY else ()
+        return (*self.cases, *further)
 
 
 _OUTSIDE: dict[str, str] = {}
@@ -225,11 +223,6 @@ def long_contexts() -> tuple[Case, ...]:
     """Of the nightly tier, of the capabilities that their calls are named after."""
     listed = lists_of("")["long_contexts"]
     return tuple(Case.of(capability=fields.get("call", Call.NEW_TOKENS), **fields) for fields in listed)
-
-
-def nightly_cases(capability: str) -> tuple[Case, ...]:
-    """What the nightly tier adds to a capability's cases."""
-    return tuple(case for case in long_contexts() if case.capability == capability)
 
 
 def find_capability(name: str) -> Capability:

@@ -1,20 +1,23 @@
-"""Dense batches and long requests of every role, as ``ci/arrays.py`` draws them by hash. No torch.
+"""Dense batches, long requests and the dispatch grid of every role, drawn by hash. No torch.
 
 A dense batch has tens of requests whose lengths and query tokens are their own; a long request has one head and small
-head dims where it can, so that a CPU judges lengths and rows that engines use.
+head dims where it can, so that a CPU judges lengths and rows that engines use. ``ci/arrays.py`` draws both. The grid
+has a tiny case for each cell by which kernels choose among their instances.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice, product
 from typing import Any
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.classes import Draw
 from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import Preference, Row, Space
-from mla_conformance.cases.work import is_light
+from mla_conformance.cases.work import is_light, work_of
 
 _BATCHES, _TRIES = 20, 80
 """Dense batches of a role, and how often one is drawn until a CPU is asked for it."""
@@ -32,6 +35,9 @@ _OF_ANY_NEW = (Role.PREFILL, Role.CACHE, Role.COMPRESS)
 _PLANNED = (Call.CHUNKED_CONTEXT, Call.LAYER)
 _SHORT = 43
 _RUN = (33, 40, 48)
+_GRID_HEADS = (1, 2, 4, 6, 8, 16, 20, 32, 64, 128)
+_GRID_QUERIES = {"1": 1, "2": 2, "4": 4, "5 to 8": 8}
+_GRID_TRIES, _GRID_COMPARED = 6, 3
 
 
 def dense_cases(space: Space) -> list[Case]:
@@ -111,3 +117,37 @@ def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, An
     lengths: dict[str, Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.has_context else ()}
     room = {"workspace": case.page * len(q) * draw.pick((1, 2, 4, 16), "workspace")} if case.call in _PLANNED else {}
     return {**lengths, **decodes, **room}
+
+
+def grid_cases(space: Space, classes: Mapping[str, Sequence[str]]) -> list[Case]:
+    """Cases of every cell of the grids of a space, of these classes of its dimensions.
+
+    What else varies is drawn by hash, so that a cell is no cell of one layout or dtype alone.
+    """
+    heads: Sequence[int] = _GRID_HEADS if "heads" in classes else (0,)
+    found = []
+    for names in space.grids:
+        labels: list[list[str]] = [
+            [label for label in classes[name] if name != "queries" or label in _GRID_QUERIES] for name in names
+        ]
+        for number, cell in product(heads, product(*labels)):
+            cases = islice(_in_cell(space, classes, number, dict(zip(names, cell, strict=True))), _GRID_COMPARED)
+            found.append(min(cases, key=work_of, default=None))
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _in_cell(space: Space, classes: Mapping[str, Sequence[str]], heads: int, cell: dict[str, str]) -> Iterator[Case]:
+    """Cases with so many heads in the classes of a cell."""
+    wanted = {**cell, **({"heads": str(batches.HEADS.class_of(heads))} if heads else {})}
+    if any(label not in classes[name] for name, label in wanted.items()):
+        return
+    for attempt in range(_GRID_TRIES):
+        draw = Draw(f"{space.capability}|{heads}|{wanted}|{attempt}")
+        row = space.completed(wanted.items(), preferred(space, draw, classes))
+        with suppress(CaseError):
+            case = space.case_of(row, draw) if row else None
+            changes: dict[str, Any] = {"heads": heads} if heads and case else {}
+            if case and case.q and cell.get("queries") in _GRID_QUERIES:
+                changes["q"] = (_GRID_QUERIES[cell["queries"]],) * len(case.q)
+            if case and is_light(case := replace(case, **changes)) and not space.outside(case):
+                yield case

@@ -15,7 +15,6 @@ _WIDTH = 80
 
 
 def tier_lines() -> Iterator[str]:
-    """One line per tier, and one for each role."""
     for tier in Tier:
         further = f", and up to {MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
         yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases{further}"

@@ -182,14 +182,6 @@ def test_inputs_are_widened_exactly_may_have_rows_behind_and_stay_untouched(
     assert all(torch.equal(x.view(torch.uint8), y) for x, y in zip(narrow, before, strict=True))
 
 
-def test_inputs_may_be_strided(normal: Normal) -> None:
-    wide = normal(5, 12, 4, 11)
-    k, v = wide[..., :6], wide[..., 6:]
-    starts: dict[str, Any] = {"query_start_loc": (0, 12), "key_start_loc": (0, 12), "scale": 0.4, "causal": True}
-    dense = attention(k.contiguous(), k.contiguous(), v.contiguous(), **starts)
-    assert_same(attention(k, k, v, **starts), dense, 1e-14)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -9,7 +9,6 @@ from mla_conformance.reference.kv_cache import page_parts, read_entries, write_e
 from mla_conformance.reference.quantization import dequantize_e2m1, quantize_e2m1
 
 BF16 = torch.bfloat16
-WITHOUT_ROPE = ("fp8_v4", "fp8_v41", "fp4_v41")
 
 
 def key(**columns: float) -> torch.Tensor:
@@ -121,22 +120,6 @@ def test_codes_of_e2m1_are_nearest_with_ties_to_even_and_saturate() -> None:
     assert found.tolist() == [0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0, -1.0, -4.0]
     every = torch.arange(16, dtype=torch.uint8)
     assert torch.equal(quantize_e2m1(dequantize_e2m1(every)), every)
-
-
-@pytest.mark.parametrize("layout", WITHOUT_ROPE)
-def test_values_come_back_within_a_rounding_of_their_codes(layout: str) -> None:
-    form = TILED_FORMATS[layout]
-    values = torch.randn(9, 512, generator=torch.Generator().manual_seed(3)).to(BF16)
-    values[4] = 0.0
-    kv_c, k_pe = decode_rows(encode(values, values[:, :0], layout, 1.0), layout, 1.0, 512, 0)
-    assert kv_c.shape == (9, 512) and k_pe.shape == (9, 0)
-    assert torch.equal(kv_c[:, form.coded :], values[:, form.coded :].double())
-    tiles = values[:, : form.coded].double().unflatten(1, (-1, form.tile))
-    error = (kv_c[:, : form.coded].unflatten(1, (-1, form.tile)) - tiles).abs()
-    coarse = {"e4m3": (2**-4, 2**-9 / 448), "e2m1": (2**-2, 0.25 / 6)}[form.codes]
-    # A scale of e4m3 may be rounded down, by a 16th at most, so that the largest value saturates.
-    allowed = torch.maximum(coarse[0] * tiles.abs(), 2.2 * coarse[1] * tiles.abs().amax(-1, keepdim=True))
-    assert bool((error <= allowed).all())
 
 
 @pytest.mark.parametrize("layout", ["auto", "fp8_ds_mla", "fp4_v41", "fp8_v4"])

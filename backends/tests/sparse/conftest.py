@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.backends.selected import listed
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
-from mla_conformance.backends.sparse_checks import listed
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.kv_cache import write_entries

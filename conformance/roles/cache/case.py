@@ -1,14 +1,18 @@
-"""Cases of cache operations: entries written to slots, gathered from pages, and slots computed from positions."""
+"""Cases of cache operations, entries written and gathered and slots computed, and what varies in them. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases import batches
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
-from mla_conformance.cases.grammar import Data
-from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.cases.case import Call, Kind, Layout, Sizes, at_least, given, one_of
+from mla_conformance.cases.classes import Draw, Numbers, exactly, first
+from mla_conformance.cases.dimensions import COLUMNS, K_SCALES, PADDING, POISONS, numbers, room, spare_blocks, storage
+from mla_conformance.cases.grammar import Data, Fields
+from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
 
 INDEX_CACHES = tuple(name for name, form in TILED_FORMATS.items() if form.cache == "index")
@@ -20,7 +24,7 @@ SMALL_DIFFER = tuple(name for name, form in TILED_FORMATS.items() if form.scales
 COMPUTES = (Call.SLOT_MAPPING, Call.GLOBAL_SLOTS)
 SMALL_LATENTS = (Data.TINY_VALUES, "tiny_tiles")
 _OF_INDEX = (Call.WRITE_INDEX, Call.GATHER_INDEX)
-_COMPRESSED = (*GATHERS, Call.SLOT_MAPPING)
+_COMPRESSED = Only("call", (*GATHERS, Call.SLOT_MAPPING), "the others count entries, whatever these stand for")
 _USUAL_PAGE, _SHUFFLED_PAGE = 64, 16
 
 
@@ -69,7 +73,7 @@ class CacheCase(CacheOperation):
             yield (f"field latents: writers of {self.cache} differ in the scales of {self.latents}; expected others")
         if self.dequantise and self.call != Call.GATHER_LATENT:
             yield f"field dequantise: only gather_latent does so, got call {self.call}"
-        if self.ratio > 1 and self.call not in _COMPRESSED:
+        if self.ratio > 1 and self.call not in _COMPRESSED.classes:
             yield f"field ratio: expected 1 of {self.call}, which counts entries, got {self.ratio}"
         if self.ranks > 1 and self.call not in (*WRITES, Call.SLOT_MAPPING):
             yield f"field ranks: expected 1 of {self.call}, got {self.ranks}"
@@ -82,3 +86,144 @@ class CacheCase(CacheOperation):
         narrow = self.slots == "int32" or self.call == Call.GLOBAL_SLOTS
         if self.call in COMPUTES and (blocks + 1) * self.page > 2**31 and narrow:
             yield f"field slots: {blocks} blocks of {self.page} have slots beyond int32; expected int64"
+
+
+_LATENT = Only("call", (Call.WRITE_LATENT, Call.GATHER_LATENT), "latents are written and gathered by calls of theirs")
+_INDEX = Only("call", (Call.WRITE_INDEX, Call.GATHER_INDEX), "index keys are written and gathered by calls of theirs")
+_ENTRIES = Only("call", (*WRITES, *GATHERS), "slots are computed of no entries")
+_WRITTEN = Only("call", WRITES, "operands that are written have a layout")
+_MAPPED = Only(
+    "call", (*WRITES, Call.SLOT_MAPPING), "only a slot mapping is of either dtype, and of one of several ranks"
+)
+_LISTS = Only("call", (Call.GLOBAL_SLOTS,), "there is no list")
+_GATHERED = Only("call", (Call.GATHER_LATENT,), "only latents are dequantised while they are gathered")
+_TILES = tuple(name for name in LATENT_CACHES if name in TILED_FORMATS and TILED_FORMATS[name].scales == "float32")
+_NO_SMALL = tuple(name for name in LATENT_CACHES if name in SMALL_DIFFER)
+_RATIOS = Numbers({**exactly(1, 4, 128, 2), "other": ((3,), range(5, 128))})
+_LENGTHS = ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024", "> 2^11", "> 2^15")
+_RUNS = ("1", "page", "part of a page")
+_SHARES = ("all", "one", "half", "none")
+"""Tokens of the longest request that are asked for; those before them are there already, or are left out."""
+_MOST_ENTRIES, _MOST_LISTED = 2**17, 2**18
+
+
+def _share(case: CacheCase) -> str:
+    longest = max(range(len(case.q)), key=lambda number: batches.totals(case)[number])
+    q, kv = case.q[longest], case.kv[longest]
+    return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
+
+
+def _longest(case: CacheCase) -> str | None:
+    label = batches.LONGEST.class_of(max(batches.totals(case)))
+    return label if label in _LENGTHS else None
+
+
+def _asked(share: str, longest: int) -> int:
+    return {"all": longest, "one": 1, "half": max(2, longest // 2), "none": 0}[share]
+
+
+def _members(row: Row, draw: Draw) -> Iterator[tuple[int, int]]:
+    """Pages and lengths of the longest request."""
+    for page in draw.some(batches.PAGES, row["page"]):
+        for longest in batches.lengths(row["longest"], row["tile"], 4, page, row["last page"], draw):
+            yield page, longest
+
+
+def _fields(row: Row, draw: Draw) -> Fields:
+    page, longest = first(_members(row, draw))
+    requests, asked = draw.of(batches.REQUESTS, row["requests"]), _asked(row["share"], longest)
+    equal = row["others"] == "equal"
+    whole = [longest] * requests if equal else batches.contexts_of(row["others"], requests, longest - 1, draw)
+    whole[draw.below(requests, "longest") if draw else requests // 2] = longest
+    q = tuple(asked if length == longest else min(length, asked or length) for length in whole)
+    kv = tuple(length - new for length, new in zip(whole, q, strict=True))
+    run = {"page": page, "part of a page": page // 2}.get(row["interleave"], 1)
+    listed = {"topk": draw.of(COLUMNS, row["columns"])} if row["columns"] != NOTHING else {}
+    return {"q": q, "kv": kv, "page": page, "interleave": run, **listed, **spare_blocks(row, page, draw)}
+
+
+def _others(case: CacheCase) -> str:
+    return "alone" if len(case.q) == 1 else "equal" if len(set(batches.totals(case))) == 1 else "shorter"
+
+
+CACHE = Space(
+    role=Role.CACHE,
+    capability="cache_combinations",
+    dimensions=(
+        values("call", "call", *CacheCase.calls),
+        values("cache", "cache", *LATENT_CACHES, only=_LATENT),
+        values("index cache", "cache", *INDEX_CACHES, only=_INDEX),
+        numbers("k_scale", "kscale", K_SCALES, Only("cache", ("fp8",), "only an fp8 cache has k_scale")),
+        values(
+            "tile scales", "scales", *TILE_SCALES, only=Only("cache", _TILES, "only float32 scales are of either kind")
+        ),
+        values("key scales", "scales", *TILE_SCALES, only=_INDEX),
+        plain("gathered", {"as stored": {"dequantise": False}, "dequantised": {"dequantise": True}}, _GATHERED),
+        plain("dims", {name: {"dims": name} for name in ("r1", "128-0-128-512", "16-8-16-32")}, _LATENT),
+        plain("key dims", {"128": {"dims": "128-0-128-128"}}, _INDEX),
+        values("dtype", "dtype", "bf16", "fp16", "fp32", only=_ENTRIES),
+        values("latents", "latents", *LATENTS, only=_ENTRIES),
+        batches.NUMBER,
+        measured("others", ("shorter", "alone", "equal"), _others),
+        measured("longest", _LENGTHS, _longest),
+        batches.TOTALS[1],
+        *batches.pages(),
+        measured("share", _SHARES, _share),
+        numbers("ranks", "ranks", Numbers({**exactly(1, 2, 3), "4 to 8": ((4,), range(4, 9))}), _MAPPED),
+        measured(
+            "interleave",
+            _RUNS,
+            lambda case: {case.page: "page", 1: "1"}.get(case.interleave, "part of a page"),
+            Only("ranks", ("2", "3", "4 to 8"), "one rank has all"),
+        ),
+        numbers("ratio", "ratio", _RATIOS, _COMPRESSED),
+        values("slots", "slots", *SLOT_DTYPES, only=_MAPPED),
+        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS),
+        plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
+        values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value, only=_WRITTEN),
+        *storage(most=15),
+        PADDING,
+        POISONS,
+    ),
+    rules=(
+        Rule("an entry has no room for such latents", ("cache", "dims", "dtype"), room),
+        never("no code is there to be dequantised", {"cache": ("auto",), "gathered": ("dequantised",)}),
+        never("writers differ in the scales of small tiles", {"cache": _NO_SMALL, "latents": SMALL_LATENTS}),
+        never("writers differ in the scales of small keys", {"index cache": INDEX_CACHES, "latents": ("tiny_tiles",)}),
+        never(
+            "shuffled pages are of whole tiles of 16 tokens",
+            {"index cache": ("fp8_index_shuffled",), "page": ("1", "other")},
+        ),
+        never("pages of one token hold no run of several", {"page": ("1",), "interleave": _RUNS[1:]}),
+        never("a run of several is part of a usual page", {"page": ("other",), "interleave": _RUNS[2:]}),
+        never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
+        never("something is asked for", {"share": ("none",), "requests": ("1",)}),
+        *(rule for rule in batches.LONE_RULES if "queries" not in rule.over),
+        batches.in_both(4),
+        *batches.END_RULES,
+        Rule(
+            f"more than {_MOST_ENTRIES:,} entries",
+            ("requests", "others", "longest"),
+            lambda n, others, longest: (
+                others != "equal" or batches.REQUESTS.least(n) * batches.LONGEST.least(longest) <= _MOST_ENTRIES
+            ),
+        ),
+        Rule(
+            f"more than {_MOST_LISTED:,} numbers in lists",
+            ("requests", "share", "longest", "columns"),
+            lambda n, share, longest, columns: (
+                (batches.REQUESTS.least(n) + _asked(share, batches.LONGEST.least(longest))) * COLUMNS.first(columns)
+                <= _MOST_LISTED
+            ),
+        ),
+    ),
+    shape=_fields,
+    small={
+        "dims": ("16-8-16-32",),
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "others": ("shorter", "alone"),
+        "longest": ("65 to 256", "1 to 16", "17 to 64"),
+        "unused": ("few",),
+        "columns": ("64", "128", "no tiles of 64"),
+    },
+)

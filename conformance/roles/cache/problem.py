@@ -1,24 +1,34 @@
-"""From a case of a cache operation to its calls, one for each rank: what is read, and what must be written."""
+"""From a case of a cache operation to its calls, one for each rank, and their judge: every byte written (SPEC 9)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
 
+from mla_conformance.backends.cache import MLACacheSelectorConfig
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import JudgedRows
+from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.steps import Form, Steps
+from mla_conformance.judging.verdict import Check, Verdict
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
 from mla_conformance.problems.cached_batch import CachedBatch, int32
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import ProblemError, edges, segments, start_loc
 from mla_conformance.problems.paging import PageForm, Pages, block_table_of, write_pages
+from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.problems.written_rows import WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, encode, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.roles.cache.case import COMPUTES, GATHERS, WRITES, CacheCase
+from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.layer.problem import lay_out_latents, shaped
 
 SLOT_DTYPES = {"int64": torch.int64, "int32": torch.int32}
@@ -167,7 +177,6 @@ class CacheBatch(CachedBatch[CacheCase]):
         return given, parts
 
     def _gathered(self, entries: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
-        """The least and the most that each workspace may hold."""
         case = self.case
         if case.call == GATHERS[1]:
             codes, scales = (part.contiguous() for part in entries.tensor_split([case.kv_lora_rank], dim=1))
@@ -242,3 +251,45 @@ class CacheBatch(CachedBatch[CacheCase]):
             "block_size": case.page,
         }
         return given, {"out": self._rows("out", right, right, behind=0)}
+
+
+def golden_bytes(problem: Problem) -> Golden:
+    """Every row is judged; what is expected stands in the problem's own images."""
+    return Golden(JudgedRows(problem.query_start_loc))
+
+
+class CacheJudge(Steps):
+    """The steps of the verdict on a cache operation, whose result is what it has written."""
+
+    writes: ClassVar = Check.WRITTEN
+
+    def __init__(self, problem: Problem, expectation: Golden, *_: Any) -> None:
+        super().__init__(problem, expectation)
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        return iter(())
+
+    def _form(self, returned: Returned) -> Verdict | None:
+        return None
+
+    def _expected_form(self, returned: Returned) -> Form:
+        return []
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        return iter(())
+
+
+CACHE = RoleDefinition(
+    role=Role.CACHE,
+    batch=CacheBatch,
+    config=MLACacheSelectorConfig,
+    constructed=("kv_lora_rank", "qk_rope_head_dim", "kv_cache_dtype", "tile_scales"),
+    facts=lambda case, dtype: {
+        "slot_dtype": SLOT_DTYPES[case.slots],
+        "dequantise": case.dequantise,
+        "compress_ratio": case.ratio,
+        "outside": case.outside,
+    },
+    golden=golden_bytes,
+    judge=CacheJudge,
+)

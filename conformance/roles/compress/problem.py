@@ -1,8 +1,8 @@
 """From a compressor's case to its calls: states and scores, both caches in pages, and what must stand in them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 
@@ -22,15 +22,55 @@ from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
 from mla_conformance.reference.prepare_index import Prepared, rotated
 from mla_conformance.reference.rope import Rotation
-from mla_conformance.roles.cache.problem import CacheCall
-from mla_conformance.roles.cache.role import CacheJudge, golden_bytes
+from mla_conformance.roles.cache.problem import CacheCall, CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase
-from mla_conformance.roles.compress.state_pages import Columns, StatePages
 from mla_conformance.roles.definition import RoleDefinition
 
 EPS = 1e-6
 _GUARDS, _UNUSED_COLUMNS = 2, 2
 _FLUSHED = 2.0**-126
+
+
+Columns = Mapping[int, int]
+"""The page of each column of a request's table that has one."""
+
+
+@dataclass
+class StatePages:
+    """Pages for states by number, from 0 on; as in an engine, one that no group needs is dealt out again."""
+
+    case: CompressCase  # whose calls
+    count: int = 0  # pages that were ever needed
+    _free: list[int] = field(default_factory=list)
+    _held: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def tables(self) -> Iterator[dict[int, Columns]]:
+        """The columns of each request of each call; all give back what they do not need before any gets another."""
+        for step in self.case.steps():
+            for request, tokens in reversed(step.items()):  # so that the first one gets the last one's
+                self._give_back(request, self._first(tokens))
+            yield {request: dict(self._columns(request, tokens)) for request, tokens in step.items()}
+            for request, tokens in step.items():
+                if tokens.stop == self.case.totals[request]:
+                    self._give_back(request, tokens.stop)
+
+    def _first(self, tokens: range) -> int:
+        """The first column that groups need which are not complete before these tokens, or the group before them."""
+        group = max(0, tokens.start // self.case.ratio - self.case.overlap)
+        return group * self.case.ratio // self.case.state_page
+
+    def _columns(self, request: int, tokens: range) -> Columns:
+        held = self._held[request]
+        for column in range(self._first(tokens), (tokens.stop - 1) // self.case.state_page + 1):
+            if column not in held:
+                # The one that was given back first, else a new one.
+                held[column] = self._free.pop(0) if self._free else self.count
+                self.count += held[column] == self.count
+        return held
+
+    def _give_back(self, request: int, first: int) -> None:
+        held = self._held.setdefault(request, {})
+        self._free += [held.pop(column) for column in sorted(held) if column < first]
 
 
 @dataclass(frozen=True)
@@ -95,7 +135,6 @@ class CompressBatch(Draw[CompressCase]):
         return rotation.table(torch.arange(max(self.case.totals))).float()
 
     def calls(self) -> tuple[CompressCall]:
-        """One, which makes all over the tokens."""
         case, counted, both = self.case, start_loc(self.case.q), zip(self.case.steps(), self._tables[0], strict=True)
         steps = tuple(self._step(step, columns) for step, columns in both)
         ape, norm_weight = self.weights
@@ -128,7 +167,6 @@ class CompressBatch(Draw[CompressCase]):
 
     @cached_property
     def _entries(self) -> tuple[int, ...]:
-        """Entries of each request."""
         return tuple(total // self.case.ratio for total in self.case.totals)
 
     @cached_property
@@ -201,16 +239,16 @@ class CompressBatch(Draw[CompressCase]):
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)
 
 
-def _times(kv: float, score: float, above: float = 0.0) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: torch.stack((x[:, 0] * kv, x[:, 1] * score + above), dim=1)
+def _times(kv: float, score: float, above: float, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((x[:, 0] * kv, x[:, 1] * score + above), dim=1)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda x: x,
-    "peaked": _times(1, 20),
-    "large_scores": _times(1, 1, above=200),
-    "tiny_values": _times(1e-3, 1),
-    "zeros": _times(0, 0),
+    "peaked": partial(_times, 1, 20, 0.0),
+    "large_scores": partial(_times, 1, 1, 200),
+    "tiny_values": partial(_times, 1e-3, 1, 0.0),
+    "zeros": partial(_times, 0, 0, 0.0),
 }
 """Standard normal key states and scores [S, 2, C · D] float32 to those of a kind: one token of a group that outweighs
 all others, exponentials beyond float32, no more variance than the norm adds, nothing but what belongs to places."""

@@ -1,11 +1,15 @@
-"""Cases of a decode backend: absorbed queries against the latents of a paged cache, on one rank or on several."""
+"""Cases of a decode backend, absorbed queries against a paged cache, and what varies in them. No torch."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases import batches, dimensions
+from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, Sizes
+from mla_conformance.cases.classes import Draw, first
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import Row, Rule, Space, never, values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,3 +26,44 @@ class DecodeCase(CachedCase):
         # The latent is both key and value.
         columns = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim
         return super().sizes._replace(columns=columns, row=each, key=each)
+
+
+def _fields(row: Row, draw: Draw) -> Fields:
+    fields = batches.batch_fields(row, first(batches.shapes_of(row, draw)), draw)
+    return {"call": Call.DECODE, **fields, **dimensions.spare_blocks(row, fields["page"], draw)}
+
+
+DECODE = Space(
+    role=Role.DECODE,
+    capability="decode_combinations",
+    dimensions=(
+        *dimensions.cache(*CACHES),
+        values("dims", "dims", "r1", "small", "64-64-128-256", "128-0-128-512"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        *batches.batch("16", *batches.DECODE_QUERIES),
+        *batches.pages(),
+        *dimensions.ranks(),
+        dimensions.PADDING,
+        dimensions.POISONS,
+        dimensions.LSE,
+        dimensions.data("needle", "normal"),
+        dimensions.LAYOUT,
+        dimensions.SCALE,
+        *dimensions.storage(),
+        dimensions.MAXIMA,
+    ),
+    rules=(
+        Rule(
+            "an entry of fp8_ds_mla holds 512 + 64 values of a 16-bit model",
+            ("cache", "dims", "dtype"),
+            dimensions.room,
+        ),
+        batches.LONE_PADDING,
+        never("ranks are merged by their LSE", {"ranks": dimensions.SEVERAL_RANKS, "lse": ("not asked",)}),
+        *batches.BATCH_RULES,
+        *batches.PAGE_RULES,
+    ),
+    shape=_fields,
+    small={**batches.SMALL_BATCHES, "dims": ("small",), "ranks": ("1", "2", "3", "4")},
+    grids=(("queries", "cache"), ("page",)),
+)

@@ -1,6 +1,5 @@
 """From a decode case to calls: latents in a paged cache, on one rank or on several, absorbed queries, metadata."""
 
-from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -39,54 +38,44 @@ class DecodeBatch(CachedBatch[DecodeCase]):
 
     def calls(self) -> tuple[DecodeCall, ...]:
         _ = self.entries, self.queries  # drawn in this order, whatever asks first
-        operands = lay_out_queries(self.queries, self.case)
-        return tuple(self._call(rank, *operands) for rank in range(self.case.ranks))
+        q, case = self.queries, self.case
+        ql_nope, q_pe = q[..., : case.kv_lora_rank], q[..., case.kv_lora_rank :]
+        if case.layout != Layout.KV_B_PROJ:
+            operands = lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
+        else:  # as in a model: the transposed result of the product with W_UK, and a slice of the projected query
+            wide = poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
+            view = wide[..., case.dimensions.qk_nope_head_dim :]
+            operands = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
+        return tuple(self._call(rank, *operands) for rank in range(case.ranks))
 
     def _call(self, rank: int, ql_nope: torch.Tensor, q_pe: torch.Tensor) -> DecodeCall:
-        lengths, every = self.owned(rank)
-        pages = write_pages(self, PageForm.of(self.case), self.entries[every], lengths)
+        """Of queries ql_nope [T, N, L] and q_pe [T, N, R] in the memory layout of the case."""
+        (lengths, every), case, cpu = self.owned(rank), self.case, torch.device("cpu")
+        pages = write_pages(self, PageForm.of(case), self.entries[every], lengths)
         keys = self.keys[every]
         return DecodeCall(
             q=self.queries,
             k=keys,
-            v=keys[..., : self.case.kv_lora_rank],
+            v=keys[..., : case.kv_lora_rank],
             query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(lengths),
             given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
-            metadata=self._metadata(rank, pages.block_table, lengths),
-            holds_codes=self.case.holds_codes,
-            lse=self.case.lse,
+            metadata=MLACommonDecodeMetadata(
+                block_table=pages.block_table,
+                seq_lens=int32(lengths, self.device),
+                query_start_loc=int32(self.query_start_loc, self.device),
+                max_query_len=max(self.query_lens) * case.inflate,
+                max_seq_len=max(1, *lengths) * case.inflate,
+                query_lens_cpu=int32(self.query_lens, cpu),
+                seq_lens_cpu=int32(lengths, cpu),
+                dcp_world_size=case.ranks,
+                dcp_rank=rank,
+                cp_kv_cache_interleave_size=case.interleave,
+                dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
+            ),
+            holds_codes=case.holds_codes,
+            lse=case.lse,
         )
-
-    def _metadata(self, rank: int, block_table: torch.Tensor, lengths: Sequence[int]) -> MLACommonDecodeMetadata:
-        case, cpu = self.case, torch.device("cpu")
-
-        return MLACommonDecodeMetadata(
-            block_table=block_table,
-            seq_lens=int32(lengths, self.device),
-            query_start_loc=int32(self.query_start_loc, self.device),
-            max_query_len=max(self.query_lens) * case.inflate,
-            max_seq_len=max(1, *lengths) * case.inflate,
-            query_lens_cpu=int32(self.query_lens, cpu),
-            seq_lens_cpu=int32(lengths, cpu),
-            dcp_world_size=case.ranks,
-            dcp_rank=rank,
-            cp_kv_cache_interleave_size=case.interleave,
-            dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
-        )
-
-
-def lay_out_queries(q: torch.Tensor, case: DecodeCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """ql_nope [T, N, L] and q_pe [T, N, R] in a memory layout; by default that of a model.
-
-    There the first is the transposed result of the product with W_UK, the second a slice of the projected query.
-    """
-    ql_nope, q_pe = q[..., : case.kv_lora_rank], q[..., case.kv_lora_rank :]
-    if case.layout == Layout.KV_B_PROJ:
-        wide = poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
-        view = wide[..., case.dimensions.qk_nope_head_dim :]
-        return ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
-    return lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
 
 
 DECODE = RoleDefinition(

@@ -1,13 +1,16 @@
-"""Cases of an indexer: queries scored against the index keys of their request, and the best of them selected."""
+"""Cases of an indexer, queries scored against the index keys of their request, and what varies in them. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
+from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
+from mla_conformance.cases.classes import Draw, first
+from mla_conformance.cases.grammar import Fields
+from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, plain, values
 
 CODES, PLAIN = "fp8_index", "auto"
 """Layouts of an indexer's keys; its queries are in codes, or not, as they are."""
@@ -33,7 +36,6 @@ class IndexerCase(CachedCase):
 
     @property
     def head_dim(self) -> int:
-        """Columns of a key."""
         return self.kv_lora_rank
 
     @property
@@ -68,3 +70,51 @@ class IndexerCase(CachedCase):
         yield from super().contradictions()
         if self.dimensions.qk_rope_head_dim or self.ranks > 1:
             yield (f"an indexer's cases have dims P-0-V-L and ranks=1, got dims={self.dims} and ranks={self.ranks}")
+
+
+_PAGED = Only("keys in", ("pages",), "gathered keys lie in no pages")
+_SELECTS = Only("call", (Call.INDEX_TOPK,), "scores are of no list")
+
+
+def _fields(row: Row, draw: Draw) -> Fields:
+    if row["columns"] == NOTHING:
+        shape, columns = first(batches.shapes_of(row, draw)), {}
+    else:
+        shape, topk = first(dimensions.shapes_with_columns(row, draw))
+        columns = {"topk": topk}
+    return {**batches.batch_fields(row, shape, draw), **columns, **dimensions.spare_blocks(row, shape.page, draw)}
+
+
+INDEXER = Space(
+    role=Role.INDEXER,
+    capability="indexer_combinations",
+    dimensions=(
+        values("call", "call", *IndexerCase.calls),
+        plain("keys in", {"pages": {"gathered": False}, "rows": {"gathered": True}}),
+        values("cache", "cache", CODES, PLAIN),
+        values("dims", "dims", "128-0-128-128", "64-0-64-64"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        *batches.batch("64", *batches.DECODE_QUERIES, "17 to 4,096"),
+        *batches.pages(_PAGED),
+        *dimensions.list_dimensions(_SELECTS),
+        values("space", "space", IndexSpace.POSITION, IndexSpace.SLOT, only=_SELECTS),
+        dimensions.data("needle", "normal"),
+        dimensions.LAYOUT,
+        dimensions.SCALE,
+        *dimensions.storage(_PAGED),
+        dimensions.PADDING,
+        dimensions.POISONS,
+        dimensions.MAXIMA,
+    ),
+    rules=(
+        Rule("an entry has no room for such keys", ("cache", "dims", "dtype"), dimensions.room),
+        batches.LONE_PADDING,
+        *batches.BATCH_RULES,
+        *batches.PAGE_RULES,
+        *dimensions.LIST_RULES,
+        dimensions.SCORES_RULE,
+    ),
+    shape=_fields,
+    small=batches.SMALL_BATCHES,
+    grids=(("queries", "cache"), ("columns",)),
+)

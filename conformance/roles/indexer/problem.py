@@ -42,7 +42,6 @@ class IndexerCall(KernelCall):
 
     @property
     def selects(self) -> bool:
-        """Whether the best are asked for, not the scores."""
         return self.case.call == Call.INDEX_TOPK
 
     @property

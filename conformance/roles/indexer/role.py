@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.index_space import IndexSpace
 from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden

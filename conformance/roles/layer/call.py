@@ -106,7 +106,6 @@ class LayerCall(CallOfARank):
         )
 
     def output_buffer(self) -> Guarded | None:
-        """[T, N·V], if the case hands one over."""
         if not self.case.out:
             return None
         shape = (self.query.shape[0], self.q.shape[1] * self.width)

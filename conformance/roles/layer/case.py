@@ -1,15 +1,21 @@
-"""Cases of a whole MLA layer: a batch of prefills and decodes over a paged cache, into which it writes."""
+"""Cases of a whole MLA layer, a batch of prefills and decodes over a paged cache that it writes into; no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import cycle, islice, product
 from typing import Any, ClassVar
 
 from mla_conformance.backends.layer.mla_context import MAX_WORKSPACE_TOKENS
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases import batches, dimensions
+from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
+from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, at_least, given, one_of
-from mla_conformance.cases.grammar import Data
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
+from mla_conformance.cases.grammar import Data, Fields, Lengths
+from mla_conformance.cases.space import NOTHING, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.reference.chunking import plan_context_chunks
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
@@ -54,7 +60,6 @@ class LayerCase(CachedCase):
 
     @property
     def decoding(self) -> range:
-        """The requests that decode."""
         first = 0 if self.order == Order.DECODES_FIRST else len(self.q) - self.decodes
         return range(first, first + self.decodes)
 
@@ -69,7 +74,6 @@ class LayerCase(CachedCase):
 
     @property
     def prefill_contexts(self) -> tuple[int, ...]:
-        """Context tokens of each request that prefills."""
         return tuple(kv for index, kv in enumerate(self.kv) if index not in self.decoding)
 
     @property
@@ -109,3 +113,235 @@ class LayerCase(CachedCase):
                 f"field ranks: expected weights=selection and no out where {self.ranks} ranks share the tokens, got "
                 f"weights={self.weights}, out={self.out}"
             )
+
+
+TOKENS = Numbers(
+    {
+        "17 to 64": (range(17, 65),),
+        "1": (range(1, 2),),
+        "2 to 16": ((9,), range(2, 17)),
+        "65 to 256": (range(65, 257),),
+        "257 to 1,024": (range(257, 1025),),
+    }
+)
+CHUNKS = Numbers({**exactly(1, 0, 2), "3 to 8": (range(3, 9),), "9 to 64": (range(9, 65),)})
+_MOST_KEYS = 2**20
+_TOO_MANY = f"more than {_MOST_KEYS:,} keys times heads, which the golden layer multiplies out"
+_SHORT = 17
+
+
+def _new(case: LayerCase) -> list[tuple[int, int]]:
+    """New tokens and context of the requests that prefill."""
+    return [pair for index, pair in enumerate(zip(case.q, case.kv, strict=True)) if index not in case.decoding]
+
+
+def _chunks(case: LayerCase) -> str | None:
+    contexts = [kv for _, kv in _new(case)]
+    return CHUNKS.class_of(len(plan_context_chunks(contexts, workspace_tokens=case.workspace, page_size=case.page)))
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the shape of a batch follows from."""
+
+    queries: Lengths  # query tokens of its decodes, over and over; none without decodes
+    tokens: int  # new tokens of its longest prefill; 0 without prefills
+    page: int  # tokens of a page
+    longest: int  # tokens of its longest request, which prefills unless no prefill has a context
+    share: int  # tokens of a context in a chunk
+
+
+def _batches(
+    order: str,
+    queries: str,
+    tokens: str,
+    others: str,
+    chunks: str,
+    longest: str,
+    tile: str,
+    page: str,
+    last: str,
+    *,
+    draw: Draw = PLAIN,
+) -> Iterator[_Batch]:
+    patterns = batches.query_tokens(queries, draw) if queries else ((),)
+    for pattern, size in product(patterns, draw.some(batches.PAGES, page)):
+        if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
+            *_, whole = TOKENS.parts[tokens]
+            same = batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, size, last, draw)
+            yield from (
+                _Batch(pattern, n, size, n, size) for n in same if n > 1 and batches.LONGEST.class_of(n) == longest
+            )
+            continue
+        known = max(pattern, default=1) + 1 if order == Order.DECODES_FIRST else 0
+        for new in filter(lambda new: new >= known, draw.some(TOKENS, tokens)) if tokens else (0,):
+            least = max(max(pattern, default=0), new) + max(batches.BEYOND[others], 1 if tokens else 0)
+            for length in batches.lengths(longest, tile, least, size, last, draw):
+                share = _share(length - new, size, chunks, draw)
+                if share:
+                    yield _Batch(pattern, new, size, length, share)
+
+
+def _share(context: int, page: int, chunks: str, draw: Draw) -> int:
+    """Whole pages of a context in a chunk, so that there are so many; 0 where there is no such number."""
+    if chunks in (NOTHING, "0"):
+        return page
+    shares = (-(-context // (number * page)) * page for number in draw.some(CHUNKS, chunks))
+    return next((share for share in shares if CHUNKS.class_of(-(-context // share)) == chunks), 0)
+
+
+_SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "page", "last page")
+
+
+def _exists(*classes: str) -> bool:
+    return next(_batches(*classes), None) is not None
+
+
+def _heads(heads: str, ranks: str, draw: Draw = PLAIN) -> list[int]:
+    """Heads that so many ranks have equal shares of."""
+    shares = draw.of(dimensions.RANKS, ranks, "ranks")
+    return [number for number in draw.some(batches.HEADS, heads) if number % shares == 0]
+
+
+def _few_keys(requests: str, others: str, longest: str, heads: str) -> bool:
+    each = batches.LONGEST.least(longest) if others == "equal" else _SHORT
+    keys = batches.LONGEST.least(longest) + batches.REQUESTS.least(requests) * each
+    return keys * batches.HEADS.first(heads) <= _MOST_KEYS
+
+
+def _longer(order: str, queries: str, tokens: str) -> bool:
+    """Whether prefills are longer than decodes, by which a builder that is told of neither knows them."""
+    if order == Order.PREFILLS_FIRST or tokens == NOTHING:
+        return True
+    most = max(map(max, batches.MIXED_QUERIES)) if queries == batches.MIXED else batches.QUERIES.first(queries or "1")
+    return TOKENS.first(tokens) > most
+
+
+def _fields(row: Row, draw: Draw) -> Fields:
+    batch = first(_batches(*(row[name] for name in _SHAPE), draw=draw))
+    requests = draw.of(batches.REQUESTS, row["requests"])
+    some = 1 + draw.below(requests - 1, "decodes") if draw and requests > 1 else -(-requests // 2)
+    decodes = {"decodes": requests, "prefills": 0, "both": some}[row["requests that"]]
+    prefills = _prefills(batch, requests - decodes, row, draw)
+    decoding = _decodes(batch, decodes, row, draw)
+    with_context = sum(kv > 0 for _, kv in prefills)
+    joined = decoding + prefills if row["order"] == Order.DECODES_FIRST else prefills + decoding
+    return {
+        "call": Call.LAYER,
+        "heads": first(_heads(row["heads"], row["ranks"], draw)),
+        "q": tuple(q for q, _ in joined),
+        "kv": tuple(kv for _, kv in joined),
+        "decodes": decodes,
+        "page": batch.page,
+        **({"workspace": with_context * batch.share} if with_context else {}),
+        **dimensions.spare_blocks(row, batch.page, draw),
+    }
+
+
+def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
+    """New tokens and context of each prefill, the longest first."""
+    if row["chunks"] == "0" or not requests:
+        return [(batch.tokens, 0)] * requests
+    longest = (batch.tokens, batch.longest - batch.tokens)
+    if row["others"] == "equal":
+        return [longest] * requests
+    new = min(batch.tokens, max(batch.queries, default=1) + 1)
+    most = min(longest[1], batch.longest - new - 1)
+    others = batches.contexts_of(row["others"], requests, most, draw)[1:]
+    found = [(new + draw.below(max(1, batch.tokens - new), "new", n % 5), kv) for n, kv in enumerate(others)]
+    place = draw.below(requests, "longest prefill")
+    return [*found[:place], longest, *found[place:]]
+
+
+def _decodes(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
+    """Query tokens and context of each decode; one of them is the longest where no prefill has a context."""
+    q = tuple(islice(cycle(batch.queries), requests))
+    if row["others"] == "equal":
+        return [(new, batch.longest - new) for new in q]
+    contexts = batches.contexts_of(row["others"], requests, batch.longest - 1, draw)
+    found = [(new, max(0, min(kv, batch.longest - new - 1))) for new, kv in zip(q, contexts, strict=True)]
+    if requests and row["chunks"] in (NOTHING, "0"):
+        place = batches.place_of_longest(q, draw) if draw else q.index(max(q))
+        found[place] = (max(q), batch.longest - max(q))
+    return found
+
+
+LAYER = Space(
+    role=Role.LAYER,
+    capability="layer_combinations",
+    dimensions=(
+        batches.KIND,
+        values("order", "order", Order.PREFILLS_FIRST, Order.DECODES_FIRST),
+        *dimensions.cache(*CACHES),
+        values("dims", "dims", "r1", "glm", "32-16-32-64", "128-0-128-512", "64-16-96-64"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        measured("heads", batches.HEADS, lambda case: batches.HEADS.class_of(case.heads)),
+        *dimensions.ranks(),
+        batches.NUMBER,
+        measured(
+            "queries",
+            batches.DECODE_QUERIES,
+            lambda case: batches.query_class(case.decode_queries),
+            WITH_DECODES,
+        ),
+        measured("tokens", TOKENS, lambda case: TOKENS.class_of(max(new for new, _ in _new(case))), WITH_PREFILLS),
+        measured("others", batches.OTHERS, batches.others_class),
+        *batches.TOTALS,
+        *batches.pages(),
+        measured("chunks", CHUNKS, _chunks, WITH_PREFILLS),
+        values("latents", "latents", *LATENTS),
+        values("weights", "weights", "selection", "dense"),
+        plain("out", {"none": {"out": False}, "given": {"out": True}}),
+        dimensions.data("needle", "normal"),
+        dimensions.LAYOUT,
+        dimensions.SCALE,
+        *dimensions.storage(),
+        dimensions.PADDING,
+        dimensions.POISONS,
+    ),
+    rules=(
+        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), dimensions.room),
+        never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
+        never("ranks share no weighed latents", {"weights": ("dense",), "ranks": dimensions.SEVERAL_RANKS}),
+        never(
+            "weights of such dims are dense, which ranks do not share",
+            {"dims": ("64-16-96-64",), "ranks": dimensions.SEVERAL_RANKS},
+        ),
+        never("ranks are handed no output", {"out": ("given",), "ranks": dimensions.SEVERAL_RANKS}),
+        Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
+        *batches.LONE_RULES,
+        never("one request does not both", {"requests": ("1",), "requests that": ("both",)}),
+        never("one request does not both", {"others": ("alone",), "requests that": ("both",)}),
+        never("behind prefills no row of padding is a request", {"requests that": ("prefills",), "padding": ("some",)}),
+        batches.LONE_PADDING,
+        Rule(
+            "prefills behind decodes are longer, by which they are known",
+            ("order", "queries", "tokens"),
+            _longer,
+            always=True,
+        ),
+        never("without contexts of prefills some have none", {"chunks": ("0",), "others": ("shorter", "equal")}),
+        Rule(
+            _TOO_MANY,
+            ("others", "longest", "heads"),
+            lambda others, *rest: _few_keys("1" if others == "alone" else "2 to 7", others, *rest),
+        ),
+        Rule(_TOO_MANY, ("requests", "others", "longest", "heads"), _few_keys),
+        Rule(
+            _TOO_MANY,
+            ("ranks", "longest"),
+            lambda ranks, longest: dimensions.RANKS.first(ranks) * batches.LONGEST.least(longest) <= _MOST_KEYS,
+        ),
+        Rule(
+            "a request is no shorter than its new tokens",
+            ("tokens", "longest"),
+            lambda new, longest: TOKENS.least(new) <= batches.LONGEST.parts[longest][0][-1],
+        ),
+        batches.in_both(1),
+        *batches.END_RULES,
+        Rule("no batch has such lengths and chunks", _SHAPE, _exists, always=True),
+    ),
+    shape=_fields,
+    small={**batches.SMALL_BATCHES, "tokens": ("17 to 64", "1", "2 to 16"), "dims": ("32-16-32-64",)},
+    grids=(("queries", "cache"),),
+)

@@ -87,7 +87,6 @@ class Layer:
         return self.impl.forward(self.attention_layer(call.case), *operands, self.metadata, **given)
 
     def kernel_evidence(self) -> dict[str, str]:
-        """What the layer says of itself, and the kernels, by role."""
         reported: dict[str, str] = getattr(getattr(self, "impl", None), "kernel_evidence", dict)()
         kernels = {role: getattr(getattr(self, "impl", None), role, None) for role in ("prefill", "decode")}
         return reported | {
@@ -97,7 +96,6 @@ class Layer:
         }
 
     def common(self, call: "LayerCall") -> Any:
-        """The batch as all layers of a model see it."""
         from mla_conformance.backends.layer.context_parallel import Sharding
         from mla_conformance.backends.layer.mla_batch import common_metadata
 

@@ -1,7 +1,7 @@
 """From a layer case to its calls: a batch of prefills and decodes over a paged cache, and what it must leave there."""
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import starmap
 
 import torch
@@ -54,19 +54,17 @@ def away_from_ties(case: LayerCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> L
     There a layer that rounds its scales or quotients otherwise writes the other code, rightly (SPEC 6.7), and decodes
     another value. Quotients of 8-bit numbers are ties far more often than chance would have it.
     """
-    tokens = zip(kv_c.split(_TOKENS), k_pe.split(_TOKENS), strict=True)
-    kv_c, k_pe = map(torch.cat, zip(*(_each_aside(case, *some) for some in tokens), strict=True))
-    return kv_c, k_pe
-
-
-def _each_aside(case: LayerCase, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
-    if case.cache == "fp8":
-        scale = torch.tensor(case.cache_scale, dtype=torch.float32).double()
-        return _aside(kv_c, scale), _aside(k_pe, scale)
-    if case.cache == "fp8_ds_mla":
-        entries = encode(kv_c, k_pe, case.cache, case.cache_scale, case.scales)
-        scales = entries[:, _TILES].contiguous().view(torch.float32).double()
-        return _aside(kv_c, scales.repeat_interleave(_TILE, dim=1)), k_pe
+    if case.cache == "auto":
+        return kv_c, k_pe
+    scale, found = torch.tensor(case.cache_scale, dtype=torch.float32).double(), []
+    for latent, rope in zip(kv_c.split(_TOKENS), k_pe.split(_TOKENS), strict=True):
+        if case.cache == "fp8":
+            found.append((_aside(latent, scale), _aside(rope, scale)))
+        else:
+            entries = encode(latent, rope, case.cache, case.cache_scale, case.scales)
+            scales = entries[:, _TILES].contiguous().view(torch.float32).double()
+            found.append((_aside(latent, scales.repeat_interleave(_TILE, dim=1)), rope))
+    kv_c, k_pe = map(torch.cat, zip(*found, strict=True))
     return kv_c, k_pe
 
 
@@ -79,21 +77,16 @@ def _aside(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.where(off <= 4 * TIE_SLACK * quotient, x * _ASIDE, x).to(x.dtype)
 
 
-def _one_tile_times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """One tile of each latent, another one for the next token."""
-
-    def scaled(kv_c: torch.Tensor) -> torch.Tensor:
-        tile = torch.arange(kv_c.shape[1]) // _TILE
-        chosen = tile == torch.arange(len(kv_c)).unsqueeze(1) % (int(tile[-1]) + 1)
-        return torch.where(chosen, kv_c * factor, kv_c)
-
-    return scaled
+def _one_tile_times(factor: float, kv_c: torch.Tensor) -> torch.Tensor:
+    tile = torch.arange(kv_c.shape[1]) // _TILE
+    chosen = tile == torch.arange(len(kv_c)).unsqueeze(1) % (int(tile[-1]) + 1)
+    return torch.where(chosen, kv_c * factor, kv_c)
 
 
 _TRANSFORMS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "large": lambda kv_c: kv_c * _LARGE,
-    "tiny_tiles": _one_tile_times(_TINY),
-    "zero_tiles": _one_tile_times(0.0),
+    "tiny_tiles": partial(_one_tile_times, _TINY),
+    "zero_tiles": partial(_one_tile_times, 0.0),
 }
 
 
@@ -165,7 +158,6 @@ class LayerBatch(CachedBatch[LayerCase]):
         return self._padded(self.queries_of(q, lambda: self._sites(q)).to(self.dtype))
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        """Each request's rows of the queries, and its keys."""
         case, k = self.case, self.keys_on_cpu[0]
         for rows, seen in zip(segments(start_loc(case.q)), segments(start_loc(self.totals)), strict=False):
             bounds = edges(seen.stop - seen.start, case)
@@ -177,7 +169,6 @@ class LayerBatch(CachedBatch[LayerCase]):
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
     def calls(self) -> tuple[LayerCall | RankedCall]:
-        """That of the only rank, or of all of them together."""
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
@@ -216,7 +207,6 @@ class LayerBatch(CachedBatch[LayerCase]):
 
     @property
     def _prefills(self) -> list[bool]:
-        """Whether each request of the case prefills."""
         return [index not in self.case.decoding for index in range(len(self.case.q))]
 
     def _new_tokens(self, x: torch.Tensor) -> torch.Tensor:

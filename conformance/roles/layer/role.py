@@ -42,17 +42,6 @@ def _coarsest(classes: Iterable[Precision]) -> Precision:
     return max(found, key=_COARSER.index)
 
 
-def _form(case: LayerCase, dtype: torch.dtype) -> BatchForm:
-    return BatchForm(
-        decodes=tuple(case.q[index] for index in case.decoding),
-        prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
-        padding=case.pad * case.padding_counts,
-        kv_cache_dtype=case.cache,
-        dtype=dtype,
-        dimensions=case.dimensions,
-    )
-
-
 def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
     prefill, decode = (getattr(layer, f"{role}_backend", None) for role in ("prefill", "decode"))
     reasons: list[str] = []
@@ -99,7 +88,15 @@ class _Layer(RoleDefinition):
         if missing:
             reasons.append(f"not asked of its class, which has no {', '.join(missing)}")
         if hasattr(kernel, "unsupported_batch"):
-            reasons += reasons_of(kernel.unsupported_batch(_form(case, dtype)), "unsupported_batch")
+            form = BatchForm(
+                decodes=tuple(case.q[index] for index in case.decoding),
+                prefills=tuple(q for index, q in enumerate(case.q) if index not in case.decoding),
+                padding=case.pad * case.padding_counts,
+                kv_cache_dtype=case.cache,
+                dtype=dtype,
+                dimensions=case.dimensions,
+            )
+            reasons += reasons_of(kernel.unsupported_batch(form), "unsupported_batch")
         return reasons or _kernel_reasons(kernel, case, dtype, capability)
 
     def declared(self, kernel: Any) -> Declaration:

@@ -23,7 +23,6 @@ class Linear:
         self.weight = weight
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[tokens, in] to ([tokens, out], None), in the dtype of ``x``."""
         return x @ self.weight.mT, None
 
 
@@ -41,7 +40,6 @@ class PackedLinear:
         self.qweight = (dense.weight / self.unit).to(torch.int8)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """As :class:`Linear`."""
         return x @ (self.qweight.to(x.dtype) * self.unit).mT, None
 
 

@@ -1,11 +1,17 @@
-"""Cases of a prefill backend: new tokens, a chunk of context, or a context in chunks merged with the new tokens."""
+"""Cases of a prefill backend: new tokens, a chunk of context, or one in chunks merged with them; no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
+from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, numbers
+from mla_conformance.cases.grammar import Fields, Lengths
+from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
 
 MOST_SLICES = 2**18
@@ -82,3 +88,226 @@ def slices_of(contexts: Sequence[int], workspace: int) -> int:
     with_context = sum(map(bool, contexts))
     share = max(1, workspace // max(1, with_context))
     return len(contexts) * (max(contexts) // share + with_context)
+
+
+TOKENS = Numbers(
+    {
+        "65 to 256": (range(65, 257),),
+        "1": ((1,),),
+        "2 to 16": (range(2, 17),),
+        "17 to 64": (range(17, 65),),
+        "257 to 1,024": (range(257, 1025),),
+        "> 2^10": (range(1025, 2049),),
+        "> 2^11": (range(2049, 4097),),
+    }
+)
+CHUNKS = Numbers(
+    {
+        "2": ((2,),),
+        "1": ((1,),),
+        "3 to 8": (range(3, 9),),
+        "9 to 64": (range(9, 65),),
+        "more than 64": (range(65, 2**16),),
+    }
+)
+OUTPUT_SCALES = Numbers(
+    {
+        "usual": ((13_000,), range(5_000, 100_000)),
+        "small": ((300,), range(1, 5_000)),
+        "large": ((1_000_000,), range(100_000, 2**31)),
+    },
+    sizes=False,
+)
+_SHORT = 17
+_MOST_ROWS, _MOST_KEYS = 2**19, 2**23 + 2**18
+"""Rows and keys times heads, of a batch in the covering arrays."""
+_NEW = Only("call", (Call.NEW_TOKENS,), "only new tokens are asked without an LSE, or with quantised results")
+_GIVEN = Only("call", (Call.NEW_TOKENS, Call.CHUNKED_CONTEXT), "a chunk of context is handed no output")
+_CONTEXT = Only("call", (Call.CONTEXT_CHUNK, Call.CHUNKED_CONTEXT), "new tokens alone have no context")
+_CHUNKED = Only("call", (Call.CHUNKED_CONTEXT,), "only a context in chunks is planned, paged and merged")
+_QUANTISED = Only("quant", ("fp8",), "only quantised results have a scale")
+
+
+def _others(lengths: Lengths) -> str:
+    if len(lengths) == 1:
+        return "alone"
+    return "empty" if 0 in lengths else "equal" if len(set(lengths)) == 1 else "shorter"
+
+
+_BESIDE = ("shorter", "equal", "empty")
+_OTHERS = ("shorter", "alone", "equal", "empty")
+
+
+@cache
+def _count(planner: str, contexts: Lengths, workspace: int, page: int) -> int:
+    return len(PLANNERS[planner](contexts, workspace_tokens=workspace, page_size=page))
+
+
+def _tokens(tokens: str, tile: str, draw: Draw = PLAIN) -> Sequence[int]:
+    (whole,) = TOKENS.parts[tokens]
+    return batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, draw=draw)
+
+
+def _spread(requests: int, longest: int, others: str) -> Lengths:
+    """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short."""
+    if others == "equal":
+        return (longest,) * requests
+    short = [
+        0 if others == "empty" and index % 2 == 0 else min(_SHORT, longest - 1) for index in range(min(requests, 2))
+    ]
+    middle = requests // 2
+    first, last = short[0], short[-1]
+    return (first,) * middle + (longest,) + (last,) * (requests - middle - 1)
+
+
+def _drawn_spread(requests: int, longest: int, others: str, draw: Draw) -> Lengths:
+    """Lengths of requests, the longest anywhere; others of a few lengths, in rounds or in runs."""
+    if not draw or others == "equal":
+        return _spread(requests, longest, others)
+    found = batches.contexts_of("no context" if others == "empty" else others, requests, longest - 1, draw)
+    found[draw.below(requests, "longest")] = longest
+    return tuple(found)
+
+
+def _workspaces(contexts: Lengths, planner: str, page: int, chunks: str, draw: Draw = PLAIN) -> Iterator[int]:
+    """Workspaces in which so many chunks are planned."""
+    with_context, whole = sum(map(bool, contexts)), sum(contexts)
+    for number in draw.some(CHUNKS, chunks):
+        share = -(-max(contexts) // number)
+        room = {"equal": with_context * page * -(-share // page), "greedy": max(page, -(-whole // number))}[planner]
+        planned = slices_of(contexts, room) <= MOST_SLICES
+        if planned and CHUNKS.class_of(_count(planner, contexts, room, page)) == chunks:
+            yield room
+
+
+def _planned(requests: str, others: str, context: str, tile: str, planner: str, page: str, chunks: str) -> bool:
+    contexts = _spread(batches.REQUESTS.first(requests), batches.lengths(context, tile, _BEYOND[others])[0], others)
+    return any(any(_workspaces(contexts, planner, size, chunks)) for size in batches.PAGES.some[page])
+
+
+def _fields(row: Row, draw: Draw) -> Fields:
+    tokens, heads = first(_tokens(row["tokens"], row["tile"], draw)), draw.of(batches.HEADS, row["heads"])
+    requests = draw.of(batches.REQUESTS, row["requests"])
+    fields: Fields = {"heads": heads, "q": _drawn_spread(requests, tokens, row["others"], draw)}
+    if row["context"] == NOTHING:
+        return fields
+    longest = first(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]], draw=draw))
+    contexts = _drawn_spread(requests, longest, row["contexts"], Draw(draw.key and f"{draw.key}|contexts"))
+    if row["chunks"] == NOTHING:
+        return {**fields, "kv": contexts}
+    return {**fields, "kv": contexts, **first(_plans(row, contexts, draw))}
+
+
+def _plans(row: Row, contexts: Lengths, draw: Draw) -> Iterator[Fields]:
+    for page in draw.some(batches.PAGES, row["page"]):
+        for room in _workspaces(contexts, row["planner"], page, row["chunks"], draw):
+            yield {"page": page, "workspace": room}
+
+
+_BEYOND = {"alone": 1, "equal": 1, "empty": 2, "shorter": 2}
+
+
+def _few_rows(requests: str, others: str, tokens: str, heads: str) -> bool:
+    each = TOKENS.least(tokens) if others == "equal" else _SHORT
+    return batches.HEADS.first(heads) * (batches.REQUESTS.least(requests) * each + TOKENS.least(tokens)) <= _MOST_ROWS
+
+
+def _few_keys(requests: str, others: str, context: str, heads: str) -> bool:
+    each = batches.LONGEST.least(context) if others == "equal" else _SHORT
+    return (
+        batches.HEADS.first(heads) * (batches.REQUESTS.least(requests) * each + batches.LONGEST.least(context))
+        <= _MOST_KEYS
+    )
+
+
+PREFILL = Space(
+    role=Role.PREFILL,
+    capability="combinations",
+    dimensions=(
+        values("call", "call", *PrefillCase.calls),
+        values("dims", "dims", "r1", "glm", "small", "128-0-128-512", "16-8-40-32", "64-64-128-256"),
+        values("dtype", "dtype", "bf16", "fp16", "fp32", "e4m3"),
+        measured("heads", batches.HEADS, lambda case: batches.HEADS.class_of(case.heads)),
+        batches.NUMBER,
+        measured("others", _OTHERS, lambda case: _others(case.q)),
+        measured(
+            "tokens",
+            TOKENS,
+            lambda case: TOKENS.class_of(max(case.q)),
+            of_request=lambda case, request: TOKENS.class_of(case.q[request]),
+        ),
+        measured(
+            "tile",
+            batches.TILE_CLASSES,
+            lambda case: batches.tile_class(max(case.q)),
+            of_request=lambda case, request: batches.tile_class(case.q[request]),
+        ),
+        measured("contexts", _OTHERS, lambda case: _others(case.kv), _CONTEXT),
+        measured(
+            "context",
+            batches.LONGEST,
+            lambda case: batches.LONGEST.class_of(max(case.kv)),
+            _CONTEXT,
+            lambda case, request: batches.LONGEST.class_of(case.kv[request]),
+        ),
+        measured(
+            "context tile",
+            batches.TILE_CLASSES,
+            lambda case: batches.tile_class(max(case.kv)),
+            _CONTEXT,
+            lambda case, request: batches.tile_class(case.kv[request]) if case.kv[request] else None,
+        ),
+        values("planner", "planner", *PLANNERS, only=_CHUNKED),
+        measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page), _CHUNKED),
+        measured(
+            "chunks",
+            CHUNKS,
+            lambda case: CHUNKS.class_of(_count(case.planner, case.kv, case.workspace, case.page)),
+            _CHUNKED,
+        ),
+        values("merge", "merge", "golden", "own", "in_place", only=_CHUNKED),
+        plain("out", {"none": {"out": False}, "given": {"out": True}}, _GIVEN),
+        values("quant", "quant", "none", "fp8", only=_NEW),
+        numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
+        plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}}, _NEW),
+        data("needle", "normal"),
+        LAYOUT,
+        SCALE,
+        PADDING,
+        POISONS,
+        MAXIMA,
+    ),
+    rules=(
+        never("one request has no others", {"requests": ("1",), "others": _BESIDE}),
+        never("one request has no others", {"requests": ("1",), "contexts": _BESIDE}),
+        never("one request has no others", {"others": ("alone",), "contexts": _BESIDE}),
+        never("of several requests none is alone", {"requests": batches.SEVERAL, "others": ("alone",)}),
+        never("of several requests none is alone", {"requests": batches.SEVERAL, "contexts": ("alone",)}),
+        never("of several requests none is alone", {"others": _BESIDE, "contexts": ("alone",)}),
+        Rule("no length is in both classes", ("tokens", "tile"), lambda *classes: bool(_tokens(*classes))),
+        never("no length is shorter than one, but none", {"tokens": ("1",), "others": ("shorter",)}),
+        Rule(
+            "no length is in both classes",
+            ("contexts", "context", "context tile"),
+            lambda others, context, tile: bool(batches.lengths(context, tile, _BEYOND[others])),
+        ),
+        Rule(f"more than {_MOST_ROWS:,} rows times heads", ("requests", "others", "tokens", "heads"), _few_rows),
+        Rule(f"more than {_MOST_KEYS:,} keys times heads", ("requests", "contexts", "context", "heads"), _few_keys),
+        Rule(
+            "no workspace makes so many chunks",
+            ("requests", "contexts", "context", "context tile", "planner", "page", "chunks"),
+            _planned,
+        ),
+    ),
+    shape=_fields,
+    small={
+        "dims": ("small", "16-8-40-32"),
+        "heads": ("16", "1", "odd", "8", "24", "even"),
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "tokens": ("65 to 256", "1", "2 to 16", "17 to 64"),
+        "others": ("shorter", "alone", "empty"),
+        "contexts": ("shorter", "alone", "empty"),
+        "context": ("65 to 256", "1 to 16", "17 to 64"),
+    },
+    grids=(("call", "dtype"),),
+)

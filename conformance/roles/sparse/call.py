@@ -33,7 +33,8 @@ class SparseCall(AttentionCall):
     @property
     def length(self) -> torch.Tensor | None:
         """[T] int32, of the lists of the first cache; None where they are not handed over."""
-        found: torch.Tensor | None = self.named["topk_length"]
+        _, length, *_ = self.named.values()
+        found: torch.Tensor | None = length
         return found
 
     @property

@@ -7,8 +7,7 @@ from functools import cached_property
 
 import torch
 
-from mla_conformance.backends.index_space import IndexSpace
-from mla_conformance.backends.roles import Role
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
@@ -94,7 +93,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         return self.padded(q.to(self.dtype).to(self.device))
 
     def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        """Each row of the queries, and the keys of its list."""
         case, keys = self.case, self.keys.float().cpu()
         for row in range(len(q)):
             named = self.selected[row][self.selected[row] != NO_KEY]
@@ -200,7 +198,6 @@ class SparseBatch(CachedBatch[SparseCase]):
         return {f"{prefix}topk_indices": handed, f"{prefix}topk_length": length}
 
     def _extra_operands(self) -> dict[str, torch.Tensor | None]:
-        """The second cache with its lists, or nothing."""
         if self.extra is None:
             return {}
         form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)

@@ -51,7 +51,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
     @cached_property
     def new(self) -> Tensor:
-        """[S] bool."""
         flags = [torch.arange(total) >= kv for total, kv in zip(self.case.totals, self.case.kv, strict=True)]
         return torch.cat(flags)
 
@@ -152,5 +151,4 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
 
 
 def _of_one_size(x: Tensor) -> Tensor:
-    """Rows of one root mean square, a power of two."""
     return _LARGER * x / x.square().mean(dim=-1, keepdim=True).sqrt()

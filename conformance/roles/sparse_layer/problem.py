@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.index_space import IndexSpace
+from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache
@@ -20,10 +20,9 @@ from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.indexer.case import IndexerCase
-from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
+from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
-from mla_conformance.roles.sparse_layer.selected_lists import SelectedLists
 
 _INDEX_SEED = 10**6
 _BEHIND = 2
@@ -44,7 +43,6 @@ class _Cache:
         return torch.nn.functional.pad(self.image.slots, (0, padding), value=-1)
 
     def metadata(self) -> Any:
-        """What a kernel may know of the batch over this cache."""
         return sparse_metadata(self.batch, self.pages, self.batch.totals, paged=True, space=IndexSpace.POSITION)
 
 
@@ -57,7 +55,6 @@ class SparseLayerBatch(HiddenStates):
         return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
 
     def _call(self, rank: int) -> SparseLayerCall:
-        """Of one rank's heads, with caches of its own."""
         case, latent, index = self.case, self._cache(self, self._latents), self._index_cache()
         q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in self._attended)
         written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}

@@ -31,7 +31,6 @@ class DrawnLayer:
 
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
-        """The layer of a case's sizes."""
         rope = case.dimensions.qk_rope_head_dim
         sizes = (case.q_lora_rank, case.kv_lora_rank, rope, INDEX_DIM, case.index_heads)
         w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
@@ -96,7 +95,6 @@ def _attention_weights(
 
 
 def _share(weights: MLAWeights, ranks: int, rank: int) -> MLAWeights:
-    """With the heads of a rank alone."""
     names = ("W_UQ", "W_QR", "W_UK", "W_UV")
     heads = {name: getattr(weights, name).chunk(ranks, dim=1)[rank] for name in names}
     return replace(weights, **heads, W_O=weights.W_O.chunk(ranks)[rank])

@@ -1,11 +1,17 @@
-"""Cases of a top-k: rows of given logits, each with a window of columns, and the best of them selected."""
+"""Cases of a top-k, rows of given logits with a window of columns each, and what varies in them. No torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
+from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of, some_of
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
+from mla_conformance.cases.dimensions import COLUMNS, LAYOUT, LENGTHS, MAXIMA, PADDING, POISONS, against, numbers
+from mla_conformance.cases.grammar import Fields, Lengths
+from mla_conformance.cases.space import Only, Row, Rule, Space, measured, plain, values
 
 LOGITS = (
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
@@ -71,7 +77,6 @@ class TopKCase(Case):
 
     @property
     def width(self) -> int:
-        """Columns of the logits."""
         return max(1, sum(self.spans) if self.packed else max(self.spans)) * self.inflate
 
     @property
@@ -84,3 +89,139 @@ class TopKCase(Case):
             yield f"{self.call} expects at least one row a request, got q={list(self.q)}"
         if self.topk % self.pool or (self.tail and self.pool == 1):
             yield f"expected whole pools of {self.pool} in topk={self.topk}, and a tail of pools alone"
+
+
+_QUERIES = ("1", "2", batches.MIXED, "3", "4", "17 to 4,096")
+_POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
+_OTHERS = ("shorter", "alone", "equal", "no context")
+_SHORT = (17, 5, 1, 64, 33)
+_MANY = 8
+_MOST_LOGITS = 2**24
+_LOOSE = 100
+"""Factor of the columns where maxima are loose, so that a small case has them."""
+
+
+def _others(case: TopKCase) -> str:
+    if len(case.q) == 1:
+        return "alone"
+    if 0 in case.kv:
+        return "no context"
+    return "equal" if len(set(case.spans)) == 1 else "shorter"
+
+
+def _tokens(queries: str, draw: Draw = PLAIN) -> Lengths:
+    return batches.query_tokens(queries, draw)[0]
+
+
+def _shapes(row: Row, draw: Draw = PLAIN) -> Iterator[tuple[int, int]]:
+    """Columns of the longest row, and columns that are selected."""
+    least = max(_tokens(row["queries"], draw)) + 2
+    for longest in batches.lengths(row["longest"], row["tile"], least, draw=draw):
+        for topk in _counts(longest, row["columns"], row["keys"], draw):
+            if topk % draw.of(_POOLS, row["pool"], "pool") == 0:
+                yield longest, topk
+
+
+def _counts(longest: int, columns: str, keys: str, draw: Draw) -> Sequence[int]:
+    tried = (longest,) if keys == "as many" else draw.some(COLUMNS, columns, longest)
+    return [n for n in tried if COLUMNS.class_of(n) == columns and against(longest, n) == keys]
+
+
+def _exists(queries: str, longest: str, tile: str, columns: str, keys: str, pool: str) -> bool:
+    row = {"queries": queries, "longest": longest, "tile": tile, "columns": columns, "keys": keys, "pool": pool}
+    return next(_shapes(row), None) is not None
+
+
+def _few(requests: str, queries: str, others: str, longest: str, starts: str, maxima: str) -> bool:
+    number, tokens = batches.REQUESTS.first(requests), max(_tokens(queries))
+    least = batches.LONGEST.least(longest)
+    beside = least if others == "equal" else max(_SHORT)
+    width = least + (number - 1) * beside if starts == "own" else least
+    return number * tokens * width * (_LOOSE if maxima == "loose" else 1) <= _MOST_LOGITS
+
+
+def _fields(row: Row, draw: Draw) -> Fields:
+    longest, topk = first(_shapes(row, draw))
+    number = draw.of(batches.REQUESTS, row["requests"])
+    q = tuple(islice(cycle(_tokens(row["queries"], draw)), number))
+    if draw and row["others"] != "equal":
+        kv = batches.contexts_of(row["others"], number, longest - max(q), draw)
+    else:
+        kv = [_columns(row["others"], request, new, longest) for request, new in enumerate(q)]
+    place = draw.below(number, "longest") if draw else number // 2
+    kv[place] = longest - q[place] + 1
+    return {"call": Call.SELECT, "q": q, "kv": tuple(kv), "topk": topk}
+
+
+def _columns(others: str, request: int, new: int, longest: int) -> int:
+    """Columns of the first row of a request that is not the longest."""
+    if others == "equal":
+        return longest - new + 1
+    short = _SHORT[request % len(_SHORT) if request < _MANY else 0]
+    return 0 if others == "no context" else min(short, longest - new)
+
+
+TOPK = Space(
+    role=Role.TOPK,
+    capability="select_combinations",
+    dimensions=(
+        values("dtype", "dtype", "fp32", "bf16", "fp16"),
+        values("data", "data", *LOGITS),
+        plain("starts", {"column 0": {"packed": False}, "own": {"packed": True}}),
+        numbers("pool", "pool", _POOLS),
+        plain(
+            "tail",
+            {"left": {"tail": False}, "taken": {"tail": True}},
+            Only("pool", ("4", "other"), "columns are tokens"),
+        ),
+        measured("queries", _QUERIES, lambda case: batches.query_class(case.q)),
+        batches.NUMBER,
+        measured("others", _OTHERS, _others),
+        measured(
+            "longest",
+            batches.LONGEST,
+            lambda case: batches.LONGEST.class_of(max(case.tokens)),
+            of_request=lambda case, request: batches.LONGEST.class_of(batches.total(case, request) - 1),
+        ),
+        measured(
+            "tile",
+            batches.TILE_CLASSES,
+            lambda case: batches.tile_class(max(case.tokens)),
+            of_request=lambda case, request: batches.tile_class(batches.total(case, request) - 1),
+        ),
+        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk)),
+        measured(
+            "keys",
+            LENGTHS,
+            lambda case: against(max(case.tokens), case.topk),
+            of_request=lambda case, request: against(batches.total(case, request) - 1, case.topk),
+        ),
+        LAYOUT,
+        PADDING,
+        POISONS,
+        MAXIMA,
+    ),
+    rules=(
+        *batches.LONE_RULES,
+        batches.in_both(1),
+        Rule(
+            "no such length, or no such number of columns",
+            ("queries", "longest", "tile", "columns", "keys", "pool"),
+            _exists,
+        ),
+        Rule(
+            f"more than {_MOST_LOGITS:,} logits",
+            ("requests", "queries", "others", "longest", "starts", "maxima"),
+            _few,
+        ),
+    ),
+    shape=_fields,
+    small={
+        "requests": ("2 to 7", "1", "8 to 63"),
+        "queries": ("1", "2", batches.MIXED),
+        "others": ("shorter", "alone", "no context"),
+        "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),
+        "maxima": ("true",),
+    },
+    grids=(("requests", "columns"),),
+)
