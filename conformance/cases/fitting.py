@@ -14,7 +14,7 @@ from mla_conformance.cases.triples import Triples
 
 Supports = Callable[[Sequence[Case]], Sequence[bool]]
 """Which of some cases a kernel declares that it supports, on its device."""
-_DRAWS = 4
+_DRAWS = 2
 """Draws of members of a row that a kernel is asked whether it supports them."""
 _BASES = 3
 """Supported rows that are tried as what else a row is like, of each class of a pair."""

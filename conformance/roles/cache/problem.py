@@ -196,7 +196,7 @@ class CacheBatch(CachedBatch[CacheCase]):
     def _compute(self, rank: int) -> Arguments:
         """Slots of a table alone: its blocks may have any number, since no cache is there."""
         held = self.held(rank)
-        counts = torch.tensor([-(-len(own) // self.case.page) for own in (*held, *((),) * self.case.pad)])
+        counts = torch.tensor([-(-len(own) // self.case.page) for own in held] + [0] * self.case.pad)
         order = (
             torch.randperm(int(counts.sum()) + _FURTHER, generator=self.drawing(self.case.seed)) + 1 + self.case.spare
         )
