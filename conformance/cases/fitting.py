@@ -140,7 +140,7 @@ class _Fitting:
     def _find_dense(self, left: Pairs) -> None:
         """Rows for pairs of the classes that lack most; what these decide against is left for later."""
         while dense := left.densest():
-            if not self._try(dense[0], [row for value in dense[0] for row in self._with[value][-_BASES:]]):
+            if not self._try(dense[0], [self._with[value][-1] for value in dense[0]]):
                 left.drop(dict(dense[0]))
 
     def _find_pairs(self, left: Pairs) -> None:
