@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
+from mla_conformance.backends.references import known_backends
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import JournalError, Plan, Reported
 from mla_conformance.engine.request import RequestError
@@ -72,7 +73,9 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        for line in outcome_lines(summary, columns(), run.request.is_default, detail):
+        # Of every registered backend, those that cannot run here were not asked for.
+        is_default = set(run.request.backends) == set(known_backends())
+        for line in outcome_lines(summary, columns(), is_default, detail):
             say(line)
         if not is_quiet:
             _say_wrapped(closing_line(summary))
@@ -95,7 +98,8 @@ def _header(run: Run) -> Iterator[str]:
     salted = f"salt {environment['salt']}" if "salt" in environment else ""
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
-    what = [asked.scope, " and ".join(filter(None, cases)), salted, "golden float64", shard]
+    scope = str(asked.deployment or "") if asked.deployment or asked.cases else f"tier {asked.tier.value}"
+    what = [scope, " and ".join(filter(None, cases)), salted, "golden float64", shard]
     yield " · ".join(filter(None, [*where, *what]))
     if "role" in environment:
         yield f"a role from outside, which is judged and never certified: {environment['role']}"
@@ -126,7 +130,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
                 f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, and "
                 "what a kernel compiles differs between machines: start again on one machine, without --resume"
             )
-        if left_out := run.resume():
+        if left_out := run.begin(resumes=True):
             lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
         if said := run.environment.get("journal"):

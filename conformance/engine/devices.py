@@ -1,12 +1,16 @@
-"""GPUs as a run and its workers see them."""
+"""GPUs as a run and its workers see them, and what a worker tells of its device to a parent without torch."""
 
 import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mla_conformance.engine.limits import machine_cores
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 6
@@ -29,11 +33,6 @@ class GpuPart:
     # whether one place has the GPU, while the others have given back what they need not hold of it
     is_alone: bool = False
     is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
-
-    @property
-    def most(self) -> int:
-        """Bytes that one place can have, where there is a limit."""
-        return (self.share or 0) + self.common
 
 
 WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(is_alone=True), GpuPart(is_alone=True, is_cleared=True)
@@ -67,6 +66,36 @@ def driver_in(reported: str) -> str:
 def may_have_gpu() -> bool:
     """Whether torch has to be asked if there is a GPU; no device file, no GPU."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def find_device(name: str) -> "Device | None":
+    """The device of this name, by default CUDA where there is one; None if it is not there."""
+    import torch
+
+    available = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not available:
+        return None
+    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+
+
+def device_facts(device: "Device") -> dict[str, str]:
+    import torch
+
+    from mla_conformance.backends.platform import describe_device, get_device_capability
+
+    capability, versions = get_device_capability(device), dict[str, str]()
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn.version()
+        cuda = {"cuda": str(torch.version.cuda), "cudnn": "" if cudnn is None else str(cudnn)}
+        versions = {"driver": driver_version(), **cuda}
+    return {
+        "device": describe_device(device),
+        "compute_capability": str(capability) if capability else "",
+        "torch": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "platform": sys.platform,
+        **versions,
+    }
 
 
 def visible_gpus() -> tuple[str, ...]:

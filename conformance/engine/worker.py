@@ -31,8 +31,7 @@ from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.executor import Executor
 from mla_conformance.driving.loaded import Loaded, newly_loaded
-from mla_conformance.engine.describe import describe, device_facts, find_device, unavailable
-from mla_conformance.engine.devices import may_have_gpu, visible_gpus
+from mla_conformance.engine.devices import device_facts, find_device, may_have_gpu, visible_gpus
 from mla_conformance.engine.kernel_process import start_kernel_process
 from mla_conformance.engine.limits import LACKED_MEMORY, allocated_memory, leave, limit_memory
 from mla_conformance.engine.messages import (
@@ -68,7 +67,7 @@ from mla_conformance.trials.explore import explore
 from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.role_file import take_up
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe, unavailable
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists

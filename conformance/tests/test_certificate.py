@@ -26,7 +26,7 @@ from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
 from mla_conformance.commands.certify import Issuing
 from mla_conformance.driving.loaded import judging_sources
-from mla_conformance.engine.describe import describe, device_facts
+from mla_conformance.engine.devices import device_facts
 from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
@@ -35,7 +35,7 @@ from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.trials.regions import region_of
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -376,7 +376,7 @@ def all_but_two(folder: Path) -> None:
     fitted = tuple(case.id for space in SPACES.values() for case in region_of(subject, space).cases)
     facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
     journal = Journal.inside(folder)
-    journal.append(Planned(Plan.of(request, "cpu", device_facts(device), facts).to_json()))
+    journal.append(Planned(msgspec.to_builtins(Plan.of(request, "cpu", device_facts(device), facts))))
     for entry in (*RECORDS[2:], *map(record, fitted)):
         verdict = record(entry.case) if entry.case == WAIVED else entry
         journal.append(Judgement(verdict))

@@ -54,10 +54,8 @@ class Places:
     def end_places(self, kept: int) -> None:
         del self.environments[kept:]
 
-    def hello(self) -> Hello:
+    def hello(self, of_all: bool = False) -> Hello:
         return Hello(1, "cuda", {"torch": "2.13.0", "device": "a GPU"}, self._gpus, self._memory)
-
-    def hellos(self) -> None: ...
 
     def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
         self.parts.append(part)

@@ -217,7 +217,7 @@ def test_a_run_applies_expectations(tmp_path: Path) -> None:
     request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     with Run(request, RunFolder.claim(tmp_path), expectations=known, facts=[facts]) as run:
         run.folder.journal.append(Judgement(FAILURE))
-        run.resume()
+        run.begin(resumes=True)
         (record,) = run.summary().records
         assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE.with_fields(explanation=UNASKED)
         assert run.folder.journal.records() == {("MINE", FAILURE.case): FAILURE}

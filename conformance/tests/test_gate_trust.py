@@ -10,7 +10,6 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.describe import describe
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
@@ -19,7 +18,7 @@ from mla_conformance.tests.reports import write_run
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,7 +85,7 @@ def journal(folder: Path) -> str:
     request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
     plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
-    written.append(Planned(plan.to_json()))
+    written.append(Planned(msgspec.to_builtins(plan)))
     written.append(CaseStarted(CASES[0], "EAGER"))
     written.append(Judgement(run_of_a_shard().records[1]))
     written.append(WasTraced("EAGER", Traced({"lse": ("k",)}, {})))

@@ -12,7 +12,6 @@ import pytest
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.engine.messages import WorkerJudged, encode
-from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.functions import function_lines, simplest
@@ -101,7 +100,6 @@ def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
     assert lines[-1] == "? 9 cannot run here, 'mla-conformance backends' says why: B0, B1, B2 and 6 more"
     assert len(lines) == len(list(outcome_lines(run(backend(PASS)), 80))) + 1
     assert list(outcome_lines(run(*absent), 80))[-1] == "B8 ? unavailable: no"
-    assert RunRequest.of().is_default and not RunRequest.of(["FLASH_ATTN"]).is_default
 
 
 def test_a_record_that_is_written_with_nan_reads_back_and_a_malformed_one_does_not() -> None:

@@ -211,7 +211,7 @@ def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     plan = Plan.of(request, "cpu", environment, facts)
     journal = Journal.inside(tmp_path)
-    journal.append(Planned(plan.to_json()))
+    journal.append(Planned(msgspec.to_builtins(plan)))
     assert Plan.recorded(journal) == plan and plan.differences(Plan.recorded(journal)) == []
     changed = Plan.of(request, "cpu", environment, [replaced(facts[0], fingerprint="torch 3")])
     assert plan.differences(changed) == ["backends: EAGER was torch 2.13.0, is torch 3"]
