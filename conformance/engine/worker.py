@@ -98,42 +98,39 @@ def load_all(setup: Setup) -> None:
 
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end, or until there is no memory to begin one with."""
+
+    def send(event: WorkerEvent) -> None:
+        connection.sendall(encode(event))
+
     try:
-        _answer_tasks(connection, setup)
+        process, executor = os.getpid(), start_kernel_process(setup, connection)
+        faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
+        if setup.memory:
+            limit_memory(setup.memory)
+        if device := find_device(setup.device):
+            gpus = visible_gpus() if device.type == "cuda" else ()
+            send(Hello(process, device.type, device_facts(device), gpus, whole_memory(device)))
+        else:
+            send(Hello(process, "", {}))
+        executor.use(device := device or torch.device("cpu"))
+        worker = Worker(device, setup.memory, send, executor, setup.salt)
+        if not select.select([connection], [], [], _AT_ONCE)[0]:
+            worker.warm_up()  # while others tell what the backends are
+        while line := read_line(connection):
+            try:
+                given = decode(line, Given)
+            except ValueError:
+                continue  # the rest of what an earlier process has read in part
+            if given.process == process:
+                send(answer := worker.answer(given.task, given.share))
+                if answer.leaves:
+                    break
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         traceback.print_exc()
         leave(LACKED_MEMORY)
     leave(0)
-
-
-def _answer_tasks(connection: socket.socket, setup: Setup) -> None:
-    def send(event: WorkerEvent) -> None:
-        connection.sendall(encode(event))
-
-    process, executor = os.getpid(), start_kernel_process(setup, connection)
-    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
-    if setup.memory:
-        limit_memory(setup.memory)
-    if device := find_device(setup.device):
-        gpus = visible_gpus() if device.type == "cuda" else ()
-        send(Hello(process, device.type, device_facts(device), gpus, whole_memory(device)))
-    else:
-        send(Hello(process, "", {}))
-    executor.use(device := device or torch.device("cpu"))
-    worker = Worker(device, setup.memory, send, executor, setup.salt)
-    if not select.select([connection], [], [], _AT_ONCE)[0]:
-        worker.warm_up()  # while others tell what the backends are
-    while line := read_line(connection):
-        try:
-            given = decode(line, Given)
-        except ValueError:
-            continue  # the rest of what an earlier process has read in part
-        if given.process == process:
-            send(answer := worker.answer(given.task, given.share))
-            if answer.leaves:
-                return
 
 
 class Worker:

@@ -218,7 +218,7 @@ def test_a_process_that_a_full_gpu_ends_blames_no_kernel(
     def leave(status: int) -> NoReturn:
         raise SystemExit(status)
 
-    monkeypatch.setattr(room, "_answer_tasks", fail)
+    monkeypatch.setattr(room, "start_kernel_process", fail)
     monkeypatch.setattr(room, "leave", leave)
     with pytest.raises(SystemExit if status else RuntimeError) as ended:
         room.serve(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
