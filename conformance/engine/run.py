@@ -31,9 +31,9 @@ from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
-from mla_conformance.report.causes import UNWANTED, symptom
+from mla_conformance.report.causes import UNWANTED, grouped, symptom
 from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.version import SUITE_VERSION, __version__
 
@@ -200,7 +200,7 @@ class Run:
                 on_phase(f"judging {counted(len(pending), 'failure')} again{told if explained else ''}")
                 for record in self._confirmed(pending):
                     self._write(journal.Judgement(record))
-            groups = by_backend(self.found.failures).values()
+            groups = grouped(self.found.failures, lambda record: record.backend).values()
             if tasks := [[task] for group in groups for task in comparisons(group)]:
                 on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
             for outcome in self._judged(Tasks(tasks)):  # do they look like another one of their backend?

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -16,7 +16,7 @@ from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFact
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.causes import Cause, causes, grouped
+from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.pairs import JudgedPairs
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
@@ -226,11 +226,8 @@ class RunSummary:
         outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
         if BackendOutcome.FAIL in outcomes:
             return 1
-        return (
-            0
-            if BackendOutcome.PASS in outcomes and not {BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE} & outcomes
-            else 3
-        )
+        is_whole = outcomes.isdisjoint({BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE})
+        return 0 if BackendOutcome.PASS in outcomes and is_whole else 3
 
 
 def worst(shares: Iterable[float]) -> float:
@@ -248,7 +245,3 @@ def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[Capabi
     for record in records:
         groups.setdefault(record.capability, []).append(record)
     return tuple(CapabilitySummary(name, listed.get(name, 0), tuple(group)) for name, group in groups.items())
-
-
-def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:
-    return grouped(records, lambda record: record.backend)

@@ -318,7 +318,8 @@ def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_ne
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On pages of 128 alone, a scale that is left out there gives the numbers of one that is left out everywhere."""
-    narrow = Candidate.of(known_defects()["decode-codes-of-large-pages-unscaled"])
+    by_id = {each.id: each for each in candidates(Role.DECODE)}
+    narrow = by_id["decode-codes-of-large-pages-unscaled"]
     (wide,) = (each for each in candidates(Role.DECODE) if each.kernel is KeyScaleLeftOut)
     told = {
         (reference, asked): said(reference, asked, monkeypatch)
@@ -402,8 +403,9 @@ def test_patience_counts_what_this_thread_computes_not_what_others_do(monkeypatc
     ],
 )
 def test_scores_and_selections_are_compared_as_well(id: str, case: str) -> None:
-    trial, record = tried(known_defects()[id].reference, case)
-    assert record.failed and told(trial, record) == Candidate.of(known_defects()[id]).reported
+    (known,) = (each for each in candidates(Role.INDEXER) if each.id == id)
+    trial, record = tried(known.reference, case)
+    assert record.failed and told(trial, record) == known.reported
     trial, record = tried(located(NegatedScores), case)
     assert record.failed and told(trial, record) == UNLIKE
 

@@ -153,7 +153,8 @@ def replays(trial: Trial) -> None:
     """Batches of every size up to the captured one; the next larger one is refused, and runs without the graph."""
     case, size = trial.case, len(trial.case.q)
     assert isinstance(case, LayerCase)
-    longest = _with_longest(case)
+    # Its first sequence, new token included, is as long as a replay's may be.
+    longest = replace(case, kv=(_LONGER * (max(case.kv) + 1) - 1, *case.kv[1:]), seed=case.seed + 8)
     graph = LayerGraph(trial, trial.build(replace(case, spare=case.spare + -(-max(longest.kv) // case.page))))
     graph.judge(_batch(trial, case, size, 2), "a batch of the captured size, replayed")
     graph.judge(_batch(trial, case, size // 2, 3), "half of it, replayed with padding")
@@ -164,11 +165,6 @@ def replays(trial: Trial) -> None:
     graph.refuses(larger, "one request more than captured")
     trial.conforms(larger, step="one request more than captured, without the graph")
     graph.judge(_batch(trial, case, size, 6), "replayed after a call without the graph")
-
-
-def _with_longest(case: LayerCase) -> LayerCase:
-    """The batch whose first sequence, new token included, is as long as a replay's may be."""
-    return replace(case, kv=(_LONGER * (max(case.kv) + 1) - 1, *case.kv[1:]), seed=case.seed + 8)
 
 
 def _batch(trial: Trial, case: LayerCase, requests: int, seed: int) -> Problem:
