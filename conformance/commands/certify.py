@@ -59,14 +59,14 @@ def certify(options: argparse.Namespace) -> int:
     if options.submission:
         require_records(options.submission)
     plan = _recorded(options.resume) if options.resume else None
-    request = (
-        _resumed(options, plan) if plan else _deployed(options) if options.model or options.config else _new(options)
-    )
+    if plan:
+        request = _resumed(options, plan)
+    else:
+        request = _deployed(options) if options.model or options.config else _new(options)
     request = replace(request, bitwise=options.bitwise, accuracy=options.accuracy)
     if options.sanitize:
-        _refuse(
-            options, ("certificate", "record", "sign"), "{}: cannot be combined with --sanitize, which judges nothing"
-        )
+        why = "{}: cannot be combined with --sanitize, which judges nothing"
+        _refuse(options, ("certificate", "record", "sign"), why)
         return sanitize(request, options)
     for entry, problem in Expectations.load(options.expectations).problems():
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")

@@ -44,7 +44,6 @@ def run_and_report(
     """Carry out a run, write ``report.json``, show the outcome, and return the exit status.
 
     Args:
-        run: what to carry out.
         as_json: print the report instead of text.
         keep_report: whether the run's folder outlives the command, so that it is worth naming.
         resumed: the plan of the run that is gone on with, which must be this one.

@@ -18,9 +18,9 @@ from mla_conformance.commands.options import (
     several,
     workers,
 )
+from mla_conformance.commands.reports import FORMATS
 from mla_conformance.engine.request import DEVICES
 from mla_conformance.judging.traits import Question
-from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.vocabulary.capabilities import Tier
@@ -247,7 +247,7 @@ COMMANDS = (
     command(
         "gate",
         "decide by reports whether a change may be merged",
-        "mla_conformance.commands.gating:gate",
+        "mla_conformance.commands.reports:gate",
         path("reports", "REPORT", "reports of one run", nargs="+"),
         several("--baseline", "REPORT", "report of an earlier run", type=Path),
         _EXPECTATIONS,
@@ -286,7 +286,7 @@ COMMANDS = (
     command(
         "expectations update",
         "rewrite a folder of expectations from what a report found",
-        "mla_conformance.commands.gating:update_expectations",
+        "mla_conformance.commands.reports:update_expectations",
         _REPORT,
         path("--dir", "DIR", "rewrite this folder", required=True),
         examples=("build/mla-conformance/latest/report.json --dir expectations",),
@@ -316,7 +316,7 @@ COMMANDS = (
         statuses="0 all hold; 1 one does not; 2 usage",
     ),
     command(
-        "mustpass", "print the must-pass list of this suite version", "mla_conformance.commands.gating:list_must_pass"
+        "mustpass", "print the must-pass list of this suite version", "mla_conformance.commands.reports:list_must_pass"
     ),
     command(
         "bump",
@@ -334,7 +334,7 @@ COMMANDS = (
     command(
         "report render",
         "show a report: as a page, Markdown, annotations, JUnit XML or text",
-        "mla_conformance.report.commands:render",
+        "mla_conformance.commands.reports:render",
         _REPORT,
         _ROLE,
         option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
@@ -344,7 +344,7 @@ COMMANDS = (
     command(
         "report diff",
         "say what changed between two reports, and whether anything got worse",
-        "mla_conformance.report.commands:diff",
+        "mla_conformance.commands.reports:diff",
         path("before", "BEFORE", "report of the earlier run"),
         path("after", "AFTER", "report of the later run"),
         _ROLE,
@@ -355,14 +355,14 @@ COMMANDS = (
     command(
         "report merge",
         "make one report of those of all shards",
-        "mla_conformance.report.commands:merge",
+        "mla_conformance.commands.reports:merge",
         path("shards", "SHARD", "report of a shard", nargs="+"),
         _ROLE,
         path("--out", "FILE", "write the report here", required=True),
         examples=("1/report.json 2/report.json --out report.json",),
         statuses="0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
-    command("report schema", "print the JSON Schema of report.json", "mla_conformance.report.commands:print_schema"),
+    command("report schema", "print the JSON Schema of report.json", "mla_conformance.commands.reports:print_schema"),
     command(
         "scoreboard",
         "write a static site that shows the records of many kernels",

@@ -17,23 +17,14 @@ from mla_conformance.diagnosis.suspects_of_decodes import SUSPECTS
 
 @dataclass(frozen=True)
 class Candidate:
-    """A wrong kernel that a failure may look like.
+    """A wrong kernel that a failure may look like."""
 
-    Attributes:
-        sentence: what is wrong with it.
-        kernel: the emulation.
-        roles: the roles that it is judged in.
-        id: of a known defect; empty for a suspect.
-        sources: public threads that report it.
-        covers: known defects that are this mistake under some condition.
-    """
-
-    sentence: str
+    sentence: str  # what is wrong with it
     kernel: type[Emulation]
-    roles: tuple[Role, ...]
-    id: str = ""
-    sources: tuple[str, ...] = ()
-    covers: tuple[str, ...] = ()
+    roles: tuple[Role, ...]  # that it is judged in
+    id: str = ""  # of a known defect; empty for a suspect
+    sources: tuple[str, ...] = ()  # public threads that report it
+    covers: tuple[str, ...] = ()  # known defects that are this mistake under some condition
 
     @property
     def reference(self) -> str:

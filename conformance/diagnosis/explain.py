@@ -54,27 +54,18 @@ class _Hourglass:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that is compared with known ones, which need not happen in the process that judged it.
+    """A failure that is compared with known ones, which need not happen in the process that judged it."""
 
-    Attributes:
-        record: of the case.
-        observed: what the backend did on it.
-        device: where it was judged, and candidates are.
-        context: what the comparing process has made before.
-        nearby: the outcome of the backend on another case; None if that is not known.
-        again: what the backend does on another case; None if that is not known.
-    """
-
-    record: Record
-    observed: Behaviour
-    device: torch.device
-    context: Context
-    nearby: Callable[[Case], str | None]
+    record: Record  # of the case
+    observed: Behaviour  # what the backend did on it
+    device: torch.device  # where it was judged, and candidates are
+    context: Context  # what the comparing process has made before
+    nearby: Callable[[Case], str | None]  # the outcome of the backend on another case; None if that is not known
+    # what the backend does on another case; None if that is not known
     again: Callable[[Case], "Failure | None"] = lambda case: None
 
     @property
     def case(self) -> Case:
-        """The case."""
         return Case.parse(self.record.case)
 
     @staticmethod
@@ -108,9 +99,7 @@ class Failure:
 def explain(failure: Failure, patience: float = PATIENCE) -> str:
     """What a failure looks like, or why nothing is told of it; nothing of one that is no wrong number.
 
-    Args:
-        failure: the failure.
-        patience: seconds for all candidates, and as many for cases nearby.
+    There are so many seconds of ``patience`` for all candidates, and as many for cases nearby.
     """
     if not failure.record.is_wrong_number:
         return ""
@@ -132,17 +121,12 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
 
 @dataclass
 class ReportedCauses:
-    """What failures of a backend look like that are explained already.
+    """What failures of a backend look like that are explained already."""
 
-    Attributes:
-        texts: what was said of them.
-        fits: how many failures each candidate fitted; one mistake has many candidates, of which the same fits mostly.
-        spent: seconds that it took to see.
-    """
-
-    texts: list[str]
+    texts: list[str]  # what was said of them
+    # how many failures each candidate fitted; one mistake has many candidates, of which the same fits mostly
     fits: Counter[Candidate] = field(default_factory=Counter)
-    spent: float = 0.0
+    spent: float = 0.0  # seconds that it took to see
 
     def explain(self, failure: Failure) -> str:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
@@ -205,9 +189,7 @@ def _tried(candidate: Candidate, case: Case, failure: Failure) -> tuple[Trial, R
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:
     """The sentence for a failure that these candidates fit; none of them is named if they are too many to be of help.
 
-    Args:
-        fitting: the candidates.
-        certain: whether they hold nearby, too, and some number tells them from others; NaN tells nothing.
+    It is certain if they hold nearby, too, and some number tells them from others; NaN tells nothing.
     """
     reported = [candidate.reported for candidate in causes_of(fitting)]
     if not reported:

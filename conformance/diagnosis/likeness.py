@@ -24,19 +24,14 @@ _ROUNDED = 2**-7
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a kernel did on a case.
+    """What a kernel did on a case."""
 
-    Attributes:
-        failure: what failed and where in the procedure; empty if the case passed.
-        numbers: every output and LSE of the step that was judged last; none where they have not the right form.
-    """
-
-    failure: tuple[str, str, str]
+    failure: tuple[str, str, str]  # what failed and where in the procedure; empty if the case passed
+    # every output and LSE of the step that was judged last; none where they have not the right form
     numbers: tuple[Measured, ...]
 
     @staticmethod
     def of(trial: Trial, record: Record) -> "Behaviour":
-        """That of a trial with this record."""
         if not record.failed or trial.last is None:
             return Behaviour(("", "", ""), ())
         step = record.message.partition(":")[0]
@@ -44,7 +39,6 @@ class Behaviour:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether any number is wrong."""
         return any(bool(wrong_numbers(each).any()) for each in self.numbers)
 
     @property
@@ -89,7 +83,6 @@ def _of_wrong_sums(measured: Measured) -> torch.Tensor | float:
 
 
 def wrong_numbers(measured: Measured) -> torch.Tensor:
-    """Which numbers are wrong."""
     return _differ(measured.got, measured.golden, measured.allowed)
 
 

@@ -44,8 +44,6 @@ _held: list[Any] = []  # modes that were entered to undo another: a mode ends wi
 
 
 class Setting(NamedTuple):
-    """A setting that a call must leave as it is."""
-
     name: str
     read: Callable[[], Any]  # its value now
     # puts back a value that was read; where there is no way a change is told only
@@ -312,7 +310,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(
         Setting(
             f"autocast on {device}",
-            lambda device=device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
+            partial(lambda each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)), device),
             partial(_set_autocast, device),
         )
         for device in ("cpu", "cuda")
@@ -323,7 +321,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(  # ``none`` chooses nothing, which computes as ``ieee`` does
         Setting(
             f"float32 precision of {name}",
-            lambda owner=owner: str(owner.fp32_precision).replace("none", "ieee"),
+            partial(lambda owner: str(owner.fp32_precision).replace("none", "ieee"), owner),
             partial(setattr, owner, "fp32_precision"),
         )
         for name, owner in (
@@ -341,15 +339,15 @@ SETTINGS: tuple[Setting, ...] = (
         Setting(
             f"handler of {getattr(number, 'name', number)}",
             partial(getsignal, int(number)),  # the function of ``signal`` takes twenty times as long
-            lambda old, number=number: old is None or signal.signal(number, old),
+            partial(lambda number, old: old is None or signal.signal(number, old), number),
         )
         for number in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
     ),
     *(
         Setting(  # how long it still runs changes by itself
             f"timer {name}",
-            lambda number=number: "running" if signal.getitimer(number)[0] else "off",
-            lambda old, number=number: old == "off" and signal.setitimer(number, 0),
+            partial(lambda number: "running" if signal.getitimer(number)[0] else "off", number),
+            partial(lambda number, old: old == "off" and signal.setitimer(number, 0), number),
         )
         for name, number in vars(signal).items()
         if name.startswith("ITIMER_")

@@ -52,8 +52,6 @@ class RunError(RuntimeError):
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """A keeper with the worker that it keeps."""
-
     number: int
     setup: Setup
     environment: Mapping[str, str]  # variables of its processes beside those of this one

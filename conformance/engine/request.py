@@ -115,7 +115,6 @@ class RunRequest:
             raise RequestError(str(error)) from error
 
     def cases_of(self, capability: str) -> tuple[Case, ...]:
-        """The cases of one capability, in all shards."""
         if capability not in self.capabilities:
             return ()
         if self.cases:

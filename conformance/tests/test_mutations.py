@@ -22,7 +22,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.issue import issue
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
-from mla_conformance.commands import certify, gating, replay
+from mla_conformance.commands import certify, replay, reports
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Plan, Planned, WasTraced
 from mla_conformance.engine.request import RunRequest
@@ -262,7 +262,7 @@ def unrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     for module in (certify, replay):
         monkeypatch.setattr(module, "run_and_report", stopped)
-    for module in (certify, gating):
+    for module in (certify, reports):
         monkeypatch.setattr(module, "shipped", lambda: tmp_path / "none")
     monkeypatch.chdir(tmp_path)
 

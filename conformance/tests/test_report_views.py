@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_conformance.cli import main
+from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import BackendFacts, Confirmed, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
-from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.html import html
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise

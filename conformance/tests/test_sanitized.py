@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.certificate import Certificate, SanitizedKernel, SanitizerFinding
 from mla_conformance.certificate.records import KeptRecord, kept_records, pack, write_record, write_sanitized
-from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
 from mla_conformance.commands.sanitize import choose

@@ -30,12 +30,9 @@ def explore(
     """The record of a whole exploration: of all cases that hold, or of the causes of failures, each made small.
 
     Args:
-        subject: the backend on its device.
         draws: how many cases of each role to draw; 0 where time decides.
         seconds: how long to draw, over all roles; 0 where their number decides.
         capabilities: of which spaces, by the capabilities that their arrays are of.
-        context: what this process has made before.
-        started: told of every case before anything of it is launched.
     """
     regions = [region_of(subject, SPACES[name]) for name in capabilities]
     declared = [region for region in regions if region.rows]

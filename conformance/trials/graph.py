@@ -24,16 +24,9 @@ _stream: Any = torch.cuda.Stream
 
 
 class Graph:
-    """A captured call with its buffers.
+    """A captured call with its buffers, the tensors of ``static``; no batch has more requests, or a longer one.
 
-    Attributes:
-        static: the problem whose tensors are the buffers; no batch has more requests, or a longer one.
-
-    Args:
-        trial: the trial.
-        what: what is captured, for messages.
-        static: as above.
-        batch: what the buffers hold when the call is captured; half as long as they are if it is not given.
+    The buffers hold ``batch`` when the call is captured, by default one that is half as long as they are.
     """
 
     def __init__(self, trial: Trial, what: str, static: Problem, batch: Case | None = None) -> None:

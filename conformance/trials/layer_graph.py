@@ -26,13 +26,7 @@ _LONGER, _UNUSED_COLUMNS = 2, 8
 
 
 class CapturedLayer:
-    """What the capture of a layer's call leaves where it was made.
-
-    Args:
-        layer: the layer.
-        call: whose tensors are the buffers.
-        device: where they are.
-    """
+    """What the capture of a layer's call, whose tensors are the buffers, leaves where it was made."""
 
     def __init__(self, layer: Any, call: LayerCall, device: torch.device) -> None:
         self._layer, self._call, size = layer, call, call.query.shape[0]
@@ -77,11 +71,7 @@ class CapturedLayer:
 
 
 class LayerGraph:
-    """A captured call of a layer.
-
-    Attributes:
-        size: requests that it was captured with.
-    """
+    """A captured call of a layer, and with how many requests, its ``size``."""
 
     def __init__(self, trial: Trial, static: Problem) -> None:
         self._trial = trial

@@ -15,12 +15,9 @@ from mla_conformance.vocabulary.grid import grid_cases
 
 
 def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
-    """The part of a space that a backend declares; none of a role that it has not, or that cannot run here.
+    """The part of a space that a backend declares, and cases fitted to it, if asked for ``triples`` of classes as well.
 
-    Args:
-        subject: the backend.
-        space: of a role.
-        triples: whether cases are fitted for triples of classes as well.
+    None of a role that it has not, or that cannot run here.
     """
     cases, device = listed(space), subject.device.type
     light = partial(is_light, device_type=device) if triples else None

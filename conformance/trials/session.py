@@ -44,11 +44,7 @@ _WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
 
 
 class Session:
-    """The calls of a trial's instance, in order.
-
-    Args:
-        trial: whose instance.
-    """
+    """The calls of a trial's instance, in order."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self._count, self._before = trial, 0, ""

@@ -75,7 +75,6 @@ class Trial:
         return self.create()
 
     def create(self, case: Case | None = None) -> Any:
-        """A new instance, by default for the trial's own case."""
         return self.make("the constructor", partial(self.subject.create, case or self.case))
 
     def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
