@@ -54,11 +54,7 @@ def this_machine() -> dict[str, str]:
 
 def driver_version() -> str:
     """Version of the GPU's driver; empty where the system does not tell."""
-    return driver_in(_DRIVER.read_text(encoding="utf-8")) if _DRIVER.exists() else ""
-
-
-def driver_in(reported: str) -> str:
-    """The version in what the kernel module tells of itself; empty if there is none."""
+    reported = _DRIVER.read_text(encoding="utf-8") if _DRIVER.exists() else ""
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", reported)
     return found[0] if found else ""
 

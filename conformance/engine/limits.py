@@ -21,7 +21,8 @@ _CAPABILITIES_OF_64_BITS = 0x20080522
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_ASKS_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
 _LANDLOCK_MAKE_FIFO, _LANDLOCK_REFER, _LANDLOCK_SCOPE_SIGNAL = 1 << 10, 1 << 13, 2
-_VERSION_OF_REFER, _VERSION_OF_SCOPES = 2, 6
+FORBIDS_PIPES, _FORBIDS_SIGNALS = 2, 6
+"""Versions of Landlock from which on a process can give up making named pipes, and signals; of Linux 5.19 and 6.12."""
 THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads torch has of its own; MKL heeds it, too
 LACKED_MEMORY = 77
 """Exit status of a process of ours for which there was no memory to begin with, or to open what another shares."""
@@ -66,10 +67,10 @@ def renounce_rights() -> None:
         sets[place] &= ~(1 << _CAP_SYS_PTRACE)
     libc.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
     libc.capset(header, sets)
-    if not keeps_from_pipes():
+    if landlock() < FORBIDS_PIPES:
         return
     no_network = 0
-    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if _landlock() >= _VERSION_OF_SCOPES else []
+    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if landlock() >= _FORBIDS_SIGNALS else []
     forbidden = [_LANDLOCK_MAKE_FIFO | _LANDLOCK_REFER, *scopes]
     words = (ctypes.c_uint64 * len(forbidden))(*forbidden)
     rules = libc.syscall(_LANDLOCK_CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
@@ -83,16 +84,11 @@ def renounce_rights() -> None:
     os.close(rules)
 
 
-def _landlock() -> int:
+def landlock() -> int:
     """The version of Landlock that this system has; less than 1 for none."""
     if sys.platform != "linux":
         return 0
     return int(ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION))
-
-
-def keeps_from_pipes() -> bool:
-    """Whether a process can be kept from making named pipes, which Linux from 5.19 on can."""
-    return _landlock() >= _VERSION_OF_REFER
 
 
 def children(process: str = "self") -> set[int]:

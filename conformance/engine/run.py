@@ -19,7 +19,7 @@ from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureCo
 from mla_conformance.engine.devices import WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
+from mla_conformance.engine.limits import FORBIDS_PIPES, hide_memory, landlock
 from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, Trace
 from mla_conformance.engine.pool import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, surely_cpu
 from mla_conformance.engine.request import RunRequest, compiles
@@ -104,7 +104,7 @@ class Run:
             "salt": self.request.salt,
             "judge": APART,
             "role": outside(),
-            "journal": "" if keeps_from_pipes() else UNSEALED,
+            "journal": "" if landlock() >= FORBIDS_PIPES else UNSEALED,
         }
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()

@@ -248,7 +248,9 @@ class Worker:
                 looks_like = explain(failure, WHOLE if task.unhurried else PATIENCE)
             record = record.with_fields(explanation=looks_like)
             del failure
-        disturbed, declared = trial.disturbed, trial.declared
+        # What the adapter declares of the role, in words, if it was asked.
+        declared = {str(case.role): repr(trial.declaration)} if "declaration" in vars(trial) else {}
+        disturbed = trial.disturbed
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 

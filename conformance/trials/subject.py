@@ -1,7 +1,7 @@
 """The backend under test: its class in each role, its declarations, and what it and its device support."""
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -37,6 +37,7 @@ class Subject:
     backend: BackendReference  # names it
     device: torch.device  # where it is judged
     executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
+    _classes: dict[Role, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(reference: str, device: torch.device, executor: Executor = IN_PROCESS) -> "Subject":
@@ -64,10 +65,6 @@ class Subject:
             common = role is Role.LAYER and not named
             self._classes[role] = mla_backend(*map(self.class_of, _KERNELS_OF_LAYERS)) if common else named
         return self._classes[role]
-
-    @cached_property
-    def _classes(self) -> dict[Role, Any]:
-        return {}
 
     def declaration_of(self, role: Role) -> Declaration:
         return self.declarations[role]

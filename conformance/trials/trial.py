@@ -63,12 +63,6 @@ class Trial:
         declared: Declaration = self.query("asked what it declares, it", question, Declaration)
         return declared
 
-    @property
-    def declared(self) -> dict[str, str]:
-        """What the adapter declares, by its role, in words; empty if it was not asked."""
-        asked = "declaration" in self.__dict__
-        return {str(self.case.role): repr(self.declaration)} if asked else {}
-
     @cached_property
     def backend(self) -> Any:
         """The instance that all calls of the trial go to: a kernel, or a layer."""
