@@ -109,14 +109,6 @@ def test_a_file_that_holds_no_backend_is_unavailable(tmp_path: Path, source: str
     assert said in reason and "BackendReferenceError" not in reason
 
 
-def test_a_backend_whose_file_was_changed_is_another_one(tmp_path: Path) -> None:
-    source = tmp_path / "mine.py"
-    source.write_text(EAGER + "class Mine(E): ...\n")
-    before = describe(Subject.of(f"{source}:Mine", CPU))
-    source.write_text(source.read_text() + "# changed\n")
-    assert before.fingerprint.startswith("file ") and describe(Subject.of(f"{source}:Mine", CPU)) != before
-
-
 def test_two_backends_of_one_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     paths = [tmp_path / "a.py", tmp_path / "b.py"]
     for path in paths:

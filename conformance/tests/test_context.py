@@ -1,8 +1,6 @@
 """What a process keeps, and what a salt draws anew."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -42,12 +40,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
     return makers
 
 
-@pytest.fixture
-def wrong(tmp_path: Any) -> Callable[[str], str]:
-    (tmp_path / "wrong.py").write_text(WRONG)
-    return lambda name: f"{tmp_path}/wrong.py:{name}"
-
-
 def judged(context: Context, reference: str = "EAGER") -> Record:
     return judge_one(Subject.of(reference, CPU), CASE, context)
 
@@ -58,9 +50,10 @@ def test_inputs_and_golden_result_are_made_once_for_two_backends(made: list[Mock
     assert [each.call_count for each in made] == [1, 1]
 
 
-def test_what_a_backend_writes_into_its_inputs_no_other_sees(made: list[Mock], wrong: Callable[[str], str]) -> None:
+def test_what_a_backend_writes_into_its_inputs_no_other_sees(made: list[Mock], tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text(WRONG)
     context = Context()
-    assert judged(context, wrong("SpoilsItsInputs")).check == Check.MUTATED_INPUT
+    assert judged(context, f"{tmp_path}/wrong.py:SpoilsItsInputs").check == Check.MUTATED_INPUT
     assert judged(context).status is Status.PASS
     assert [each.call_count for each in made] == [1, 1]
 

@@ -1,4 +1,4 @@
-"""What opens no gate: cases that lacked memory, names of others, reports of another suite, reasons without words."""
+"""What opens no gate: cases that lacked memory, names of others, reasons without words."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,10 +54,9 @@ def report(
     name: str,
     facts: BackendFacts,
     records: Sequence[Record],
-    suite: str = SUITE_VERSION,
     code: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    write_run(Path(name), records, facts=[facts], code=code, environment={"suite": suite, "tier": "smoke"})
+    write_run(Path(name), records, facts=[facts], code=code, environment={"suite": SUITE_VERSION, "tier": "smoke"})
     return name
 
 
@@ -198,14 +197,6 @@ def test_expectations_of_a_registered_name_are_of_the_registered_backend(gate: G
     Path("known/FLASHMLA.toml").write_text(to_toml(Expectation(backend="FLASHMLA", case="lse", reason="known")))
     records = [each.with_fields(status=Status.FAIL, check="lse") for each in passed(facts)]
     assert gate(report("o.json", facts, records), "--expectations", "known")[0] == (0 if waived else 1)
-
-
-def test_another_suites_report_is_taken_by_its_version_only(gate: Gate) -> None:
-    facts = BackendFacts("EAGER", "EAGER")
-    old = report("o.json", facts, passed(facts), suite="2025.1")
-    status, out, err = gate(old)
-    assert (status, out) == (2, "") and "accept its verdicts with --allow-suite 2025.1" in err
-    assert gate(old, "--allow-suite", "2025.2")[0] == 2 and gate(old, "--allow-suite", "2025.1")[0] == 0
 
 
 @pytest.mark.parametrize("reason", ["", "\u200b", "\u3164\uffa0", "- 1 -"])

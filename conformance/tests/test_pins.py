@@ -225,12 +225,7 @@ def test_a_checkout_is_known_by_its_commit_and_whether_it_is_clean(
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     folder = installed("kernels")
     assert folder and folder.files and not folder.commit
-    identity = {
-        "GIT_AUTHOR_NAME": "a",
-        "GIT_AUTHOR_EMAIL": "a@b",
-        "GIT_COMMITTER_NAME": "a",
-        "GIT_COMMITTER_EMAIL": "a@b",
-    }
+    identity = {f"GIT_{who}_{what}": "a@b" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
         subprocess.run(["git", "-C", tmp_path / "checkout", *command], check=True, env={**os.environ, **identity})
     program = tmp_path / "program"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from mla_conformance.engine.messages import WorkerJudged, encode
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.functions import function_lines, simplest
-from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.outcome import backend_lines, cause_lines, closing_line, judged_of_claimed, outcome_lines
+from mla_conformance.report.json_report import write_json
+from mla_conformance.report.outcome import backend_lines, closing_line, judged_of_claimed, outcome_lines
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.vocabulary.arrays import SPACES, array_of
@@ -74,14 +73,6 @@ def test_a_record_may_stand_for_many_cases() -> None:
     assert "  ✔ lse 1, explored 30" in backend_lines(summary, 80) and "cases: 31 passed ·" in closing_line(run(summary))
     (missing,) = summarise([], {"explored": 1})
     assert missing.outcome is BackendOutcome.NOT_RUN
-
-
-def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:
-    (failure,) = report_json(run(backend(FAIL)))["backends"]["B"]["capabilities"]["lse"]["failures"]
-    words = shlex.split(failure["replay"])
-    assert words == ["mla-conformance", "replay", "lse:q=[1]", "--backend", "path with space.py:B"]
-    *_, text = cause_lines(run(backend(PASS, FAIL)), 80)
-    assert text.endswith(f"replay: {failure['replay']}")
 
 
 def test_the_last_line_counts_every_backend_and_every_case_once() -> None:
