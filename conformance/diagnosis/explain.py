@@ -107,7 +107,12 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
         return UNCOMPARED
     failure = failure.in_numbers
     everyone = candidates(failure.case.role)
-    likenesses = _likenesses(failure, everyone, _Hourglass(patience))
+    likenesses, time_left = dict[Candidate, float](), _Hourglass(patience)  # of those there is time and memory to try
+    for candidate in everyone:
+        if time_left.has_run_out:
+            break
+        if (tried := behaviour(candidate, failure)) is not None:
+            likenesses[candidate] = likeness(failure.observed, tried)
     fitting = [candidate for candidate, share in likenesses.items() if share >= ALIKE]
     if is_partial := len(likenesses) < len(everyone):
         if not fitting:
@@ -134,7 +139,10 @@ class ReportedCauses:
             return ""
         started, failure = time.thread_time(), failure.in_numbers
         try:
-            for candidate, text in self._claimed(failure):
+            texts = [text for text in self.texts if failure.observed.is_numeric or text.startswith(_PERHAPS)]
+            everyone = candidates(failure.case.role)
+            named = [(each, text) for text in texts for each in everyone if each.reported in text]
+            for candidate, text in sorted(named, key=lambda each: -self.fits[each[0]]):
                 if self.spent + time.thread_time() - started > PATIENCE:
                     return ""
                 tried = behaviour(candidate, failure)
@@ -144,24 +152,6 @@ class ReportedCauses:
         finally:
             self.spent += time.thread_time() - started
         return ""
-
-    def _claimed(self, failure: Failure) -> list[tuple[Candidate, str]]:
-        """Candidates with the text that names them, those that fitted most first."""
-        texts = [text for text in self.texts if failure.observed.is_numeric or text.startswith(_PERHAPS)]
-        everyone = candidates(failure.case.role)
-        named = [(candidate, text) for text in texts for candidate in everyone if candidate.reported in text]
-        return sorted(named, key=lambda each: -self.fits[each[0]])
-
-
-def _likenesses(failure: Failure, asked: Sequence[Candidate], time_left: _Hourglass) -> dict[Candidate, float]:
-    """How alike each candidate fails, of those that there was time and memory to try."""
-    found: dict[Candidate, float] = {}
-    for candidate in asked:
-        if time_left.has_run_out:
-            break
-        if (tried := behaviour(candidate, failure)) is not None:
-            found[candidate] = likeness(failure.observed, tried)
-    return found
 
 
 def _holding(fitting: Sequence[Candidate], failure: Failure, time_left: _Hourglass) -> list[Candidate]:
@@ -191,16 +181,12 @@ def describe(fitting: Sequence[Candidate], certain: bool) -> str:
 
     It is certain if they hold nearby, too, and some number tells them from others; NaN tells nothing.
     """
-    reported = [candidate.reported for candidate in causes_of(fitting)]
+    # Different causes: a known defect is the mistake of a fitting suspect that covers it.
+    covered = {id for candidate in fitting for id in candidate.covers}
+    reported = list(dict.fromkeys(each.reported for each in fitting if each.id not in covered))
     if not reported:
         return UNLIKE
     if len(reported) > MOST_TOLD:
         return INDISTINCT
     sentence = reported[0] if len(reported) == 1 else f"one of: {'; or '.join(reported)}"
     return sentence if certain else f"{_PERHAPS}{sentence}"
-
-
-def causes_of(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """Those that are different causes: a known defect is the mistake of a fitting suspect that covers it."""
-    covered = {id for candidate in fitting for id in candidate.covers}
-    return list({each.reported: each for each in fitting if each.id not in covered}.values())

@@ -63,9 +63,8 @@ from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES, Context
-from mla_conformance.trials.explore import explore
+from mla_conformance.trials.explore import explore, region_of
 from mla_conformance.trials.judge_one import judge_one, judged_trial
-from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.role_file import take_up
 from mla_conformance.trials.subject import Subject, describe, unavailable
 from mla_conformance.trials.trace import trace_all

@@ -34,7 +34,7 @@ from mla_conformance.files.installed import Installed
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
-from mla_conformance.trials.regions import region_of
+from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import SPACES, digest_of

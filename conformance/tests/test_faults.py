@@ -115,23 +115,17 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", SAID)
-def test_the_message_says_what_happened(records: dict[tuple[str, str], Record], name: str) -> None:
-    assert SAID[name] in records[name, case_of(name)].message
+def test_the_message_says_what_happened_and_a_hang_shows_where_it_hung(records: dict[tuple[str, str], Record]) -> None:
+    for name, said in SAID.items():
+        assert said in records[name, case_of(name)].message, name
+    for name in ("Loops", "KeepsTheInterpreterLock", "StopsItself"):
+        assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail, name
 
 
-@pytest.mark.parametrize("name", ["Loops", "KeepsTheInterpreterLock", "StopsItself"])
-def test_a_hang_shows_where_it_hung(records: dict[tuple[str, str], Record], name: str) -> None:
-    assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail
-
-
-def test_no_child_in_a_session_of_its_own_outlives_the_run(folder: Path) -> None:
+def test_nothing_is_left_but_bounded_files_and_no_child_in_a_session_of_its_own(folder: Path) -> None:
     children = (folder / "children").read_text().split()
     assert len(children) == 4  # two, each confirmed
     assert not [child for child in children if Path("/proc", child).exists()]
-
-
-def test_nothing_is_left_but_bounded_files(folder: Path) -> None:
     names = {path.name for path in (folder / "out").iterdir() if not path.is_fifo()}
     assert names == {"journal.jsonl", LOG_NAME, "report.json", "report.html"}
     assert (folder / "out" / LOG_NAME).stat().st_size <= KEPT_BYTES

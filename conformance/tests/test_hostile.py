@@ -119,11 +119,8 @@ def test_a_right_result_stays_right(name: str) -> None:
     assert judged_of(name).status is Status.PASS
 
 
-def test_memory_that_ran_out_in_a_group_is_unavailable() -> None:
+def test_memory_may_run_out_in_a_group_and_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
     assert judged_of("RunsOutInAGroup").status is Status.UNAVAILABLE
-
-
-def test_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
     assert judged_of("LeavesAFunctionMode", CHUNKED).check == Check.PROCESS_STATE
 
 

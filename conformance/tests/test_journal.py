@@ -149,9 +149,6 @@ def test_a_run_without_a_folder_gets_one_that_latest_names(tmp_path: Path, monke
         run.begin()
         assert (tmp_path / "build/mla-conformance/latest").resolve() == run.path
     assert len(list((tmp_path / "build/mla-conformance").iterdir())) == 3
-
-
-def test_a_folder_in_which_nothing_was_begun_is_given_back(tmp_path: Path) -> None:
     RunFolder.claim(tmp_path / "new").discard()
     assert not (tmp_path / "new").exists()
     RunFolder.claim(tmp_path).discard()
