@@ -429,7 +429,7 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "test_mine.py").write_text(TESTS)
     options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-n1", "-q", "--color=no"]
-    command = [python, "-m", "pytest", *options]
+    command = [str(python), "-m", "pytest", *options]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     count = len(mla.cases("decode", capability="decode_lse", q=1))
     assert f"{3 * count} failed, {count + 1} passed" in run.stdout
