@@ -143,15 +143,11 @@ _LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once
 
 
 class Arena:
-    """Where what is handed over stands: each storage has a place of its own for as long as it lives.
-
-    Attributes:
-        openers: of pieces that the other process has not been told of.
-    """
+    """Where what is handed over stands: each storage has a place of its own for as long as it lives."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
-        self.openers: list[bytes] = []
+        self.openers: list[bytes] = []  # of pieces that the other process has not been told of
         self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
         self._ends = {HOST: 0, "cuda": 0}
 

@@ -59,23 +59,16 @@ class Stopped(Exception):
 
 
 class Supervisor:
-    """The processes of a run; to be used as a context, at whose end none of them is left.
-
-    Attributes:
-        places: one for each worker.
-        timeout: seconds that a case may take.
-        ends_at: the deadline of what is done, on the monotonic clock.
-        gpus: how many GPUs there are; the first so many places have one each. 0 on a CPU.
-        started: told of every case before it is launched.
-    """
+    """The processes of a run; to be used as a context, at whose end none of them is left."""
 
     def __init__(self, timeout: float, ends_at: float = inf) -> None:
-        self.places: list[WorkerSlot] = []
-        self.timeout, self.ends_at = timeout, ends_at
-        self.gpus = 0
+        self.places: list[WorkerSlot] = []  # one for each worker
+        self.timeout = timeout  # seconds that a case may take
+        self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
+        self.gpus = 0  # how many there are; the first so many places have one each
         self._early = begun.pop() if begun else None
         self.log = BoundedLog(self._early.log if self._early else os.pipe())
-        self.started: Callable[[Record], None] = lambda record: None
+        self.started: Callable[[Record], None] = lambda record: None  # told of every case before it is launched
         self._starts = 0
         self._signal = 0
         self._tasks, self._part = Tasks(()), WHOLE
@@ -140,7 +133,6 @@ class Supervisor:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
         Args:
-            tasks: what is to be done.
             part: what places have of their GPU; a case for which that is never enough comes back undone.
 
         Raises:

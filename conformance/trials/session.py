@@ -54,7 +54,6 @@ class Session:
         """Make one, and judge it.
 
         Args:
-            problem: of one call, or of several parts.
             step: what is special about it, for messages.
             prepare: as for :meth:`Trial.run`.
             in_place: whether its operands stand where those of other such calls stood.
