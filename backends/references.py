@@ -73,6 +73,11 @@ def known_backends() -> list[BackendReference]:
     return [BackendReference(name, name) for name in dict.fromkeys([*members, *plugins()])]
 
 
+def usual_backends() -> list[BackendReference]:
+    """Those that are judged where none is named: without FLEX_ATTENTION, whose kernels take minutes to compile."""
+    return [backend for backend in known_backends() if backend.name != "FLEX_ATTENTION"]
+
+
 def known_variants() -> list[BackendReference]:
     """Every kernel of the backends that have several, as ``NAME[variant]``."""
     names = [f"{member.name}[{variant}]" for enum in ENUMS for member in enum for variant in member.variants()]

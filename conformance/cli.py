@@ -40,9 +40,8 @@ def command() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # where a locale or a pipe takes ASCII only, others are printed as escapes
+        if isinstance(stream, TextIOWrapper):
+            # Where a locale or a pipe takes ASCII only, others are printed as escapes.
             stream.reconfigure(errors="backslashreplace")
     try:
         options = _parser().parse_args(arguments)

@@ -18,9 +18,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from mla_conformance.certificate.certificate import RECORDS, Certificate
+from mla_conformance.certificate.certificate import RECORDS, Certificate, SanitizedKernel, sanitized_problems
 from mla_conformance.certificate.certificate import SCHEMA as RECORD_SCHEMA
-from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_problems
 from mla_conformance.files.inputs import InputError, convert, decode, read_text
 from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.judging.verdict import Status

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.references import known_backends, parse_reference
 from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.certificate.issue import (
     Refused,
@@ -58,17 +58,17 @@ def certify(options: argparse.Namespace) -> int:
     if options.submission:
         require_records(options.submission)
     plan = _recorded(options.resume) if options.resume else None
-    request = (
-        _resumed(options, plan) if plan else _deployed(options) if options.model or options.config else _new(options)
-    )
+    if plan:
+        request = _resumed(options, plan)
+    else:
+        request = _deployed(options) if options.model or options.config else _new(options)
     if options.speed:
         why = "{}: cannot be combined with --speed, which times what a whole run of our roles finds right"
         _refuse(options, ("sanitize", "shard", "role"), why)
     request = replace(request, bitwise=options.bitwise, accuracy=options.accuracy, speed=options.speed)
     if options.sanitize:
-        _refuse(
-            options, ("certificate", "record", "sign"), "{}: cannot be combined with --sanitize, which judges nothing"
-        )
+        why = "{}: cannot be combined with --sanitize, which judges nothing"
+        _refuse(options, ("certificate", "record", "sign"), why)
         return sanitize(request, options)
     for entry, problem in Expectations.load(options.expectations).problems():
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
@@ -99,7 +99,7 @@ def _new(options: argparse.Namespace) -> RunRequest:
         if not cases:
             raise InputError(f"--cases {options.cases}: no case of {', '.join(options.capability)}")
     drawn, tier, salt = options.explore or NOTHING_DRAWN, options.tier or "full", options.salt or ""
-    request = RunRequest.of(options.backend, chosen, tier, options.device, cases, drawn, salt)
+    request = RunRequest.of(_named(options), chosen, tier, options.device, cases, drawn, salt)
     if not options.shard:
         return request
     if request.explore:
@@ -113,8 +113,14 @@ def _deployed(options: argparse.Namespace) -> RunRequest:
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
-    request = RunRequest.of(options.backend, device=options.device, cases=cases, salt=options.salt or "")
+    request = RunRequest.of(_named(options), device=options.device, cases=cases, salt=options.salt or "")
     return replace(request, deployment=deployment)
+
+
+def _named(options: argparse.Namespace) -> list[str]:
+    if options.all and options.backend:
+        raise InputError("--all: cannot be combined with --backend, which names what is judged")
+    return [backend.name for backend in known_backends()] if options.all else options.backend
 
 
 def _recorded(folder: Path) -> Plan:
@@ -130,7 +136,7 @@ def _recorded(folder: Path) -> Plan:
 def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
     """The interrupted run; what was not given again is what the journal says."""
     why = "--resume: cannot be combined with {}; the journal says what to judge"
-    _refuse(options, ("cases", "shard", "model", "config"), why)
+    _refuse(options, ("all", "cases", "shard", "model", "config"), why)
     request = RunRequest.of(
         options.backend or list(plan.backends),
         options.capability or list(plan.capabilities),

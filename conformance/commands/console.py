@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
+from mla_conformance.backends.references import known_backends
 from mla_conformance.engine.folder import PAGE_NAME, REPORT_NAME
 from mla_conformance.engine.journal import JournalError, Plan, Reported
 from mla_conformance.engine.request import RequestError
@@ -43,7 +44,6 @@ def run_and_report(
     """Carry out a run, write ``report.json``, show the outcome, and return the exit status.
 
     Args:
-        run: what to carry out.
         as_json: print the report instead of text.
         keep_report: whether the run's folder outlives the command, so that it is worth naming.
         resumed: the plan of the run that is gone on with, which must be this one.
@@ -72,10 +72,13 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        for line in outcome_lines(summary, columns(), run.request.is_default, detail):
+        for line in outcome_lines(summary, columns(), run.request.is_usual, detail):
             say(line)
         if not is_quiet:
             _say_wrapped(closing_line(summary))
+            if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
+                named = ", ".join(sorted(backend.name for backend in left_out))
+                say(f"not judged: {named}, which compiles for minutes; --all, or --backend {named}")
             if run.request.deployment and not summary.environment.get("compute_capability"):
                 say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
         if keep_report and (not is_quiet or summary.exit_status):
@@ -95,7 +98,8 @@ def _header(run: Run) -> Iterator[str]:
     salted = f"salt {environment['salt']}" if "salt" in environment else ""
     where = [f"{name} {environment[name]}" for name in ("device", "torch", "suite")]
     shard = f"shard {asked.shard} of {len(asked.case_ids)}" if asked.shard else ""
-    what = [asked.scope, " and ".join(filter(None, cases)), salted, "golden float64", shard]
+    scope = str(asked.deployment or "") if asked.deployment or asked.cases else f"tier {asked.tier.value}"
+    what = [scope, " and ".join(filter(None, cases)), salted, "golden float64", shard]
     yield " · ".join(filter(None, [*where, *what]))
     if "role" in environment:
         yield f"a role from outside, which is judged and never certified: {environment['role']}"
@@ -126,7 +130,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
                 f"{counted(len(changed), 'file')}, first {changed[0]}. Verdicts on different code do not add up, and "
                 "what a kernel compiles differs between machines: start again on one machine, without --resume"
             )
-        if left_out := run.resume():
+        if left_out := run.begin(resumes=True):
             lines = f"{counted(len(left_out), 'line')} that the run did not seal: {cut(', '.join(map(str, left_out)))}"
             say(f"mla-conformance: left out of its journal: {lines}; what they are about is judged anew", error=True)
         if said := run.environment.get("journal"):

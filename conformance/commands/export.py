@@ -15,7 +15,7 @@ from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
 from mla_conformance.certificate.records import is_records, kept_records
 from mla_conformance.commands.replay import case_id, chosen_failure
 from mla_conformance.diagnosis.explain import Failure
-from mla_conformance.engine.describe import find_device
+from mla_conformance.engine.devices import find_device
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.engine.limits import how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call

@@ -163,11 +163,8 @@ def print_completion(options: argparse.Namespace) -> int:
     import shtab
 
     backends = [backend.name for backend in known_backends()]
-    known = {
-        "backend": backends,
-        "require": backends,
-        "capability": list(CAPABILITIES),
-    }  # what can stand behind options
+    # What can stand behind options.
+    known = {"backend": backends, "require": backends, "capability": list(CAPABILITIES)}
     for _, command in commands_of(options.parser):
         for action in command._actions:
             if action.type is Path:  # shtab reads these attributes; the parser parses nothing any more

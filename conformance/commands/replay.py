@@ -52,7 +52,7 @@ def replay(options: argparse.Namespace) -> int:
             return _repeat(run, options.repeats)
     if options.dump is not None:
         # Torch is imported before a backend is.
-        from mla_conformance.engine.describe import find_device
+        from mla_conformance.engine.devices import find_device
         from mla_conformance.export.failing import dump, require_empty
         from mla_conformance.files.places import search_current_folder
         from mla_conformance.trials.subject import Subject

@@ -12,9 +12,8 @@ from pathlib import Path
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import is_light, work_of
-from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.certificate import Certificate, SanitizedKernel, SanitizerFinding
 from mla_conformance.certificate.records import kept_records, write_sanitized
-from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.commands.console import BROKEN
 from mla_conformance.engine.devices import this_machine
 from mla_conformance.engine.pool import GPU_TIMEOUT

@@ -18,9 +18,9 @@ from mla_conformance.commands.options import (
     several,
     workers,
 )
+from mla_conformance.commands.reports import FORMATS
 from mla_conformance.engine.request import DEVICES
 from mla_conformance.judging.traits import Question
-from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.vocabulary.capabilities import Tier
@@ -38,7 +38,8 @@ _DEVICES: dict[str, Any] = {"metavar": "|".join(DEVICES), "choices": DEVICES}
 _DEVICE = option("--device", help_text="by default a GPU, if present", **_DEVICES)
 _BACKEND = option("--backend", "BACKEND", _REFERENCE)
 _NEEDED_BACKEND = option("--backend", "BACKEND", _REFERENCE, required=True)
-_BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all")
+_BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all but what compiles for minutes")
+_ALL = flag("--all", "also judge what compiles for minutes")
 _CAPABILITIES = several("--capability", "NAME", "judge this capability only; see capabilities")
 _EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
 _SALT = option("--salt", "TEXT", "draw other inputs of the same cases, from this text", type=salt)
@@ -70,6 +71,7 @@ COMMANDS = (
         "mla_conformance.commands.certify:certify",
         "what is judged",
         _BACKENDS,
+        _ALL,
         _CAPABILITIES,
         _TIER,
         _CASES,
@@ -249,7 +251,7 @@ COMMANDS = (
     command(
         "gate",
         "decide by reports whether a change may be merged",
-        "mla_conformance.commands.gating:gate",
+        "mla_conformance.commands.reports:gate",
         path("reports", "REPORT", "reports of one run", nargs="+"),
         several("--baseline", "REPORT", "report of an earlier run", type=Path),
         _EXPECTATIONS,
@@ -288,7 +290,7 @@ COMMANDS = (
     command(
         "expectations update",
         "rewrite a folder of expectations from what a report found",
-        "mla_conformance.commands.gating:update_expectations",
+        "mla_conformance.commands.reports:update_expectations",
         _REPORT,
         path("--dir", "DIR", "rewrite this folder", required=True),
         examples=("build/mla-conformance/latest/report.json --dir expectations",),
@@ -318,7 +320,7 @@ COMMANDS = (
         statuses="0 all hold; 1 one does not; 2 usage",
     ),
     command(
-        "mustpass", "print the must-pass list of this suite version", "mla_conformance.commands.gating:list_must_pass"
+        "mustpass", "print the must-pass list of this suite version", "mla_conformance.commands.reports:list_must_pass"
     ),
     command(
         "bump",
@@ -337,7 +339,7 @@ COMMANDS = (
     command(
         "report render",
         "show a report: as a page, Markdown, annotations, JUnit XML or text",
-        "mla_conformance.report.commands:render",
+        "mla_conformance.commands.reports:render",
         _REPORT,
         _ROLE,
         option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
@@ -347,7 +349,7 @@ COMMANDS = (
     command(
         "report diff",
         "say what changed between two reports, and whether anything got worse",
-        "mla_conformance.report.commands:diff",
+        "mla_conformance.commands.reports:diff",
         path("before", "BEFORE", "report of the earlier run"),
         path("after", "AFTER", "report of the later run"),
         _ROLE,
@@ -358,14 +360,14 @@ COMMANDS = (
     command(
         "report merge",
         "make one report of those of all shards",
-        "mla_conformance.report.commands:merge",
+        "mla_conformance.commands.reports:merge",
         path("shards", "SHARD", "report of a shard", nargs="+"),
         _ROLE,
         path("--out", "FILE", "write the report here", required=True),
         examples=("1/report.json 2/report.json --out report.json",),
         statuses="0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
-    command("report schema", "print the JSON Schema of report.json", "mla_conformance.report.commands:print_schema"),
+    command("report schema", "print the JSON Schema of report.json", "mla_conformance.commands.reports:print_schema"),
     command(
         "scoreboard",
         "write a static site that shows the records of many kernels",

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import Space
-from mla_conformance.engine.describe import find_device
+from mla_conformance.engine.devices import find_device
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.places import search_current_folder
 from mla_conformance.report.terminal import say
-from mla_conformance.trials.regions import region_of
+from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.tiers import wrapped

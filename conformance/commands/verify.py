@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
-from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate, renewal
+from mla_conformance.certificate.certificate import Certificate, Outdated, read_certificate, renewal, sanitized_problems
 from mla_conformance.certificate.digests import listed_sources, unlike
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
 from mla_conformance.certificate.rerun import judged_cases, rerun
-from mla_conformance.certificate.sanitized import sanitized_problems
 from mla_conformance.certificate.signature import SignatureError, signature_of, signer
 from mla_conformance.certificate.verify import not_yet_judged, problems, with_reasons
 from mla_conformance.engine.devices import this_machine

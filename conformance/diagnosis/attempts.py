@@ -47,12 +47,6 @@ _UNWATCHED = _Unwatched()
 def attempted(reference: str, case: Case, context: Context, device: torch.device) -> tuple[Trial, Record]:
     """The trial and the record of one of the project's own kernels.
 
-    Args:
-        reference: what loads the kernel.
-        case: the case.
-        context: what this process has made before.
-        device: where it is judged.
-
     Raises:
         RuntimeError: it lost the GPU, after which nothing can be compared here.
     """

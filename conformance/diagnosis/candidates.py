@@ -1,7 +1,7 @@
 """Candidates: everything that a failure is compared with, known defects and mistakes that nobody needs to report."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,30 +10,20 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.bases import LayeredDecode
-from mla_conformance.defects.known import Emulation, KnownDefect, judged_roles, known_defects, sentence_of
-from mla_conformance.diagnosis.suspects import Suspect
+from mla_conformance.defects.known import Emulation, judged_roles, known_defects, sentence_of
 from mla_conformance.diagnosis.suspects_of_decodes import SUSPECTS
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A wrong kernel that a failure may look like.
+    """A wrong kernel that a failure may look like."""
 
-    Attributes:
-        sentence: what is wrong with it.
-        kernel: the emulation.
-        roles: the roles that it is judged in.
-        id: of a known defect; empty for a suspect.
-        sources: public threads that report it.
-        covers: known defects that are this mistake under some condition.
-    """
-
-    sentence: str
+    sentence: str  # what is wrong with it
     kernel: type[Emulation]
-    roles: tuple[Role, ...]
-    id: str = ""
-    sources: tuple[str, ...] = ()
-    covers: tuple[str, ...] = ()
+    roles: tuple[Role, ...]  # that it is judged in
+    id: str = ""  # of a known defect; empty for a suspect
+    sources: tuple[str, ...] = ()  # public threads that report it
+    covers: tuple[str, ...] = ()  # known defects that are this mistake under some condition
 
     @property
     def reference(self) -> str:
@@ -48,11 +38,6 @@ class Candidate:
             return f"what the known defect {self.id}{f' ({source})' if source else ''} does: {self.sentence}"
         return self.sentence + (f", like {source}" if source else "")
 
-    @staticmethod
-    def of(entry: KnownDefect) -> "Candidate":
-        """A known defect as a candidate."""
-        return Candidate(entry.sentence, entry.kernel, entry.roles, entry.id, entry.sources)
-
 
 @cache
 def candidates(role: Role) -> tuple[Candidate, ...]:
@@ -65,15 +50,12 @@ def _everyone() -> tuple[Candidate, ...]:
     # Who touches memory by its address returns what is right, so that no wrong number looks like it; and the address of
     # a GPU's memory, read by this process, would end it.
     known = {id: entry for id, entry in known_defects().items() if entry.killed_by != "memory_bounds"}
-    suspects = [candidate for each in SUSPECTS for candidate in _suspected(each, known)]
-    return (*suspects, *map(Candidate.of, known.values()))
-
-
-def _suspected(suspect: Suspect, known: Mapping[str, KnownDefect]) -> Iterator[Candidate]:
-    """The kernels of a mistake: itself, or one of each role that makes it."""
-    sources = known[suspect.covers[0]].sources if suspect.covers else ()
-    for kernel, roles in _kernels(suspect.wrong):
-        yield Candidate(sentence_of(suspect.wrong), kernel, roles, "", sources, suspect.covers)
+    found = list[Candidate]()
+    for suspect in SUSPECTS:
+        sources = known[suspect.covers[0]].sources if suspect.covers else ()
+        for kernel, roles in _kernels(suspect.wrong):
+            found.append(Candidate(sentence_of(suspect.wrong), kernel, roles, "", sources, suspect.covers))
+    return (*found, *(Candidate(x.sentence, x.kernel, x.roles, x.id, x.sources) for x in known.values()))
 
 
 def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tuple[Role, ...]]]:

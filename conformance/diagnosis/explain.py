@@ -54,27 +54,18 @@ class _Hourglass:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that is compared with known ones, which need not happen in the process that judged it.
+    """A failure that is compared with known ones, which need not happen in the process that judged it."""
 
-    Attributes:
-        record: of the case.
-        observed: what the backend did on it.
-        device: where it was judged, and candidates are.
-        context: what the comparing process has made before.
-        nearby: the outcome of the backend on another case; None if that is not known.
-        again: what the backend does on another case; None if that is not known.
-    """
-
-    record: Record
-    observed: Behaviour
-    device: torch.device
-    context: Context
-    nearby: Callable[[Case], str | None]
+    record: Record  # of the case
+    observed: Behaviour  # what the backend did on it
+    device: torch.device  # where it was judged, and candidates are
+    context: Context  # what the comparing process has made before
+    nearby: Callable[[Case], str | None]  # the outcome of the backend on another case; None if that is not known
+    # what the backend does on another case; None if that is not known
     again: Callable[[Case], "Failure | None"] = lambda case: None
 
     @property
     def case(self) -> Case:
-        """The case."""
         return Case.parse(self.record.case)
 
     @staticmethod
@@ -108,9 +99,7 @@ class Failure:
 def explain(failure: Failure, patience: float = PATIENCE) -> str:
     """What a failure looks like, or why nothing is told of it; nothing of one that is no wrong number.
 
-    Args:
-        failure: the failure.
-        patience: seconds for all candidates, and as many for cases nearby.
+    There are so many seconds of ``patience`` for all candidates, and as many for cases nearby.
     """
     if not failure.record.is_wrong_number:
         return ""
@@ -118,7 +107,12 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
         return UNCOMPARED
     failure = failure.in_numbers
     everyone = candidates(failure.case.role)
-    likenesses = _likenesses(failure, everyone, _Hourglass(patience))
+    likenesses, time_left = dict[Candidate, float](), _Hourglass(patience)  # of those there is time and memory to try
+    for candidate in everyone:
+        if time_left.has_run_out:
+            break
+        if (tried := behaviour(candidate, failure)) is not None:
+            likenesses[candidate] = likeness(failure.observed, tried)
     fitting = [candidate for candidate, share in likenesses.items() if share >= ALIKE]
     if is_partial := len(likenesses) < len(everyone):
         if not fitting:
@@ -132,17 +126,12 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
 
 @dataclass
 class ReportedCauses:
-    """What failures of a backend look like that are explained already.
+    """What failures of a backend look like that are explained already."""
 
-    Attributes:
-        texts: what was said of them.
-        fits: how many failures each candidate fitted; one mistake has many candidates, of which the same fits mostly.
-        spent: seconds that it took to see.
-    """
-
-    texts: list[str]
+    texts: list[str]  # what was said of them
+    # how many failures each candidate fitted; one mistake has many candidates, of which the same fits mostly
     fits: Counter[Candidate] = field(default_factory=Counter)
-    spent: float = 0.0
+    spent: float = 0.0  # seconds that it took to see
 
     def explain(self, failure: Failure) -> str:
         """The text that is true of another failure as well; empty if none is, or there is no time to see."""
@@ -150,7 +139,10 @@ class ReportedCauses:
             return ""
         started, failure = time.thread_time(), failure.in_numbers
         try:
-            for candidate, text in self._claimed(failure):
+            texts = [text for text in self.texts if failure.observed.is_numeric or text.startswith(_PERHAPS)]
+            everyone = candidates(failure.case.role)
+            named = [(each, text) for text in texts for each in everyone if each.reported in text]
+            for candidate, text in sorted(named, key=lambda each: -self.fits[each[0]]):
                 if self.spent + time.thread_time() - started > PATIENCE:
                     return ""
                 tried = behaviour(candidate, failure)
@@ -160,24 +152,6 @@ class ReportedCauses:
         finally:
             self.spent += time.thread_time() - started
         return ""
-
-    def _claimed(self, failure: Failure) -> list[tuple[Candidate, str]]:
-        """Candidates with the text that names them, those that fitted most first."""
-        texts = [text for text in self.texts if failure.observed.is_numeric or text.startswith(_PERHAPS)]
-        everyone = candidates(failure.case.role)
-        named = [(candidate, text) for text in texts for candidate in everyone if candidate.reported in text]
-        return sorted(named, key=lambda each: -self.fits[each[0]])
-
-
-def _likenesses(failure: Failure, asked: Sequence[Candidate], time_left: _Hourglass) -> dict[Candidate, float]:
-    """How alike each candidate fails, of those that there was time and memory to try."""
-    found: dict[Candidate, float] = {}
-    for candidate in asked:
-        if time_left.has_run_out:
-            break
-        if (tried := behaviour(candidate, failure)) is not None:
-            found[candidate] = likeness(failure.observed, tried)
-    return found
 
 
 def _holding(fitting: Sequence[Candidate], failure: Failure, time_left: _Hourglass) -> list[Candidate]:
@@ -205,20 +179,14 @@ def _tried(candidate: Candidate, case: Case, failure: Failure) -> tuple[Trial, R
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:
     """The sentence for a failure that these candidates fit; none of them is named if they are too many to be of help.
 
-    Args:
-        fitting: the candidates.
-        certain: whether they hold nearby, too, and some number tells them from others; NaN tells nothing.
+    It is certain if they hold nearby, too, and some number tells them from others; NaN tells nothing.
     """
-    reported = [candidate.reported for candidate in causes_of(fitting)]
+    # Different causes: a known defect is the mistake of a fitting suspect that covers it.
+    covered = {id for candidate in fitting for id in candidate.covers}
+    reported = list(dict.fromkeys(each.reported for each in fitting if each.id not in covered))
     if not reported:
         return UNLIKE
     if len(reported) > MOST_TOLD:
         return INDISTINCT
     sentence = reported[0] if len(reported) == 1 else f"one of: {'; or '.join(reported)}"
     return sentence if certain else f"{_PERHAPS}{sentence}"
-
-
-def causes_of(fitting: Sequence[Candidate]) -> list[Candidate]:
-    """Those that are different causes: a known defect is the mistake of a fitting suspect that covers it."""
-    covered = {id for candidate in fitting for id in candidate.covers}
-    return list({each.reported: each for each in fitting if each.id not in covered}.values())

@@ -35,7 +35,6 @@ def heat_map(part: str, measured: Measured) -> HeatMap:
 
 
 def heat_maps(parts: dict[str, Measured]) -> list[HeatMap]:
-    """The maps of all parts that have numbers."""
     return [heat_map(name, part) for name, part in parts.items() if part.got.numel()]
 
 

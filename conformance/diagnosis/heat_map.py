@@ -45,7 +45,6 @@ class HeatMap(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def cells(self) -> int:
-        """How many there are."""
         return sum(map(len, self.lines))
 
     @property

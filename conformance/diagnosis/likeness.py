@@ -24,19 +24,14 @@ _ROUNDED = 2**-7
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a kernel did on a case.
+    """What a kernel did on a case."""
 
-    Attributes:
-        failure: what failed and where in the procedure; empty if the case passed.
-        numbers: every output and LSE of the step that was judged last; none where they have not the right form.
-    """
-
-    failure: tuple[str, str, str]
+    failure: tuple[str, str, str]  # what failed and where in the procedure; empty if the case passed
+    # every output and LSE of the step that was judged last; none where they have not the right form
     numbers: tuple[Measured, ...]
 
     @staticmethod
     def of(trial: Trial, record: Record) -> "Behaviour":
-        """That of a trial with this record."""
         if not record.failed or trial.last is None:
             return Behaviour(("", "", ""), ())
         step = record.message.partition(":")[0]
@@ -44,7 +39,6 @@ class Behaviour:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether any number is wrong."""
         return any(bool(wrong_numbers(each).any()) for each in self.numbers)
 
     @property
@@ -71,25 +65,19 @@ def likeness(observed: Behaviour, suspected: Behaviour) -> float:
 def _alike(a: Measured, b: Measured) -> float:
     """Likeness of one output or LSE; 1 where neither is wrong. What the observed kernel may round decides for both."""
     wrong = wrong_numbers(a) | _differ(b.got, b.golden, a.allowed)
-    unlike = _differ(a.got, b.got, 2 * a.allowed + _of_wrong_sums(a)) & wrong
+    margin, error = 2 * a.allowed, a.got - a.golden
+    if a.got.dim() >= _OUTPUT_DIMS:  # what roundings of a wrong output [T, N, V] may make of each row's numbers
+        rms = torch.where(error.isfinite(), error, 0.0).square().mean(dim=-1, keepdim=True).sqrt()
+        margin = margin + _ROUNDED * rms
+    unlike = _differ(a.got, b.got, margin) & wrong
     if not bool(wrong.any()):
         return 1.0
     counted = 1.0 - float(unlike.sum()) / float(wrong.sum())
-    error = _norm(a.got - a.golden, wrong)
-    return min(counted, 1.0 - _norm(a.got - b.got, unlike) / error if error else counted)
-
-
-def _of_wrong_sums(measured: Measured) -> torch.Tensor | float:
-    """What roundings of a wrong output [T, N, V] may make of each row's numbers; an LSE has one number a row."""
-    if measured.got.dim() < _OUTPUT_DIMS:
-        return 0.0
-    error = measured.got - measured.golden
-    rms = torch.where(error.isfinite(), error, 0.0).square().mean(dim=-1, keepdim=True).sqrt()
-    return _ROUNDED * rms
+    whole = _norm(error, wrong)
+    return min(counted, 1.0 - _norm(a.got - b.got, unlike) / whole if whole else counted)
 
 
 def wrong_numbers(measured: Measured) -> torch.Tensor:
-    """Which numbers are wrong."""
     return _differ(measured.got, measured.golden, measured.allowed)
 
 

@@ -69,7 +69,14 @@ def _reach(trial: Trial, record: Record) -> Iterator[str]:
     yield from list(of_queries([each for each in found if each]))[:1]
     yield from list(of_requests(found, keys, problem.case))[:1]
     if record.check == Check.MASK and isinstance(problem.case, DecodeCase):
-        yield from of_pages(by_request(parts[0].got.isnan()), keys, problem.case.page)
+        # A request with full pages has no token slot of its own that may not be read.
+        for place, each in enumerate(by_request(parts[0].got.isnan())):
+            if each and all(each) and not keys[place] % problem.case.page:
+                yield (
+                    f"request {place} fills its last page, so that blocks of others are read: look at the block table, "
+                    "at what is read past its end, and at strides"
+                )
+                return
 
 
 def of_form(message: str, case: Case) -> str:
@@ -126,13 +133,3 @@ def of_requests(found: _Rows, keys: Sequence[int], case: Case) -> Iterator[str]:
     for places, what in ((right, "right"), (wrong, "wrong")):
         if len(places) == 1 and len(asked) > _SEVERAL:
             yield f"only request {places[0]} is {what}"
-
-
-def of_pages(found: _Rows, keys: Sequence[int], page: int) -> Iterator[str]:
-    """Of outputs that are not finite: a request with full pages has no token slot of its own that may not be read."""
-    full = [place for place, each in enumerate(found) if each and all(each) and not keys[place] % page]
-    if full:
-        yield (
-            f"request {full[0]} fills its last page, so that blocks of others are read: look at the block table, at "
-            "what is read past its end, and at strides"
-        )

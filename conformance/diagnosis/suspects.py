@@ -26,15 +26,8 @@ _LIFTED = (
 
 @dataclass(frozen=True)
 class Suspect:
-    """A mistake.
-
-    Attributes:
-        wrong: a wrong kernel, or a wrong step of the softmax.
-        covers: ids of known defects that are the same mistake under some condition.
-    """
-
-    wrong: SuspectStep
-    covers: tuple[str, ...]
+    wrong: SuspectStep  # a wrong kernel, or a wrong step of the softmax
+    covers: tuple[str, ...]  # ids of known defects that are the same mistake under some condition
 
 
 SUSPECTS: list[Suspect] = []
@@ -158,11 +151,7 @@ class DividesByZero(OnlineSoftmax):
 def suspect_each(wrong: SuspectStep, *covers: str, said: str | None = None, **values: Sequence[object]) -> None:
     """Enter a mistake with each combination of values of some attributes, in one sentence: a case seldom tells which.
 
-    Args:
-        wrong: the mistake.
-        covers: as of :class:`Suspect`.
-        said: the sentence; the mistake's own by default.
-        values: the values of each attribute.
+    The sentence is the mistake's own, unless it is ``said``.
     """
     for chosen in product(*values.values()):
         name = "Of".join([wrong.__name__, *map(str, chosen)])

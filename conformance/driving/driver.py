@@ -116,12 +116,7 @@ def run_calls(
 ) -> Observation:
     """Prepare the metadata, unless that was done before, and run the calls of ``problem`` up to one that raises.
 
-    Args:
-        backend: a kernel, or a layer.
-        problem: whose calls.
-        prepare: whether metadata are handed over.
-        executor: carries the calls out.
-        perform: makes a call, where that is not :func:`call_once`.
+    The executor carries the calls out; ``perform`` makes one, where that is not :func:`call_once`.
 
     Raises:
         MemoryError: none was left to merge what the calls returned, whoever merges.

@@ -135,10 +135,18 @@ class RemoteExecutor(Executor):
             packed, reached = pack(step, self._arena), list(map(self._arena.place_of, memory))
             openers, self._arena.openers = self._arena.openers, []
             released = [self._released.pop() for _ in range(len(self._released))]
-            rooms = self._arena.rooms()
+            rooms = {kind: self._arena.room(kind) for kind, pieces in shared.pieces.items() if pieces}
             request = KernelRequest(self._number, packed, wanted, released, openers, rooms, reached)
             try:
-                reply = self._answered(request)
+                answer, here = b"", self._connection.fileno()
+                with contextlib.suppress(OSError):
+                    send(self._connection, pickle.dumps(request))
+                    ready, _, _ = select.select([here, *self._ends], [], [])
+                    answer = receive(self._connection, LONGEST_REPLY) if here in ready else b""
+                # Where there is no answer, the kernel's process has ended.
+                reply = decode(answer or self._ended(), request.number)
+                if not reply.needs.keys() <= shared.pieces.keys():
+                    raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
                 for tensor, place in zip(memory, reached, strict=True):
                     storage_bytes(tensor).copy_(shared.bytes_of(place))
                 returned = wanted is Wanted.RETURNED and not reply.error and not reply.needs
@@ -154,19 +162,6 @@ class RemoteExecutor(Executor):
                 said = reply.error, reply.traceback, reply.out_of_memory, reply.disturbed
                 return StepResult(value, *said, left), reply
         return StepResult(error=self._broken), Reply(self._number)
-
-    def _answered(self, request: KernelRequest) -> Reply:
-        """The reply to a request; where there is none, the kernel's process has ended."""
-        answer = b""
-        with contextlib.suppress(OSError):
-            send(self._connection, pickle.dumps(request))
-            here = self._connection.fileno()
-            ready, _, _ = select.select([here, *self._ends], [], [])
-            answer = receive(self._connection, LONGEST_REPLY) if here in ready else b""
-        reply = decode(answer or self._ended(), request.number)
-        if not reply.needs.keys() <= self._arena.shared.pieces.keys():
-            raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
-        return reply
 
 
 _KEPT: dict[int, Any] = {}  # in the kernel's process, what steps made, by the number of their request

@@ -44,8 +44,6 @@ _held: list[Any] = []  # modes that were entered to undo another: a mode ends wi
 
 
 class Setting(NamedTuple):
-    """A setting that a call must leave as it is."""
-
     name: str
     read: Callable[[], Any]  # its value now
     # puts back a value that was read; where there is no way a change is told only
@@ -70,7 +68,11 @@ def watched() -> Iterator[list[str]]:
     """
     functions = [(owner, vars(owner).copy()) for owner in _OWNERS]
     settings = [(setting, setting.value()) for setting in SETTINGS]
-    random, streams, changes = torch.get_rng_state(), _replace_streams(), list[str]()
+    random, changes = torch.get_rng_state(), list[str]()
+    # Stand-ins take the streams' place, since pytest itself still writes to them.
+    descriptors = [os.dup(number) for number in _STANDARD]
+    stand_ins = [os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace") for number in _STANDARD]
+    streams, (sys.stdout, sys.stderr) = (sys.stdout, sys.stderr), stand_ins
     try:
         yield changes
     finally:
@@ -91,7 +93,7 @@ def watched() -> Iterator[list[str]]:
             except Exception:
                 changes.append(f"{setting.name} could not be restored")
         torch.set_rng_state(random)
-        changes += _settle_streams(*streams)
+        changes += _settle_streams(streams, stand_ins, descriptors)
 
 
 def settle_builtins(before: dict[str, Any]) -> list[str]:
@@ -130,14 +132,6 @@ def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
             yield f"{title}.{name} was replaced"
 
 
-def _replace_streams() -> tuple[Any, ...]:
-    """Put stand-ins into the streams' place, since pytest itself still writes to them; what there was, and those."""
-    descriptors = [os.dup(number) for number in _STANDARD]
-    stand_ins = [os.fdopen(os.dup(number), "w", encoding="utf-8", errors="replace") for number in _STANDARD]
-    before, (sys.stdout, sys.stderr) = (sys.stdout, sys.stderr), stand_ins
-    return before, stand_ins, descriptors
-
-
 def _settle_streams(before: Any, stand_ins: list[Any], descriptors: list[int]) -> list[str]:
     """Put the streams back, and tell whether one was closed or redirected."""
     kept = not any(stand_in.closed for stand_in in stand_ins)
@@ -167,10 +161,6 @@ def _tell_modes(name: str, old: list[Any], now: list[Any]) -> str:
     return f"{name} from {[type(mode).__name__ for mode in old]} to {[type(mode).__name__ for mode in now]}"
 
 
-def _autocast(device: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-
-
 def _set_autocast(device: str, old: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_enabled(device, old[0])
     torch.set_autocast_dtype(device, old[1])
@@ -181,28 +171,10 @@ def _attribute(name: str, owner: Any, attribute: str) -> Setting:
     return Setting(name, partial(getattr, owner, attribute), partial(setattr, owner, attribute))
 
 
-def _precision(owner: Any) -> str:
-    return str(owner.fp32_precision).replace("none", "ieee")
-
-
 def _set_inference(enabled: bool) -> None:
     mode = torch.inference_mode(enabled)
     mode.__enter__()
     _held.append(mode)
-
-
-def _set_handler(number: int, old: Any) -> None:
-    if old is not None:
-        signal.signal(number, old)
-
-
-def _timer(number: int) -> str:
-    return "running" if signal.getitimer(number)[0] else "off"
-
-
-def _set_timer(number: int, old: str) -> None:
-    if old == "off":
-        signal.setitimer(number, 0)
 
 
 def _set_limit(number: int, limits: tuple[int, int]) -> None:
@@ -242,11 +214,6 @@ def _mask() -> str:
     return f"{mask:#o}"
 
 
-def _tell_missing(name: str, old: list[str], now: list[str]) -> str:
-    gone = [path for path in old if path not in now]  # a library may add entries
-    return f"{name} without {', '.join(gone)}" if gone else ""
-
-
 def _set_path(old: list[str]) -> None:
     sys.path[:] = [*old, *(path for path in sys.path if path not in old)]
 
@@ -273,11 +240,6 @@ def _environment() -> dict[bytes, bytes]:
 def _lost_variables(old: dict[bytes, bytes], now: dict[bytes, bytes]) -> dict[bytes, bytes]:
     """At its first use a library may add variables, and extend others such as a search path."""
     return {name: value for name, value in old.items() if value not in now.get(name, b"")}
-
-
-def _tell_lost(name: str, old: dict[bytes, bytes], now: dict[bytes, bytes]) -> str:
-    lost = ", ".join(map(os.fsdecode, _lost_variables(old, now)))
-    return f"{name} {lost}" if lost else ""
 
 
 def _children() -> frozenset[int]:
@@ -348,7 +310,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(
         Setting(
             f"autocast on {device}",
-            partial(_autocast, device),
+            partial(lambda each: (torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)), device),
             partial(_set_autocast, device),
         )
         for device in ("cpu", "cuda")
@@ -359,7 +321,7 @@ SETTINGS: tuple[Setting, ...] = (
     *(  # ``none`` chooses nothing, which computes as ``ieee`` does
         Setting(
             f"float32 precision of {name}",
-            partial(_precision, owner),
+            partial(lambda owner: str(owner.fp32_precision).replace("none", "ieee"), owner),
             partial(setattr, owner, "fp32_precision"),
         )
         for name, owner in (
@@ -377,15 +339,15 @@ SETTINGS: tuple[Setting, ...] = (
         Setting(
             f"handler of {getattr(number, 'name', number)}",
             partial(getsignal, int(number)),  # the function of ``signal`` takes twenty times as long
-            partial(_set_handler, number),
+            partial(lambda number, old: old is None or signal.signal(number, old), number),
         )
         for number in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
     ),
     *(
         Setting(  # how long it still runs changes by itself
             f"timer {name}",
-            partial(_timer, number),
-            partial(_set_timer, number),
+            partial(lambda number: "running" if signal.getitimer(number)[0] else "off", number),
+            partial(lambda number, old: old == "off" and signal.setitimer(number, 0), number),
         )
         for name, number in vars(signal).items()
         if name.startswith("ITIMER_")
@@ -398,7 +360,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("floating-point control (rounding, denormals)", _control, _control),
     Setting("umask", _mask, lambda old: os.umask(int(old, 8))),
     Setting("working directory", _directory, os.chdir),
-    Setting("sys.path", lambda: list(sys.path), _set_path, _tell_missing),
+    Setting(
+        "sys.path",
+        lambda: list(sys.path),
+        _set_path,  # a library may add entries
+        lambda name, old, now: (
+            f"{name} without {', '.join(gone)}" if (gone := [p for p in old if p not in now]) else ""
+        ),
+    ),
     Setting("warning filters", lambda: (list(warnings.filters), len(sys.modules)), _set_filters, _tell_filters),
     Setting("locale", lambda: locale.setlocale(locale.LC_ALL), lambda old: locale.setlocale(locale.LC_ALL, old)),
     Setting("error handling of numpy", np.geterr, lambda old: np.seterr(**old)),
@@ -406,7 +375,7 @@ SETTINGS: tuple[Setting, ...] = (
         "environment variable",
         _environment,
         lambda old: os.environb.update(_lost_variables(old, _environment())),
-        _tell_lost,
+        lambda name, old, now: " ".join([name, *map(os.fsdecode, lost)]) if (lost := _lost_variables(old, now)) else "",
     ),
     Setting("left", _children, _end_left, _tell_left),
 )

@@ -55,8 +55,8 @@ class Shared:
     """What one of two processes sees of their memory; to be made before the other one is forked."""
 
     def __init__(self, host_bytes: int) -> None:
-        self._map = mmap.mmap(-1, host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.map = mmap.mmap(-1, host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.pieces: dict[str, list[Piece]] = {HOST: [Piece(address, host_bytes)], "cuda": []}
         self._device = torch.device(HOST)
 
@@ -85,11 +85,6 @@ class Shared:
             raise MemoryError("no memory of the GPU is left to open what another process shares")
         _check("cuIpcOpenMemHandle", status)
         self.pieces["cuda"].append(Piece(address.value, int.from_bytes(opener[-8:], "little")))
-
-    def give_back(self) -> None:
-        """Let the system have most of the host's piece, of which nothing is in use."""
-        if len(self._map) > _KEPT_BYTES:
-            self._map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)
 
     def storage(self, place: SharedRange) -> torch.UntypedStorage:
         device = self.device(place.kind)
@@ -148,15 +143,11 @@ _LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once
 
 
 class Arena:
-    """Where what is handed over stands: each storage has a place of its own for as long as it lives.
-
-    Attributes:
-        openers: of pieces that the other process has not been told of.
-    """
+    """Where what is handed over stands: each storage has a place of its own for as long as it lives."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
-        self.openers: list[bytes] = []
+        self.openers: list[bytes] = []  # of pieces that the other process has not been told of
         self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
         self._ends = {HOST: 0, "cuda": 0}
 
@@ -165,19 +156,15 @@ class Arena:
         found = self._places.get(storage._cdata)
         if found is None or found[0].expired():
             self.require(kind, size := storage.nbytes())
-            room = self._room(kind)
+            room = self.room(kind)
             if size > room.size:
                 raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
             self._ends[kind] = room.at + size
             found = self._places[storage._cdata] = (StorageWeakRef(storage), room._replace(size=size))
         return found[1]
 
-    def rooms(self) -> dict[str, SharedRange]:
-        """What is free for an answer, by type of device."""
-        return {kind: self._room(kind) for kind, pieces in self.shared.pieces.items() if pieces}
-
     def require(self, kind: str, size: int) -> None:
-        if kind == "cuda" and self._room(kind).size < size:
+        if kind == "cuda" and self.room(kind).size < size:
             self.openers.append(self.shared.add_cuda(max(size + _ALIGNMENT, _LEAST_PIECE)))
             self._ends[kind] = 0
 
@@ -188,11 +175,12 @@ class Arena:
         for _, place in self._places.values():
             if place.piece == len(self.shared.pieces[place.kind]) - 1:
                 ends[place.kind] = max(ends[place.kind], place.at + place.size)
-        if not ends[HOST]:
-            self.shared.give_back()
+        if not ends[HOST] and len(self.shared.map) > _KEPT_BYTES:
+            self.shared.map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)  # let the system have most of the host's piece
         self._ends = ends
 
-    def _room(self, kind: str) -> SharedRange:
+    def room(self, kind: str) -> SharedRange:
+        """What is free, for an answer too."""
         pieces = self.shared.pieces[kind]
         if not pieces:
             return SharedRange(kind, 0, 0, 0)

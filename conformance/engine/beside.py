@@ -77,7 +77,6 @@ class Judging:
         return answer
 
     def end(self) -> None:
-        """End it, and whatever it started."""
         self._connection.close()
         self._process.terminate()
         try:

@@ -1,12 +1,16 @@
-"""GPUs as a run and its workers see them."""
+"""GPUs as a run and its workers see them, and what a worker tells of its device to a parent without torch."""
 
 import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mla_conformance.engine.limits import machine_cores
+
+if TYPE_CHECKING:
+    from torch import device as Device
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 MOST_ON_GPU = 6
@@ -30,11 +34,6 @@ class GpuPart:
     is_alone: bool = False
     is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
 
-    @property
-    def most(self) -> int:
-        """Bytes that one place can have, where there is a limit."""
-        return (self.share or 0) + self.common
-
 
 WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(is_alone=True), GpuPart(is_alone=True, is_cleared=True)
 
@@ -55,11 +54,7 @@ def this_machine() -> dict[str, str]:
 
 def driver_version() -> str:
     """Version of the GPU's driver; empty where the system does not tell."""
-    return driver_in(_DRIVER.read_text(encoding="utf-8")) if _DRIVER.exists() else ""
-
-
-def driver_in(reported: str) -> str:
-    """The version in what the kernel module tells of itself; empty if there is none."""
+    reported = _DRIVER.read_text(encoding="utf-8") if _DRIVER.exists() else ""
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", reported)
     return found[0] if found else ""
 
@@ -67,6 +62,36 @@ def driver_in(reported: str) -> str:
 def may_have_gpu() -> bool:
     """Whether torch has to be asked if there is a GPU; no device file, no GPU."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def find_device(name: str) -> "Device | None":
+    """The device of this name, by default CUDA where there is one; None if it is not there."""
+    import torch
+
+    available = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not available:
+        return None
+    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+
+
+def device_facts(device: "Device") -> dict[str, str]:
+    import torch
+
+    from mla_conformance.backends.platform import describe_device, get_device_capability
+
+    capability, versions = get_device_capability(device), dict[str, str]()
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn.version()
+        cuda = {"cuda": str(torch.version.cuda), "cudnn": "" if cudnn is None else str(cudnn)}
+        versions = {"driver": driver_version(), **cuda}
+    return {
+        "device": describe_device(device),
+        "compute_capability": str(capability) if capability else "",
+        "torch": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "platform": sys.platform,
+        **versions,
+    }
 
 
 def visible_gpus() -> tuple[str, ...]:

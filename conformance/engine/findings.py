@@ -32,12 +32,6 @@ class LoadedCode:
 
     digests: dict[str, str] = field(default_factory=dict)
     conflicts: set[str] = field(default_factory=set)  # paths of which processes have loaded different bytes
-    # that modules are looked for in, the deepest first; these are called alike wherever it stands
-    folders: list[Path] = field(init=False)
-
-    def __post_init__(self) -> None:
-        folders = {Path.cwd(), *(Path(entry).resolve() for entry in sys.path)}
-        self.folders = sorted(folders, key=lambda folder: len(folder.parts), reverse=True)
 
     def add(self, loaded: Loaded) -> None:
         """What a process has loaded; of what was generated meanwhile, only whether it replaced a file that counts."""
@@ -51,11 +45,16 @@ class LoadedCode:
 
     @property
     def own(self) -> dict[str, str]:
-        """SHA-256, by place, of the modules that are neither the harness's nor in a folder of wheels."""
+        """SHA-256, by place, of the modules that are neither the harness's nor in a folder of wheels.
+
+        Their place is in the deepest folder that modules are looked for in, so that it is called alike wherever it is.
+        """
+        searched = {Path.cwd(), *(Path(entry).resolve() for entry in sys.path)}
+        folders = sorted(searched, key=lambda folder: len(folder.parts), reverse=True)
         shipped = {path.resolve() for path in harness_files().values()}
         modules = {Path(path): digest for path, digest in self.digests.items() if ".so" not in Path(path).suffixes}
         return {
-            place_of(path, next((folder / "_" for folder in self.folders if path.is_relative_to(folder)), None)): digest
+            place_of(path, next((folder / "_" for folder in folders if path.is_relative_to(folder)), None)): digest
             for path, digest in sorted(modules.items())
             if path not in shipped and not any(path.is_relative_to(site) for site in sites())
         }
@@ -124,10 +123,6 @@ class Findings:
         elif isinstance(event, journal.GaveUp):
             earlier = self.given_up.get(event.backend)
             self.given_up[event.backend] = f"{earlier}; {event.reason}" if earlier else event.reason
-
-    def forget_lacking(self) -> None:
-        """Have cases judged again that this machine has enough memory for: they lacked it, or time to compile."""
-        self.verdicts = {key: record for key, record in self.verdicts.items() if not record.is_unjudged}
 
     @property
     def failures(self) -> list[Record]:

@@ -25,8 +25,6 @@ _TAIL_LINES = 12
 
 @dataclass
 class RunFolder:
-    """A folder that this process alone runs into."""
-
     path: Path
     lock: int  # descriptor that holds it; -1 once it is released
     fresh: bool  # it was made for this run

@@ -139,11 +139,11 @@ class Journal:
                 os.close(descriptor)
         except OSError as error:
             raise UnwrittenError(error.errno, error.strerror, error.filename) from error
-        self._seal(_digest(line))
+        self._seal(hashlib.sha256(line).hexdigest())
 
     def _seal(self, last: str) -> None:
         """Have the pipe beside the file name the digest of its last line, which is there already."""
-        before, seal = self.seals, self._seal_of(last)
+        before, seal = self.seals, self.path.with_name(f".{self.path.name}-{last}")
         if seal not in before:
             with contextlib.suppress(OSError):  # a file system without: nothing is sealed, and no run goes on with it
                 os.mkfifo(seal)
@@ -152,9 +152,6 @@ class Journal:
                 with contextlib.suppress(OSError):  # a kernel may have closed the folder: what was sealed stays so
                     path.unlink()
         self._last = last
-
-    def _seal_of(self, digest: str) -> Path:
-        return self.path.with_name(f".{self.path.name}-{digest}")
 
     @property
     def seals(self) -> list[Path]:
@@ -183,7 +180,7 @@ class Journal:
         sealed = {path.name.rpartition("-")[2] for path in self.seals}
         lines, found = self._lines(), dict[int, JournalEvent]()
         for number, line in reversed(list(enumerate(lines, start=1))):
-            if _digest(line) not in sealed:
+            if hashlib.sha256(line).hexdigest() not in sealed:
                 continue
             try:
                 found[number] = _read(line)
@@ -194,7 +191,7 @@ class Journal:
         if sealed != {""}:
             raise JournalError(
                 f"{self.path}: expected a journal as its run left it, with its seal beside it, a named pipe "
-                f"{self._seal_of('…').name}; it was changed, cut or moved, or of an older version: start the run anew"
+                f".{self.path.name}-…; it was changed, cut or moved, or of an older version: start the run anew"
             )
         return dict(sorted(found.items()))
 
@@ -208,17 +205,13 @@ class Journal:
         """
         lines, kept = self._lines(), self.sealed()
         write_whole(self.path, "".join(f"{lines[number - 1].decode('ascii')}\n" for number in kept))
-        self._seal(_digest(lines[max(kept) - 1]))
+        self._seal(hashlib.sha256(lines[max(kept) - 1]).hexdigest())
         return [number for number in range(1, len(lines) + 1) if number not in kept]
 
     def _lines(self) -> list[bytes]:
         with open_regular(self.path) as file:
             content = file.read()
         return content[: content.rfind(b"\n") + 1].splitlines()
-
-
-def _digest(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
 
 
 def _read(line: bytes) -> JournalEvent:
@@ -258,7 +251,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         lists = {}
         for name in request.capabilities:
             ids = [case.id for case in request.cases_of(name)]
-            lists[name] = f"{len(ids)} cases {_digest(chr(10).join(ids).encode())[:12]}"
+            lists[name] = f"{len(ids)} cases {hashlib.sha256(chr(10).join(ids).encode()).hexdigest()[:12]}"
         return Plan(
             format=PLAN_FORMAT,
             suite=__version__,
@@ -288,10 +281,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.convert(first.plan, Plan, strict=True)
         except msgspec.ValidationError as error:
             raise JournalError(f"{journal.path}: malformed plan: {error}") from error
-
-    def to_json(self) -> dict[str, Any]:
-        data: dict[str, Any] = msgspec.to_builtins(self)
-        return data
 
     def differences(self, current: "Plan") -> list[str]:
         """What another plan does not agree in, in words."""

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 _JUDGING = ("certify", "replay", "watch")
@@ -29,7 +29,7 @@ class EarlyKeeper(NamedTuple):
     log: tuple[int, int]
 
 
-_begun: list[EarlyKeeper] = []
+begun: list[EarlyKeeper] = []  # for the first run that asks
 
 
 def begin(arguments: Sequence[str]) -> None:
@@ -37,18 +37,9 @@ def begin(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] not in _JUDGING or not {"-h", "--help"}.isdisjoint(arguments):
         return
     log, (connection, remote) = os.pipe(), socket.socketpair()
-    _begun.append(EarlyKeeper(start_keeper(remote.fileno(), log[1], os.environ), connection, log))
+    keeper = start_module(__name__, remote.fileno(), stdout=log[1], stderr=log[1])
+    begun.append(EarlyKeeper(keeper, connection, log))
     remote.close()
-
-
-def take() -> EarlyKeeper | None:
-    """The one that was started, for the first run that asks; None if there is none."""
-    return _begun.pop() if _begun else None
-
-
-def start_keeper(descriptor: int, log: int, environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """A new process that speaks over a socket and prints to ``log``."""
-    return start_module(__name__, descriptor, stdout=log, stderr=log, env=environment)
 
 
 def start_module(name: str, descriptor: int, **options: Any) -> "subprocess.Popen[bytes]":

@@ -1,5 +1,6 @@
 """The process beside a judge that has the backends, and the operands that they are called with."""
 
+import contextlib
 import faulthandler
 import os
 import select
@@ -7,6 +8,7 @@ import signal
 import socket
 import traceback
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from mla_conformance.driving.loaded import LOADED
@@ -14,7 +16,6 @@ from mla_conformance.driving.remote import RemoteExecutor, serve
 from mla_conformance.driving.shared import Shared
 from mla_conformance.engine.limits import (
     LACKED_MEMORY,
-    close_descriptors,
     end_as,
     end_of,
     end_with_parent,
@@ -22,8 +23,7 @@ from mla_conformance.engine.limits import (
     leave,
     limit_memory,
     machine_memory,
-    renounce_signals_and_pipes,
-    renounce_tracing,
+    renounce_rights,
 )
 from mla_conformance.engine.messages import Setup
 from mla_conformance.files.places import load_all_again, search_current_folder
@@ -31,6 +31,7 @@ from mla_conformance.problems.memory import out_of_memory
 
 _STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05
 _MOST_STACKS = 2**16
+_STANDARD = 2
 
 
 def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecutor:
@@ -41,7 +42,10 @@ def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecu
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         end_with_parent(judge, signal.SIGKILL)
-        close_descriptors({theirs.fileno(), reported})
+        for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            if number > _STANDARD and number not in (theirs.fileno(), reported):
+                with contextlib.suppress(OSError):  # the folder's own
+                    os.close(number)
         if setup.memory:
             limit_memory(setup.memory)
         try:  # nothing that is raised may lead back into what the process that forked was doing
@@ -49,8 +53,7 @@ def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecu
             LOADED.watch(setup.began)  # which trusts the folders of wheels that are searched so far
             search_current_folder()
             hide_memory(False)
-            renounce_tracing()
-            renounce_signals_and_pipes()
+            renounce_rights()
             faulthandler.register(signal.SIGUSR1, file=reported, all_threads=True)
             serve(theirs, shared)
         except BaseException as error:

@@ -21,8 +21,8 @@ _CAPABILITIES_OF_64_BITS = 0x20080522
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_ASKS_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
 _LANDLOCK_MAKE_FIFO, _LANDLOCK_REFER, _LANDLOCK_SCOPE_SIGNAL = 1 << 10, 1 << 13, 2
-_VERSION_OF_REFER, _VERSION_OF_SCOPES = 2, 6
-_STANDARD = 2
+FORBIDS_PIPES, _FORBIDS_SIGNALS = 2, 6
+"""Versions of Landlock from which on a process can give up making named pipes, and signals; of Linux 5.19 and 6.12."""
 THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads torch has of its own; MKL heeds it, too
 LACKED_MEMORY = 77
 """Exit status of a process of ours for which there was no memory to begin with, or to open what another shares."""
@@ -52,8 +52,13 @@ def hide_memory(hidden: bool = True) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
-def renounce_tracing() -> None:
-    """Give up the right to reach into any process, which root has: what :func:`hide_memory` hides is hidden then."""
+def renounce_rights() -> None:
+    """Give up the rights to reach into any process, to signal any that this one did not start, and to make named pipes.
+
+    The first is root's: what :func:`hide_memory` hides is hidden then. Signals can be forbidden from Linux 6.12 on.
+    Call it while there is one thread: it holds for that one, and for what it starts. The system demands that nothing
+    gets further rights by being executed, as programs of root may otherwise.
+    """
     if sys.platform != "linux":
         return
     libc, header, sets = ctypes.CDLL(None), (ctypes.c_uint32 * 2)(_CAPABILITIES_OF_64_BITS, 0), (ctypes.c_uint32 * 6)()
@@ -62,30 +67,10 @@ def renounce_tracing() -> None:
         sets[place] &= ~(1 << _CAP_SYS_PTRACE)
     libc.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
     libc.capset(header, sets)
-
-
-def _landlock() -> int:
-    """The version of Landlock that this system has; less than 1 for none."""
-    if sys.platform != "linux":
-        return 0
-    return int(ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION))
-
-
-def keeps_from_pipes() -> bool:
-    """Whether a process can be kept from making named pipes, which Linux from 5.19 on can."""
-    return _landlock() >= _VERSION_OF_REFER
-
-
-def renounce_signals_and_pipes() -> None:
-    """Give up the right to signal processes that this one does not start, from Linux 6.12 on, and to make named pipes.
-
-    Call it while there is one thread: it holds for that one, and for what it starts. The system demands that nothing
-    gets further rights by being executed, as programs of root may otherwise.
-    """
-    if not keeps_from_pipes():
+    if landlock() < FORBIDS_PIPES:
         return
-    libc, no_network = ctypes.CDLL(None), 0
-    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if _landlock() >= _VERSION_OF_SCOPES else []
+    no_network = 0
+    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if landlock() >= _FORBIDS_SIGNALS else []
     forbidden = [_LANDLOCK_MAKE_FIFO | _LANDLOCK_REFER, *scopes]
     words = (ctypes.c_uint64 * len(forbidden))(*forbidden)
     rules = libc.syscall(_LANDLOCK_CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
@@ -97,6 +82,13 @@ def renounce_signals_and_pipes() -> None:
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0)
     os.close(rules)
+
+
+def landlock() -> int:
+    """The version of Landlock that this system has; less than 1 for none."""
+    if sys.platform != "linux":
+        return 0
+    return int(ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION))
 
 
 def children(process: str = "self") -> set[int]:
@@ -166,14 +158,6 @@ def machine_cores() -> int:
     except (OSError, ValueError):  # no control group, or one without a limit, which reads "max"
         return allowed
     return max(1, min(allowed, quota // period))
-
-
-def close_descriptors(spared: set[int]) -> None:
-    """Close what this process has inherited, but for the standard streams and ``spared``."""
-    for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-        if number > _STANDARD and number not in spared:
-            with contextlib.suppress(OSError):  # the folder's own
-                os.close(number)
 
 
 def end_as(process: int) -> NoReturn:

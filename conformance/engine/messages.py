@@ -34,8 +34,6 @@ class Describe(msgspec.Struct, frozen=True, tag_field="kind", tag="describe"):
 
 
 class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
-    """Judge a case on a backend."""
-
     reference: str
     case: str
     # (backend reference, case id) of what is run before it, in the same process; without a case, a backend is

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mla_conformance.engine.keeper import EarlyKeeper, start_keeper
+from mla_conformance.engine import keeper
 from mla_conformance.engine.limits import LACKED_MEMORY, cause_of, end_of, how, programs_below
 from mla_conformance.engine.messages import (
     Ended,
@@ -53,14 +53,12 @@ class RunError(RuntimeError):
 
 @dataclass(eq=False)
 class WorkerSlot:
-    """A keeper with the worker that it keeps."""
-
     number: int
     setup: Setup
     environment: Mapping[str, str]  # variables of its processes beside those of this one
     log: int  # descriptor that its processes print to
     timeout: float  # seconds that a case may take
-    early: EarlyKeeper | None = None  # a keeper that was started before there was a place for it
+    early: keeper.EarlyKeeper | None = None  # a keeper that was started before there was a place for it
     hello: Hello | None = None  # what the worker of the moment said of itself; None while there is none
     task: Task | None = None  # what it is doing
     # (backend reference, case id) of everything that the worker of the moment was given to judge; without a case
@@ -78,25 +76,19 @@ class WorkerSlot:
     _served: bool = False
     _makes_room: bool = False
 
-    def __post_init__(self) -> None:
-        self.spawn()
-
     def spawn(self) -> None:
         """Start the keeper, or go on with the one that was started early."""
         if self.early:
             self.keeper, self.connection, self.early = self.early.process, self.early.connection, None
         else:
             self.connection, remote = socket.socketpair()
-            self.keeper = start_keeper(remote.fileno(), self.log, {**os.environ, **self.environment})
+            own = {"stdout": self.log, "stderr": self.log, "env": {**os.environ, **self.environment}}
+            self.keeper = keeper.start_module(keeper.__name__, remote.fileno(), **own)
             remote.close()
-        self._ends = end_of(self.keeper.pid)
+        self.ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
         self._wait(START_SECONDS)
         self._send(self.setup)
-
-    @property
-    def descriptors(self) -> list[int]:
-        return [self.connection.fileno(), *self._ends]
 
     @property
     def is_idle(self) -> bool:
@@ -226,17 +218,12 @@ class WorkerSlot:
         self._signal(signal.SIGKILL)
         self.keeper.send_signal(signal.SIGCONT)  # which its worker may have stopped
 
-    def begin_end(self) -> None:
-        """Have everything end at once."""
-        self.connection.close()
-        self.keeper.send_signal(signal.SIGCONT)
-        self.keeper.terminate()
-
     def end(self) -> None:
-        if self._ends:
-            select.select(self._ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
+        """Wait for the end of the keeper, which was told to end."""
+        if self.ends:
+            select.select(self.ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
         try:
-            self.keeper.wait(0 if self._ends else _END_SECONDS)
+            self.keeper.wait(0 if self.ends else _END_SECONDS)
         except subprocess.TimeoutExpired:
             self.keeper.kill()
             self.keeper.wait()
@@ -244,9 +231,9 @@ class WorkerSlot:
 
     def _close(self) -> None:
         self.connection.close()
-        for descriptor in self._ends:
+        for descriptor in self.ends:
             os.close(descriptor)
-        self._ends = []
+        self.ends = []
 
     def _send(self, message: Setup | Given) -> None:
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way

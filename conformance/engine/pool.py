@@ -50,16 +50,11 @@ def surely_cpu(request: RunRequest) -> bool:
 
 
 class Pool:
-    """The places of a run, which the supervisor has; those that there are in any case are started at once.
-
-    Attributes:
-        workers: how many judge; further places compile ahead.
-        beside: what a worker has of its GPU beside the others.
-    """
+    """The places of a run, which the supervisor has; those that there are in any case are started at once."""
 
     def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
-        self.beside = WHOLE
+        self.beside = WHOLE  # what a worker has of its GPU beside the others
         self._on_cpu, self._most_on_cpu = surely_cpu(request), min(_MOST_ON_CPU, machine_cores())
         workers = limits.workers
         if not workers and self._on_cpu:
@@ -70,7 +65,7 @@ class Pool:
         self._most = max(1, len(request.judged_ids))  # have something to do
         for _ in range(1, limits.workers or min(workers, self._most)):
             self._add_place(request.device, workers)
-        self.workers = len(supervisor.places)
+        self.workers = len(supervisor.places)  # how many judge; further places compile ahead
 
     def settle(self) -> Hello:
         """Have as many places as the device is enough for, or as were asked for; what the first says of it.

@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +16,13 @@ from mla_conformance.backends.references import (
     parse_reference,
     require_class,
     unknown,
+    usual_backends,
 )
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import EXPLORED, BackendFacts
+from mla_conformance.judging.record import EXPLORED, BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.summary import count_by_capability
 from mla_conformance.vocabulary.arrays import SPACES
@@ -79,7 +80,7 @@ class RunRequest:
         salt: str = "",
     ) -> "RunRequest":
         try:
-            references = [parse_reference(r) for r in backends] or known_backends()
+            references = [parse_reference(r) for r in backends] or usual_backends()
             for reference in backends:
                 require_class(reference)
                 if _is_function(reference):
@@ -114,23 +115,17 @@ class RunRequest:
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 
-    @property
-    def is_default(self) -> bool:
-        """Whether it is about every registered backend, of which those that cannot run here were not asked for."""
-        return set(self.backends) == set(known_backends())
-
-    @property
-    def scope(self) -> str:
-        """What its cases are of, in words: a deployed model, or a tier; nothing where they were named."""
-        return str(self.deployment) if self.deployment else "" if self.cases else f"tier {self.tier.value}"
-
     def cases_of(self, capability: str) -> tuple[Case, ...]:
-        """The cases of one capability, in all shards."""
         if capability not in self.capabilities:
             return ()
         if self.cases:
             return tuple(case for case in self.cases if case.capability == capability)
         return find_capability(capability).select(self.tier)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether no backend was named, of which those that cannot run here were not asked for."""
+        return set(self.backends) in (set(usual_backends()), set(known_backends()))
 
     @property
     def case_ids(self) -> tuple[str, ...]:
@@ -166,8 +161,10 @@ class RunRequest:
     def drawn(self) -> tuple[str, ...]:
         return tuple(name for name in SPACES if name in self.capabilities)
 
-    def tasks(self, backends: Sequence[BackendFacts], before: tuple[str, ...] = ()) -> list[list[Judge | Explore]]:
-        """What these backends have to do, in groups that one worker takes: a case's backends side by side."""
+    def tasks(
+        self, backends: Sequence[BackendFacts], before: Sequence[str] = (), told: Container[RecordKey] = ()
+    ) -> list[list[Judge | Explore]]:
+        """What these backends have to do and was not told, in groups that one worker takes: a case's side by side."""
         sides: dict[str, list[str]] = {case: [] for case in self.judged_ids}
         for facts in backends:
             for case in self.judged_of(facts):
@@ -179,7 +176,8 @@ class RunRequest:
         if self.explore:
             drawn = self.explore.draws, self.explore.seconds, self.drawn
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
-        return groups
+        left = ([task for task in group if task.record_key not in told] for group in groups)
+        return list(filter(None, left))
 
 
 def compiles(backend: BackendFacts) -> bool:

@@ -6,13 +6,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain, takewhile
 
 import msgspec
 
 from mla_conformance.backends.foreign import cut
-from mla_conformance.backends.roles import Role, outside
+from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
@@ -21,7 +20,7 @@ from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureCo
 from mla_conformance.engine.devices import ALONE, WHOLE, GpuPart
 from mla_conformance.engine.findings import Findings, Installation, LoadedCode
 from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.limits import hide_memory, keeps_from_pipes
+from mla_conformance.engine.limits import FORBIDS_PIPES, hide_memory, landlock
 from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, TakeTimes, Trace
 from mla_conformance.engine.pool import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, surely_cpu
 from mla_conformance.engine.request import RunRequest, compiles
@@ -33,9 +32,9 @@ from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
-from mla_conformance.report.causes import UNWANTED, symptom
+from mla_conformance.report.causes import UNWANTED, grouped, symptom
 from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, by_backend, is_right, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, is_right, summarise
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.shapes import KINDS, forms_of
 from mla_conformance.speed.times import Speed
@@ -44,11 +43,6 @@ from mla_conformance.version import SUITE_VERSION, __version__
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
 """What it says of a run whose journal a kernel could have written, seal and all."""
-
-
-def _kind_of(failure: Record) -> tuple[Role, str]:
-    """What is likely to have one cause."""
-    return Case.parse(failure.case).role, failure.finding or symptom(failure)
 
 
 @dataclass
@@ -70,10 +64,10 @@ class Run:
     _begun: bool = False
     _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
+    _on_record: Callable[[Record], None] = lambda record: None
+    _on_phase: Callable[[str], None] = lambda what: None
 
     def __post_init__(self) -> None:
-        self._on_record: Callable[[Record], None] = lambda record: None
-        self._on_phase: Callable[[str], None] = lambda what: None
         timeout = self.limits.timeout or (CPU_TIMEOUT if surely_cpu(self.request) else GPU_TIMEOUT)
         self.supervisor = Supervisor(timeout, self.limits.ends_at)
 
@@ -103,19 +97,22 @@ class Run:
         """
         self._installation = Installation.now()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
-        _ = self._examples  # while they import torch
+        # While they import torch; of a role whose case cannot be called no other case need be.
+        examples = {case.role: case.id for case in map(Case.parse, reversed(self.request.judged_ids))}
+        self._examples = tuple(examples.values())
         hello = self._pool.settle()
-        self.supervisor.hellos()  # what judges is there before anything of a backend is
+        self.supervisor.hello(of_all=True)  # what judges is there before anything of a backend is
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         asked = {
             "salt": self.request.salt,
             "judge": APART,
             "role": outside(),
-            "journal": "" if keeps_from_pipes() else UNSEALED,
+            "journal": "" if landlock() >= FORBIDS_PIPES else UNSEALED,
         }
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
         self.facts = self.describe()
+        self.plan = journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
     def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept.
@@ -151,37 +148,28 @@ class Run:
             self._missing[reference] = outcome.answer.missing
         return [found[reference] for reference in names]
 
-    @cached_property
-    def _examples(self) -> tuple[str, ...]:
-        return tuple({case.role: case.id for case in map(Case.parse, reversed(self.request.judged_ids))}.values())
+    def begin(self, resumes: bool = False) -> list[int]:
+        """Write what the run is before anything of it is launched, or go on with the run that the journal tells of.
 
-    @property
-    def plan(self) -> journal.Plan:
-        return journal.Plan.of(self.request, self.device, self.environment, self.facts)
-
-    def begin(self) -> None:
-        """Write what the run is before anything of it is launched."""
-        self.folder.begin()
+        Returns: numbers of the journal's lines that no run wrote.
+        """
+        left_out = list[int]()
+        if resumes:
+            left_out = self.folder.journal.take_up()
+        else:
+            self.folder.begin()
         self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        self._write(journal.Planned(self.plan.to_json()))
-        self._begin_code()
-
-    def resume(self) -> list[int]:
-        """Go on with the run that the folder's journal tells of; numbers of the lines that it did not write."""
-        left_out = self.folder.journal.take_up()
-        self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        for event in self.folder.journal.sealed().values():
-            self.found.keep(event)
-        self.found.forget_lacking()
-        self._write(journal.Resumed())
-        self._begin_code()
-        return left_out
-
-    def _begin_code(self) -> None:
-        """Journal what was loaded before there was a journal."""
+        if resumes:
+            for event in self.folder.journal.sealed().values():
+                self.found.keep(event)
+            # Judged again is what this machine has enough memory for: it was lacking, or time to compile.
+            verdicts = self.found.verdicts.items()
+            self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
+        self._write(journal.Resumed() if resumes else journal.Planned(msgspec.to_builtins(self.plan)))
         self._begun = True
-        for loaded in self._early:
+        for loaded in self._early:  # before there was a journal
             self._write(journal.CodeLoaded(loaded))
+        return left_out
 
     def changed_code(self) -> list[str]:
         """The files that the journal's run had loaded and whose bytes have changed since, by path."""
@@ -217,7 +205,7 @@ class Run:
                 on_phase(f"judging {counted(len(pending), 'failure')} again{told if explained else ''}")
                 for record in self._confirmed(pending):
                     self._write(journal.Judgement(record))
-            groups = by_backend(self.found.failures).values()
+            groups = grouped(self.found.failures, lambda record: record.backend).values()
             if tasks := [[task] for group in groups for task in comparisons(group)]:
                 on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
             for outcome in self._judged(Tasks(tasks)):  # do they look like another one of their backend?
@@ -292,7 +280,7 @@ class Run:
         asked, heads = dict[str, tuple[str, ...]](), self.request.deployment.heads if self.request.deployment else 0
         for backend in self.summary().backends:
             reference, passed = backend.facts.reference, [r.case for r in backend.records if r.status is Status.PASS]
-            if reference in self.found.speed or not is_right(backend, self.request.is_default):
+            if reference in self.found.speed or not is_right(backend, self.request.is_usual):
                 continue
             if forms := forms_of(passed, heads, self.device):
                 asked[reference] = forms
@@ -352,8 +340,10 @@ class Run:
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
         ahead = [facts for facts in self.available if self.device != "cuda" or not compiles(facts)]
-        compiling = [g for facts in self.available if facts not in ahead for g in alike(self._untold([facts]))]
-        rounds = rounds_of(self._untold(ahead)) or [[]]
+        known = self.before, self.found.verdicts
+        several = [facts for facts in self.available if facts not in ahead]
+        compiling = [group for facts in several for group in alike(self.request.tasks([facts], *known))]
+        rounds = rounds_of(self.request.tasks(ahead, *known)) or [[]]
         if self.device != "cuda":
             return Tasks(chain.from_iterable(rounds))
         tasks = Tasks(rounds[0], compiling, rounds[1:])
@@ -364,12 +354,6 @@ class Run:
         elif self.supervisor.gpus:
             self.supervisor.end_places(self._pool.workers)  # the others were to compile
         return tasks
-
-    def _untold(self, backends: Sequence[BackendFacts]) -> Iterator[list[Judge | Explore]]:
-        """The groups of these backends' tasks without those that have a verdict."""
-        for group in self.request.tasks(backends, tuple(self.before)):
-            if left := [task for task in group if task.record_key not in self.found.verdicts]:
-                yield left
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[FailureConfirmation]:
         """The first failure of each backend and capability that none is confirmed of; all, if one was another's.
@@ -387,13 +371,14 @@ class Run:
             if key in done or record.record_key in self._tried:
                 continue
             self._tried.add(record.record_key)
-            verdicts = (self.found.verdicts[key] for key in self._explained if key[0] == record.reference)
-            kinds = {_kind_of(each) for each in verdicts}
+            verdicts = [self.found.verdicts[key] for key in self._explained if key[0] == record.reference]
+            # What is likely to have one cause.
+            kind, *kinds = [(Case.parse(x.case).role, x.finding or symptom(x)) for x in (record, *verdicts)]
             outcome = failures.get(record.record_key)
             before = takewhile((record.reference, record.case).__ne__, outcome.history if outcome else ())
             history = tuple(judged for judged in before if judged not in refused)
-            is_first = record.is_wrong_number and _kind_of(record) not in kinds
-            if explain := self.explains and is_first and len(kinds) < MOST_EXPLAINED:
+            is_first = record.is_wrong_number and kind not in kinds
+            if explain := self.explains and is_first and len(set(kinds)) < MOST_EXPLAINED:
                 self._explained.add(record.record_key)
             unhurried = len(self.request.cases) == 1
             found.append(FailureConfirmation(record, history, explain, unhurried))

@@ -14,7 +14,7 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.devices import WHOLE, GpuPart
 from mla_conformance.engine.folder import BoundedLog
-from mla_conformance.engine.keeper import take
+from mla_conformance.engine.keeper import begun
 from mla_conformance.engine.limits import LACKED_MEMORY, adopt_orphans, children, end_children, how
 from mla_conformance.engine.messages import (
     Ended,
@@ -61,25 +61,17 @@ class Stopped(Exception):
 
 
 class Supervisor:
-    """The processes of a run; to be used as a context, at whose end none of them is left.
-
-    Attributes:
-        places: one for each worker.
-        timeout: seconds that a case may take.
-        ends_at: the deadline of what is done, on the monotonic clock.
-        gpus: how many GPUs there are; the first so many places have one each. 0 on a CPU.
-        started: told of every case before it is launched.
-        explored: told what is known of an exploration that goes on.
-    """
+    """The processes of a run; to be used as a context, at whose end none of them is left."""
 
     def __init__(self, timeout: float, ends_at: float = inf) -> None:
-        self.places: list[WorkerSlot] = []
-        self.timeout, self.ends_at = timeout, ends_at
-        self.gpus = 0
-        self._early = take()
+        self.places: list[WorkerSlot] = []  # one for each worker
+        self.timeout = timeout  # seconds that a case may take
+        self.ends_at = ends_at  # the deadline of what is done, on the monotonic clock
+        self.gpus = 0  # how many there are; the first so many places have one each
+        self._early = begun.pop() if begun else None
         self.log = BoundedLog(self._early.log if self._early else os.pipe())
-        self.started: Callable[[Record], None] = lambda record: None
-        self.explored: Callable[[Record], None] = lambda record: None
+        self.started: Callable[[Record], None] = lambda record: None  # told of every case before it is launched
+        self.explored: Callable[[Record], None] = lambda record: None  # told what is known of an exploration so far
         self._starts = 0
         self._signal = 0
         self._tasks, self._part = Tasks(()), WHOLE
@@ -107,8 +99,10 @@ class Supervisor:
     def end_places(self, kept: int = 0) -> None:
         """End all places but the first so many."""
         ended, self.places = self.places[kept:], self.places[:kept]
-        for place in ended:
-            place.begin_end()
+        for place in ended:  # all of them at once
+            place.connection.close()
+            place.keeper.send_signal(signal.SIGCONT)
+            place.keeper.terminate()
         for place in ended:
             place.end()
 
@@ -122,18 +116,17 @@ class Supervisor:
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
         early, self._early = self._early, None
-        self.places.append(WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early))
+        place = WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early)
+        self.places.append(place)
+        place.spawn()
 
-    def hello(self) -> Hello:
-        """What a worker says of itself, once one is there."""
-        while not (said := [place.hello for place in self.places if place.hello]):
+    def hello(self, of_all: bool = False) -> Hello:
+        """What a worker says of itself, once one is there, or each one with all that it judges with."""
+        while not (said := [place.hello for place in self.places if place.hello]) or (
+            of_all and len(said) < len(self.places)
+        ):
             self._wait()
         return said[0]
-
-    def hellos(self) -> None:
-        """Wait until each worker is there, with all that it judges with."""
-        while not all(place.hello for place in self.places):
-            self._wait()
 
     def _wait(self) -> None:
         for _ in self._events():
@@ -143,7 +136,6 @@ class Supervisor:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
         Args:
-            tasks: what is to be done.
             part: what places have of their GPU; a case for which that is never enough comes back undone.
 
         Raises:
@@ -167,7 +159,7 @@ class Supervisor:
                     if part.share is not None:  # what no other one has taken of the GPU beside its own share
                         there = self.places[place.number % self.gpus :: self.gpus]
                         others = [tasks.taken[other.number] - part.share for other in there if other is not place]
-                        room = part.most - sum(max(0, more) for more in others)
+                        room = part.share + part.common - sum(max(0, more) for more in others)
                     if not (task := tasks.take(place.number, room, part.is_alone)):
                         break
                     is_fresh = isinstance(task, Trace | TakeTimes) or (isinstance(task, Judge) and task.fresh)
@@ -184,10 +176,10 @@ class Supervisor:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""
         until = min((self.ends_at, *(place.deadline for place in self.places)))
         seconds = None if until == inf else max(0.0, until - time.monotonic())
-        descriptors = [descriptor for place in self.places for descriptor in place.descriptors]
-        ready, _, _ = select.select([*descriptors, self._told[0]], [], [], seconds)
+        listened = {number: place for place in self.places for number in (place.connection.fileno(), *place.ends)}
+        ready, _, _ = select.select([*listened, self._told[0]], [], [], seconds)
         self.require_going_on()
-        speaking = [place for place in self.places if not set(ready).isdisjoint(place.descriptors)]
+        speaking = [place for place in self.places if place in map(listened.get, ready)]
         # What was said in time counts, however late it is read.
         late = [place for place in self.places if place not in speaking and place.deadline <= time.monotonic()]
         for place in late:
@@ -205,8 +197,9 @@ class Supervisor:
             self.explored(event.record)
         elif isinstance(event, TaskReply) and place.task is not None:
             task, place.task = place.task, None
-            share, taken, most = self._part.share, self._tasks.taken[place.number], self._part.most
+            share, taken = self._part.share, self._tasks.taken[place.number]
             if share is not None and isinstance(task, Judge):
+                most = share + self._part.common
                 lacked = event.record is not None and event.record.lacked_memory
                 wants = min(2 * max(share, taken), most) if lacked else 0 if taken else event.wants
                 # A case that had what it wanted is done: a worker that wanted more each time would never be.

@@ -31,15 +31,7 @@ class TaskOutcome:
 
 
 class Tasks:
-    """Groups of tasks, each for one place.
-
-    Attributes:
-        later: groups that are to follow, by the place that takes them, one after the other.
-        rounds: groups that are to follow before those, round by round.
-        ahead: number of the first place that takes of the later ones while the others have many to judge.
-        dropped: calls of backends that are given up, by the backend's reference and the call.
-        taken: bytes of a GPU that a place has taken for its group, where it told how many that are.
-    """
+    """Groups of tasks, each for one place."""
 
     def __init__(
         self,
@@ -47,11 +39,12 @@ class Tasks:
         later: Iterable[Sequence[Task]] = (),
         rounds: Iterable[Iterable[Sequence[Task]]] = (),
     ) -> None:
-        self.dropped: set[tuple[str, str]] = set()
-        self.groups, self.later = deque(map(list, groups)), {_NOBODY: deque(map(list, later))}
-        self.rounds = deque(rounds)
-        self.ahead: float = inf
-        self.taken = Counter[int]()
+        self.dropped: set[tuple[str, str]] = set()  # given up calls of backends, by the backend's reference
+        self.groups = deque(map(list, groups))
+        self.later = {_NOBODY: deque(map(list, later))}  # are to follow, by the place that takes them one by one
+        self.rounds = deque(rounds)  # are to follow before those
+        self.ahead: float = inf  # the first place that takes of the later ones while others have many to judge
+        self.taken = Counter[int]()  # bytes of a GPU that a place has for its group, where it told how many that are
         self._last: list[list[Task]] = []
         self._own: dict[int, list[Task]] = {}
         self._early: set[int] = set()
@@ -147,7 +140,6 @@ def judged_on_gpu(
     Args:
         outcomes: has tasks carried out by places that have such a part of their GPUs.
         beside: what each worker has of a GPU beside the others; what exceeds that has a GPU for itself.
-        on_phase: is told what goes on.
     """
 
     def count() -> str:

@@ -32,8 +32,7 @@ from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.driving.executor import Executor
 from mla_conformance.driving.loaded import Loaded, newly_loaded
-from mla_conformance.engine.describe import describe, device_facts, find_device, unavailable
-from mla_conformance.engine.devices import may_have_gpu, visible_gpus
+from mla_conformance.engine.devices import device_facts, find_device, may_have_gpu, visible_gpus
 from mla_conformance.engine.kernel_process import start_kernel_process
 from mla_conformance.engine.limits import LACKED_MEMORY, allocated_memory, leave, limit_memory
 from mla_conformance.engine.messages import (
@@ -68,11 +67,10 @@ from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES, Context
-from mla_conformance.trials.explore import explore
+from mla_conformance.trials.explore import explore, region_of
 from mla_conformance.trials.judge_one import judge_one, judged_trial
-from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.role_file import take_up
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe, unavailable
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
@@ -106,42 +104,39 @@ def load_all(setup: Setup) -> None:
 
 def serve(connection: socket.socket, setup: Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end, or until there is no memory to begin one with."""
+
+    def send(event: WorkerEvent) -> None:
+        connection.sendall(encode(event))
+
     try:
-        _answer_tasks(connection, setup)
+        process, executor = os.getpid(), start_kernel_process(setup, connection)
+        faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
+        if setup.memory:
+            limit_memory(setup.memory)
+        if device := find_device(setup.device):
+            gpus = visible_gpus() if device.type == "cuda" else ()
+            send(Hello(process, device.type, device_facts(device), gpus, whole_memory(device)))
+        else:
+            send(Hello(process, "", {}))
+        executor.use(device := device or torch.device("cpu"))
+        worker = Worker(device, setup.memory, send, executor, setup.salt)
+        if not select.select([connection], [], [], _AT_ONCE)[0]:
+            worker.warm_up()  # while others tell what the backends are
+        while line := read_line(connection):
+            try:
+                given = decode(line, Given)
+            except ValueError:
+                continue  # the rest of what an earlier process has read in part
+            if given.process == process:
+                send(answer := worker.answer(given.task, given.share))
+                if answer.leaves:
+                    break
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
         traceback.print_exc()
         leave(LACKED_MEMORY)
     leave(0)
-
-
-def _answer_tasks(connection: socket.socket, setup: Setup) -> None:
-    def send(event: WorkerEvent) -> None:
-        connection.sendall(encode(event))
-
-    process, executor = os.getpid(), start_kernel_process(setup, connection)
-    faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
-    if setup.memory:
-        limit_memory(setup.memory)
-    if device := find_device(setup.device):
-        gpus = visible_gpus() if device.type == "cuda" else ()
-        send(Hello(process, device.type, device_facts(device), gpus, whole_memory(device)))
-    else:
-        send(Hello(process, "", {}))
-    executor.use(device := device or torch.device("cpu"))
-    worker = Worker(device, setup.memory, send, executor, setup.salt)
-    if not select.select([connection], [], [], _AT_ONCE)[0]:
-        worker.warm_up()  # while others tell what the backends are
-    while line := read_line(connection):
-        try:
-            given = decode(line, Given)
-        except ValueError:
-            continue  # the rest of what an earlier process has read in part
-        if given.process == process:
-            send(answer := worker.answer(given.task, given.share))
-            if answer.leaves:
-                return
 
 
 class Worker:
@@ -268,7 +263,9 @@ class Worker:
                 looks_like = explain(failure, WHOLE if task.unhurried else PATIENCE)
             record = record.with_fields(explanation=looks_like)
             del failure
-        disturbed, declared = trial.disturbed, trial.declared
+        # What the adapter declares of the role, in words, if it was asked.
+        declared = {str(case.role): repr(trial.declaration)} if "declaration" in vars(trial) else {}
+        disturbed = trial.disturbed
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 

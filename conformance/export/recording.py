@@ -97,7 +97,12 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(isinstance(leaf, torch.Tensor) for leaf in leaves(result)) or func is torch.Tensor.__setitem__:
-            self.steps.append(Step(_name_of(func), tuple(args), _said(func, kwargs or {}), result))
+            name = resolve_name(func) or str(func)
+            name = f"torch.ops.{name}" if name.startswith("aten.") else name
+            # Without keywords that only repeat a default.
+            known = inspect.signature(func).parameters if isinstance(func, FunctionType) else {}
+            told = {n: value for n, value in (kwargs or {}).items() if n not in known or value is not known[n].default}
+            self.steps.append(Step(name, tuple(args), told, result))
         return result
 
     def __enter__(self) -> "Recorder":
@@ -201,14 +206,3 @@ def _storages(value: Any) -> set[int]:
 
 def _view_of(x: torch.Tensor) -> tuple[Any, ...]:
     return x.untyped_storage().data_ptr(), x.dtype, x.device, x.shape, x.stride(), x.storage_offset()
-
-
-def _said(func: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Keywords without those that only repeat a default."""
-    known = inspect.signature(func).parameters if isinstance(func, FunctionType) else {}
-    return {name: value for name, value in keywords.items() if name not in known or value is not known[name].default}
-
-
-def _name_of(func: Any) -> str:
-    name = resolve_name(func) or str(func)
-    return f"torch.ops.{name}" if name.startswith("aten.") else name

@@ -19,12 +19,7 @@ _OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
 
 
 def place_of(path: Path, beside: Path | None = None) -> str:
-    """The name by which another machine finds a file.
-
-    Args:
-        path: of the file.
-        beside: the file of the backend; what lies in its folder begins with ``./``.
-    """
+    """The name by which another machine finds a file; beside that of the backend it begins with ``./``."""
     folders = [("", site) for site in sites()]
     folders += [("./", beside.parent)] if beside else []
     for name, folder in (*folders, ("~/", Path.home())):
@@ -91,11 +86,7 @@ _get_code, _create_module = SourceFileLoader.get_code, ExtensionFileLoader.creat
 
 
 def refuse_written_since(began: float) -> None:
-    """Load no such module from now on; of compiled ones, which others than kernels write into caches, Python's own.
-
-    Args:
-        began: when the run began, in seconds of the system's clock.
-    """
+    """Load no such module from now on; of compiled ones, which others than kernels write into caches, Python's own."""
 
     for name in _ENCODINGS:
         codecs.lookup(name)

@@ -148,21 +148,18 @@ class MustPass:
             waivable: whether what a certificate tells of with its reason counts as passed: an expected failure, and of
                 the cases that only large devices have one that does not fit this one's memory.
         """
-        for profile in self._binding(records):
+        # Profiles bind of which a backend does not declare everything unsupported; the core if it has no role at all.
+        refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
+        binding = [p for p, cases in self.profiles.items() if p in self.demanded or not refused.issuperset(cases)]
+        if not set(_CORES) & set(binding) and not self.demanded:
+            binding.insert(0, CORE)
+        for profile in binding:
             for case in self.profiles[profile]:
                 status = records[case].status if case in records else None
                 too_large = status is Status.UNAVAILABLE and CAPABILITIES[case.partition(":")[0]].large
                 told = waivable and (too_large or status is Status.EXPECTED_FAILURE)
                 if status is not Status.PASS and not told:
                     yield case, f"{profile}: {status or 'not in the report'}"
-
-    def _binding(self, records: Mapping[str, Record]) -> Iterator[str]:
-        """Profiles of which a backend does not declare everything unsupported; ``core`` if it has no role at all."""
-        refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
-        binding = [p for p, cases in self.profiles.items() if p in self.demanded or not refused.issuperset(cases)]
-        if not set(_CORES) & set(binding) and not self.demanded:
-            yield CORE
-        yield from binding
 
 
 _UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)

@@ -22,10 +22,9 @@ def simplest(records: Sequence[Record]) -> Record:
 
 
 def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> Iterator[str]:
-    """What is wrong with a function.
+    """What is wrong with the function of a test of this name.
 
     Args:
-        name: of its test.
         records: of its cases, each with the id of its test as reference.
         passes_alone: whether its simplest failing case passes in a process of its own.
     """

@@ -3,15 +3,14 @@
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.answers import answers
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.outcome import cases_of, closing_line, from_here, judged_of_claimed
-from mla_conformance.report.pages import VIEW, Cell, cell, definition, picture, render, words
+from mla_conformance.report.pages import VIEW, cell, definition, picture, render, words
 from mla_conformance.report.pairs import right_on
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown
@@ -25,6 +24,12 @@ def html(run: RunSummary) -> str:
     expected = (record for record in run.records if record.status is Status.EXPECTED_FAILURE)
     waived = grouped(expected, lambda record: (record.backend, record.expectation))
     names = list(dict.fromkeys(c.name for backend in run_backends for c in backend.capabilities))
+    named = [{each.name: each for each in backend.capabilities} for backend in run_backends]
+    matrix = []  # a cell for each backend that was asked, and where its failures stand, if it has any
+    for name in names:
+        selected = [(backend, own.get(name)) for backend, own in zip(run_backends, named, strict=True)]
+        cells = [each and (cell(each), shown(f"{b.name}-{name}") if each.failures else "") for b, each in selected]
+        matrix.append((name, definition(name), cells))
     refusals = []  # why cases are unsupported, the reason for most first: said, how many cases, of which capabilities
     for backend in run_backends:
         refused = (record for record in backend.records if record.status is Status.UNSUPPORTED)
@@ -52,9 +57,9 @@ def html(run: RunSummary) -> str:
         deployment=str(run.deployment or ""),
         answers=answers(run) if run.deployment else [],
         unavailable=[backend for backend in run.backends if backend.reasons],
-        matrix=[(name, definition(name), [_placed(backend, name) for backend in run_backends]) for name in names],
+        matrix=matrix,
         budget=[(backend, distributions(backend)) for backend in run_backends],
-        closest=closest(run_backends, _CLOSEST),
+        closest=closest(run_backends),
         anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
         picture=picture,
@@ -85,45 +90,27 @@ def _verdict(backend: BackendSummary) -> str:
     return "; ".join([f"wrong, as expected, on {counts.waived:,} of {counted(counts.verdicts, 'case')}", *rest])
 
 
-def _placed(backend: BackendSummary, name: str) -> tuple[Cell, str] | None:
-    """A cell of the matrix and where its failures stand, if it has any; None for a capability that was not selected."""
-    capability = next((c for c in backend.capabilities if c.name == name), None)
-    if capability is None:
-        return None
-    return cell(capability), shown(f"{backend.name}-{name}") if capability.failures else ""
-
-
 RULES = {"element": "each element", "row": "each row", "lse": "each LSE"}
 BINS = 20
 
 
-@dataclass(frozen=True)
-class Distribution:
-    rule: str  # a key of :data:`RULES`
-    shares: tuple[float, ...]  # one per passed case that the rule applied to; 1 is the limit
-
-    @cached_property
-    def bins(self) -> list[int]:
-        counts = Counter(min(int(share * BINS), BINS - 1) for share in self.shares)
-        return [counts[number] for number in range(BINS)]
-
-    @property
-    def title(self) -> str:
-        return RULES.get(self.rule, self.rule)
-
-    @property
-    def words(self) -> str:
-        return f"{len(self.shares)} cases, median {statistics.median(self.shares):.2f}, largest {max(self.shares):.2f}"
+class Distribution(NamedTuple):
+    title: str  # of the rule
+    words: str
+    bins: list[int]  # passed cases that the rule applied to, by the 20th part of its limit that they used
 
 
 def distributions(backend: BackendSummary) -> list[Distribution]:
-    used = [record.shares for record in backend.records if record.status is Status.PASS]
-    shares = {rule: tuple(share[rule] for share in used if share.get(rule)) for rule in RULES}
-    return [Distribution(rule, found) for rule, found in shares.items() if found]
+    used, found = [record.shares for record in backend.records if record.status is Status.PASS], list[Distribution]()
+    for rule, title in RULES.items():
+        if shares := [share[rule] for share in used if share.get(rule)]:
+            said = f"{len(shares)} cases, median {statistics.median(shares):.2f}, largest {max(shares):.2f}"
+            counts = Counter(min(int(share * BINS), BINS - 1) for share in shares)
+            found.append(Distribution(title, said, [counts[number] for number in range(BINS)]))
+    return found
 
 
-@dataclass(frozen=True)
-class Closest:
+class Closest(NamedTuple):
     """A pass near the limit: the rule that it used most of, and the share."""
 
     record: Record
@@ -131,7 +118,7 @@ class Closest:
     share: float
 
 
-def closest(backends: Sequence[BackendSummary], count: int) -> list[Closest]:
+def closest(backends: Sequence[BackendSummary]) -> list[Closest]:
     passes = (r for backend in backends for r in backend.records if r.status is Status.PASS and any(r.shares.values()))
     found = [Closest(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]
-    return sorted(found, key=lambda case: -case.share)[:count]
+    return sorted(found, key=lambda case: -case.share)[:_CLOSEST]

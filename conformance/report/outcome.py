@@ -14,7 +14,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
-from mla_conformance.report.causes import Cause, advice, raised_at
+from mla_conformance.report.causes import Cause, advice, grouped, raised_at
 from mla_conformance.report.pages import traits_lines
 from mla_conformance.report.pairs import JudgedPairs, right_on, total
 from mla_conformance.report.summary import (
@@ -25,7 +25,6 @@ from mla_conformance.report.summary import (
     CapabilitySummary,
     Counts,
     RunSummary,
-    by_backend,
     summarise,
     worst,
 )
@@ -54,16 +53,10 @@ def closing_line(run: RunSummary) -> str:
     groups = [group for group in Group if found[group]]
     backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
     backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
-    cases = of_cases(run.counts)
-    return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], _worst_of(run)]))
-
-
-def _worst_of(run: RunSummary) -> str:
-    """As :func:`worst_error`, with the backend that it is of where there are several."""
-    said = worst_error(run.records)
-    if not said or len(run.backends) == 1:
-        return said
-    return f"{said}, {max(run.backends, key=lambda backend: worst_of_passes(backend.records)).name}"
+    cases, said = of_cases(run.counts), worst_error(run.records)
+    if said and len(run.backends) > 1:
+        said += f", {max(run.backends, key=lambda backend: worst_of_passes(backend.records)).name}"
+    return " · ".join(filter(None, [*backends, f"cases: {cases[0]}", *cases[1:], said]))
 
 
 def of_cases(counts: Counts) -> list[str]:
@@ -328,6 +321,6 @@ def ran(traced: Traced) -> Iterator[str]:
 
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:
     """What a bare list of records says of each backend, as at the end of a pytest run."""
-    for name, group in by_backend(records).items():
+    for name, group in grouped(records, lambda record: record.backend).items():
         summary = BackendSummary(BackendFacts(name), summarise(group, {}))
         yield from backend_lines(summary, columns(), detail=Detail.FULL if in_full else Detail.USUAL)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -16,7 +16,7 @@ from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFact
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.causes import Cause, causes, grouped
+from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.pairs import JudgedPairs
 from mla_conformance.speed.times import Speed
 
@@ -228,11 +228,8 @@ class RunSummary:
         outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
         if BackendOutcome.FAIL in outcomes:
             return 1
-        return (
-            0
-            if BackendOutcome.PASS in outcomes and not {BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE} & outcomes
-            else 3
-        )
+        is_whole = outcomes.isdisjoint({BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE})
+        return 0 if BackendOutcome.PASS in outcomes and is_whole else 3
 
 
 def worst(shares: Iterable[float]) -> float:
@@ -256,7 +253,3 @@ def is_right(backend: BackendSummary, by_default: bool) -> bool:
     """Whether a backend is timed: something passed and nothing failed; an emulation if it was named."""
     held = backend.outcome is BackendOutcome.PASS and not backend.counts.waived
     return held and not (by_default and backend.facts.emulated)
-
-
-def by_backend(records: Sequence[Record]) -> dict[str, list[Record]]:
-    return grouped(records, lambda record: record.backend)

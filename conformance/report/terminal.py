@@ -41,7 +41,6 @@ def shown_lines(text: str, limit: int = LINE) -> str:
 
 
 def say(line: str, error: bool = False) -> None:
-    """Print one line at once, whatever is in it."""
     put(painted(shown_line(line), sys.stderr if error else sys.stdout), error)
 
 

@@ -18,14 +18,15 @@ from mla_conformance.backends.roles import ROLES
 from mla_conformance.certificate.certificate import (
     Finding,
     Outdated,
+    SanitizedKernel,
     Shown,
     read_certificate,
     read_shown,
     records_of,
+    sanitized_problems,
     shown_of,
 )
 from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
-from mla_conformance.certificate.sanitized import SanitizedKernel, sanitized_problems
 from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.inputs import InputError, convert
 from mla_conformance.judging.record import Record
@@ -107,11 +108,9 @@ class Entry:
     @cached_property
     def pairs(self) -> JudgedPairs | None:
         """The pairs of classes that it claims, over all roles; None of an earlier suite, which had other classes."""
-        return (
-            None
-            if self.record.suite != SUITE_VERSION
-            else total(judged_pairs(self._records, fitted_of(self.record.cases)))
-        )
+        if self.record.suite != SUITE_VERSION:
+            return None
+        return total(judged_pairs(self._records, fitted_of(self.record.cases)))
 
     @property
     def pairs_in_words(self) -> str:
@@ -156,27 +155,24 @@ _NUMBERS = 6
 
 
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
-    """The records of files, and what cannot be taken for one."""
+    """The records of files, and what cannot be taken for one; of an earlier form one is shown as far as it is read."""
     found = list[Entry | RefusedRecord]()
     for path in paths:
-        for line in read_records(path) if is_records(path) else ():
-            found.append(_entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why))
-        found += [] if is_records(path) else [_of_file(path)]
+        if is_records(path):
+            for line in read_records(path):
+                found.append(_entry(line.source, line.kept) if line.kept else RefusedRecord(line.source, line.why))
+            continue
+        try:
+            found.append(_entry(str(path), KeptRecord(read_certificate(path))))
+        except Outdated as outdated:
+            try:
+                found.append(Entry(read_shown(path), str(outdated)))
+            except InputError as error:
+                found.append(RefusedRecord(str(path), f"{outdated} ({error})"))
+        except InputError as error:
+            found.append(RefusedRecord(str(path), str(error)))
     entries = [each for each in found if isinstance(each, Entry)]
     return entries, [each for each in found if isinstance(each, RefusedRecord)]
-
-
-def _of_file(path: Path) -> Entry | RefusedRecord:
-    """One record; of an earlier form it is shown as far as it can be read."""
-    try:
-        return _entry(str(path), KeptRecord(read_certificate(path)))
-    except Outdated as outdated:
-        try:
-            return Entry(read_shown(path), str(outdated))
-        except InputError as error:
-            return RefusedRecord(str(path), f"{outdated} ({error})")
-    except InputError as error:
-        return RefusedRecord(str(path), str(error))
 
 
 def _entry(source: str, kept: KeptRecord) -> Entry | RefusedRecord:

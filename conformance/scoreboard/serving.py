@@ -18,7 +18,7 @@ from mla_conformance.models.stored import find_model, model_names
 from mla_conformance.report.answers import Group, answers
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.summary import RunSummary
-from mla_conformance.scoreboard.board import Board, Entry, Profile, versions_of
+from mla_conformance.scoreboard.board import Board, Entry, versions_of
 from mla_conformance.version import SUITE_VERSION
 
 _LETTERS = {Status.PASS: "p", Status.UNSUPPORTED: "u", Status.EXPECTED_FAILURE: "w", **dict.fromkeys(FAILED, "w")}
@@ -33,14 +33,19 @@ def served(board: Board) -> Markup:
     cases = cases_on(board)
     kinds = list(dict.fromkeys(map(kind_of, cases)))
     place = {kind: number for number, kind in enumerate(kinds)}
-    named = _named(board, cases)
+    named, engines = _named(board, cases), []
+    for profile in board.profiles:
+        told = ("name", "kernel", "when", "packages")
+        candidates = [{name: getattr(each, name) for name in told} for each in profile.candidates]
+        asked = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
+        engines.append({**asked, "candidates": candidates})
     data = {
         "suite": SUITE_VERSION,
         "models": models(),
         "kinds": kinds,
         "cases": [[case if case in named else "", place[kind_of(case)]] for case in cases],
         "records": [_record(entry, cases) for entry in board.entries],
-        "engines": [_engine(profile) for profile in board.profiles],
+        "engines": engines,
         "runs": [_run(run) for run in board.deployed],
     }
     return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
@@ -89,9 +94,8 @@ def models() -> list[dict[str, Any]]:
                 "heads": profile.heads,
                 "dims": dims_of(profile),
                 "roles": [role for role in ROLES if role in roles],
-                "tp": [
-                    size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0
-                ],  # on GPUs of whole nodes
+                # On GPUs of whole nodes.
+                "tp": [size for size in profile.tensor_parallel_sizes if size & (size - 1) == 0],
                 "caches": profile.cache_layouts,
                 "indexer": profile.selection.indexer.heads if profile.selection else 0,
             }
@@ -101,10 +105,7 @@ def models() -> list[dict[str, Any]]:
 
 def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
     record = entry.record
-
-    def letter_of(case: str) -> str:
-        return _LETTERS.get(record.cases[case], "-") if case in record.cases else " "
-
+    letters = (_LETTERS.get(record.cases[case], "-") if case in record.cases else " " for case in cases)
     return {
         "kernel": record.backend,
         "device": record.device,
@@ -116,15 +117,8 @@ def _record(entry: Entry, cases: list[str]) -> dict[str, Any]:
         "order": entry.order,
         "renew": renewal(record.reference, record.device),
         # Each with its number in a row; of a case that a record does not list, a blank.
-        "statuses": "".join(f"{letter}{len(list(run))}" for letter, run in groupby(map(letter_of, cases))),
+        "statuses": "".join(f"{letter}{len(list(run))}" for letter, run in groupby(letters)),
     }
-
-
-def _engine(profile: Profile) -> dict[str, Any]:
-    told = ("name", "kernel", "when", "packages")
-    candidates = [{name: getattr(each, name) for name in told} for each in profile.candidates]
-    asked = {"name": profile.engine, "capability": profile.compute_capability, "role": profile.role}
-    return {**asked, "candidates": candidates}
 
 
 def _run(run: RunSummary) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.certificate.certificate import Finding
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import replay_line
@@ -27,7 +26,6 @@ from mla_conformance.report.terminal import counted, say, shown
 from mla_conformance.scoreboard.board import (
     Board,
     Entry,
-    KnownFailure,
     Profile,
     RankedKernel,
     is_own_build,
@@ -53,28 +51,23 @@ def scoreboard(options: argparse.Namespace) -> int:
     entries, refused = read_entries(path for path in given if path not in reports)
     deployed = tuple(require_deployment(load_report(path)) for path in reports)
     board = Board(tuple(entries), tuple(refused), profiles(), deployed)
-    write_site(board, options.out)
-    for each in board.refused:
-        say(f"{each.source}: not shown: {each.why}", error=True)
-    old = sum(bool(entry.old) for entry in entries)
-    say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them outdated, {len(refused)} not shown")
-    return 1 if refused else 0
-
-
-def write_site(board: Board, out: Path) -> None:
     badges: dict[str, str] = {}
     for kernel, entry in board.by_kernel.items():
-        plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip(
-            "-"
-        )  # without signs that a file's name must not have
+        # Without signs that a file's name must not have.
+        plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip("-")
         name = f"{plain or 'kernel'}.svg"
         if name in badges:
             raise InputError(f"{kernel}: expected another name, a second kernel has the badge {name}")
         badges[name] = badge(entry)
     for name, text in badges.items():
-        write_output(out / "badges" / name, text)
-    write_output(out / "scoreboard.sarif", to_text(sarif(board.newest)))
-    write_output(out / "index.html", page(board))
+        write_output(options.out / "badges" / name, text)
+    write_output(options.out / "scoreboard.sarif", to_text(sarif(board.newest)))
+    write_output(options.out / "index.html", page(board))
+    for each in board.refused:
+        say(f"{each.source}: not shown: {each.why}", error=True)
+    old = sum(bool(entry.old) for entry in entries)
+    say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them outdated, {len(refused)} not shown")
+    return 1 if refused else 0
 
 
 _SHOWN_CASES = 20  # of a failure, whose others are in the SARIF
@@ -83,20 +76,20 @@ _SHOWN_CASES = 20  # of a failure, whose others are in the SARIF
 def page(board: Board) -> str:
     anchors = {id(entry): f"kernel-{number}" for number, entry in enumerate(board.newest, start=1)}
     numbers = {case: number for number, case in enumerate(cases_on(board))}
+    current = [entry for entry in board.newest if not entry.old]
+    # The ids of the page's parts with their names, for links to them.
+    parts = [("kernels", "Kernels"), *([("models", "Models by kernel")] if board.deployed else [])]
+    parts += [("engines", "What engines pick"), *((f"role-{role}", role) for role, _, _ in board.roles)]
     return render(
         "mla_conformance.scoreboard",
         "board.html.j2",
         board=board,
-        parts=_parts(board),
+        parts=[*parts, ("failures", "Failures"), ("history", "History")],
         shown_cases=_SHOWN_CASES,
         suite=SUITE_VERSION,
-        traits_of=[
-            (f"{entry.record.backend}, {entry.versions}, {entry.record.device}", entry.record.traits)
-            for entry in board.newest
-            if not entry.old
-        ],
+        traits_of=[(f"{x.record.backend}, {x.versions}, {x.record.device}", x.record.traits) for x in current],
         traits_view=VIEW,
-        sanitized=[(entry, found) for entry in board.newest if not entry.old for found in entry.sanitized],
+        sanitized=[(entry, found) for entry in current for found in entry.sanitized],
         style=_style,
         cell=_cell,
         definition=definition,
@@ -112,14 +105,6 @@ def page(board: Board) -> str:
     )
 
 
-def _parts(board: Board) -> list[tuple[str, str]]:
-    """The ids of the page's parts with their names, for links to them."""
-    models = [("models", "Models by kernel")] if board.deployed else []
-    roles = [(f"role-{role}", role) for role, _, _ in board.roles]
-    around = [("kernels", "Kernels"), *models, ("engines", "What engines pick")]
-    return [*around, *roles, ("failures", "Failures"), ("history", "History")]
-
-
 def _style(entry: Entry) -> tuple[str, str]:
     if not entry.counts.judged:
         return "unsupported", "–"
@@ -129,11 +114,9 @@ def _style(entry: Entry) -> tuple[str, str]:
 def _cell(capability: CapabilitySummary) -> Cell:
     """A cell in which a known failure is one: an expectation excuses it in a run, and makes no kernel right."""
     found, waived = cell(capability), capability.counts.waived
-    return (
-        replace(found, style="fail", sign=SIGN[BackendOutcome.FAIL], note=f"{waived} known to fail")
-        if waived
-        else found
-    )
+    if not waived:
+        return found
+    return replace(found, style="fail", sign=SIGN[BackendOutcome.FAIL], note=f"{waived} known to fail")
 
 
 def _replay(entry: Entry, case: str) -> str:
@@ -144,11 +127,8 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
     """Of which build the record is, beside the engine's own, and under which torch."""
     torch = entry.record.environment.get("torch", "not stated")
     reported = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
-    own = (
-        f"the engine's own build ({reported})"
-        if is_own_build(entry, candidate)
-        else f"another build ({entry.versions})"
-    )
+    is_own = is_own_build(entry, candidate)
+    own = f"the engine's own build ({reported})" if is_own else f"another build ({entry.versions})"
     same = torch.partition("+")[0] == profile.torch
     return own if same else f"{own}, judged with torch {torch}; the engine asks for {profile.torch}"
 
@@ -177,28 +157,25 @@ def badge(entry: Entry) -> str:
 
 def sarif(entries: Iterable[Entry]) -> dict[str, Any]:
     """A log with one run, as plain data; what an old record tells is a note, and says so."""
-    results = [
-        _result(entry, failure, finding)
-        for entry in entries
-        for failure in entry.failures
-        for finding in failure.findings
-    ]
+    results = []
+    for entry in entries:
+        record = entry.record
+        about = record.backend, entry.versions, record.device
+        for failure, finding in ((known, each) for known in entry.failures for each in known.findings):
+            full = f"{record.backend}/{finding.case}"
+            said = f"{failure.reason}. {finding.message}. Replay: {_replay(entry, finding.case)}"
+            same = "\n".join((*about, finding.case)).encode("utf-8", errors="replace")
+            location = {"name": finding.case, "fullyQualifiedName": full, "kind": "member"}
+            result = {
+                "ruleId": finding.check if finding.check in set(Check) else _OTHER_RULE,
+                "level": "note" if entry.old else "error",
+                "message": {"text": f"{', '.join(about)}, {entry.state}: {said}"},
+                "locations": [{"logicalLocations": [location]}],
+                "partialFingerprints": {"kernelAndCase/v1": hashlib.sha256(same).hexdigest()},
+            }
+            results.append(result)
     rules = {str(check): f"{WRONG.get(check, check.replace('_', ' '))} (SPEC {CLAUSES[check]})" for check in Check}
     rules[_OTHER_RULE] = "the call did not end in a result"
     told = [{"id": name, "shortDescription": {"text": text}} for name, text in rules.items()]
     driver = {"name": "mla-conformance", "version": __version__, "rules": told}
     return {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
-
-
-def _result(entry: Entry, failure: KnownFailure, finding: Finding) -> dict[str, Any]:
-    record, replay = entry.record, _replay(entry, finding.case)
-    location = {"name": finding.case, "fullyQualifiedName": f"{record.backend}/{finding.case}", "kind": "member"}
-    where = f"{record.backend}, {entry.versions}, {record.device}, {entry.state}"
-    same = "\n".join((record.backend, entry.versions, record.device, finding.case)).encode("utf-8", errors="replace")
-    return {
-        "ruleId": finding.check if finding.check in set(Check) else _OTHER_RULE,
-        "level": "note" if entry.old else "error",
-        "message": {"text": f"{where}: {failure.reason}. {finding.message}. Replay: {replay}"},
-        "locations": [{"logicalLocations": [location]}],
-        "partialFingerprints": {"kernelAndCase/v1": hashlib.sha256(same).hexdigest()},
-    }

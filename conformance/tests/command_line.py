@@ -67,7 +67,7 @@ def without_work(patch: pytest.MonkeyPatch) -> None:
     def no_work(*_: object, **__: object) -> NoReturn:
         raise InputError("no work, in a test")
 
-    for module in ("certify", "gating", "verify"):
+    for module in ("certify", "reports", "verify"):
         patch.setattr(f"mla_conformance.commands.{module}.shipped", Path.cwd)  # which holds none
     patch.setattr("mla_conformance.engine.run.Run.prepare", no_process)
     patch.setattr("mla_conformance.commands.defects.deciding_digest", no_work)

@@ -104,9 +104,7 @@ def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:
         "nothing right for: decode, sparse decode",
     ]
     assert lines[3].startswith("wrong: B, 1 case: ") and lines[-2] == "wrong, part by part:"
-
-
-def test_without_a_right_backend_the_first_line_says_so() -> None:
+    # Without a right backend the first line says so.
     emulated = backend(ONLY_PREFILL, emulated=True)
     first, second, *_ = outcome_lines(run(emulated), 118)
     assert first == "right for glm-5 at TP 8, fp8 cache: none of the backends that can run here"

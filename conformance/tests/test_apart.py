@@ -69,7 +69,7 @@ def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
 def returned(value: Any) -> tuple[Any, Shared]:
     """What the judge sees of what a call returned, and the memory that the kernel can still write."""
     shared = Shared(2**20)
-    rooms = Arena(shared).rooms()
+    rooms = {"cpu": Arena(shared).room("cpu")}
     reply = decode(msgspec.json.encode(Writer(shared, rooms, []).reported(1, value)), 1)
     return Reader(shared, rooms, []).value(reply), shared
 
@@ -132,7 +132,7 @@ PART = {
 )
 def test_an_answer_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
     shared = Shared(2**20)
-    reader = Reader(shared, Arena(shared).rooms(), [])
+    reader = Reader(shared, {"cpu": Arena(shared).room("cpu")}, [])
     assert reader.value(decode(msgspec.json.encode({"number": 7, "parts": [PART]}), 7)).shape == (2,)
     with pytest.raises(MalformedReply):
         reader.value(decode(msgspec.json.encode({"number": 7, "parts": [PART | change]}), 7))

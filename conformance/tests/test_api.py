@@ -75,14 +75,8 @@ def explained(monkeypatch: pytest.MonkeyPatch, unexplained: None) -> None:
 
 FREQUENT = {
     "V read as packed": ("PackedValuesOf2147483648", "V is read as if it were packed: rows of L columns"),
-    "exp2 in the merge": (
-        "MergedInBase2Of(2, 0, 16)OfFalse",
-        "Splits are weighted by powers of two of their natural LSE",
-    ),
-    "accumulator not rescaled": (
-        "NotRescaledInSplitsOf16Of(2, 0, 16)",
-        "The accumulator is not rescaled where a later",
-    ),
+    "exp2 in the merge": ("MergedInBase2Of(2, 0, 16)OfFalse", "Splits are weighted by powers of two"),
+    "accumulator not rescaled": ("NotRescaledInSplitsOf16Of(2, 0, 16)", "The accumulator is not rescaled where"),
     "k_scale off the rope part": ("KeyScaleOffTheRope", "The scale of the e4m3 cache is not applied to the rope part"),
 }
 
@@ -265,7 +259,6 @@ def test_cases_have_the_values_that_are_asked_for() -> None:
     [
         ("layer", {}, "no function does; judge its kernels as functions, by role prefill and decode"),
         ("decoder", {}, "unknown role 'decoder'; expected one of prefill, decode, sparse, indexer"),
-        ("decode", {"tier": "quick"}, "unknown tier 'quick'; expected one of smoke, full, nightly"),
         ("decode", {"tier": "smok"}, "unknown tier 'smok'; did you mean smoke?"),
         ("decode", {"head": 16}, "unknown field 'head' of a decode case; did you mean heads?"),
         ("decode", {"cache": ["fp8", "fp9"]}, "has cache=fp9; expected one of auto, fp8, fp8_ds_mla"),
@@ -285,7 +278,6 @@ def test_a_selection_without_a_case_says_what_there_is(role: str, wanted: dict[s
 @pytest.mark.parametrize(
     ("id", "said"),
     [
-        ("decode", "malformed case id"),
         ("nothing:q=[1]", "unknown capability 'nothing'"),
         ("refusals:q=[40];dtype=fp64", "judges what a class declares"),
         ("mixed_batch:call=layer;q=[1];kv=[1]", "a layer keeps weights"),
@@ -299,8 +291,6 @@ def test_an_id_that_no_function_can_be_asked_says_why(id: str, said: str) -> Non
 
 
 def test_inputs_refuse_what_they_cannot_hand_out() -> None:
-    with pytest.raises(InputError, match="expected cpu, cuda or a GPU such as cuda:1, got 'tpu'"):
-        mla.case(LSE).inputs("tpu")
     with pytest.raises(InputError, match=r"decided by several calls; expected mla.judge\(case, function\)"):
         mla.case(ORDER).inputs("cpu")
     with pytest.raises(InputError, match="decided by several calls"):
@@ -438,18 +428,8 @@ def test_under_pytest_and_xdist_ids_are_cases_and_the_end_says_what_is_wrong(
     monkeypatch.delenv("MLA_CONFORMANCE_ALONE")
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "test_mine.py").write_text(TESTS)
-    command = [
-        str(python),
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:hypothesispytest",
-        "-n1",
-        "-q",
-        "--color=no",
-    ]
+    options = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-n1", "-q", "--color=no"]
+    command = [str(python), "-m", "pytest", *options]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     count = len(mla.cases("decode", capability="decode_lse", q=1))
     assert f"{3 * count} failed, {count + 1} passed" in run.stdout

@@ -118,7 +118,7 @@ def test_cases_records_and_reports_are_read_and_judged_without_torch() -> None:
     rooms = ("report", "gating", "expectations", "files", "cases")
     paths = [path for room in rooms for path in sources(f"conformance/{room}")]
     paths += [ROOT / "conformance" / "roles" / role / "case.py" for role in ROLES]
-    further = "commands/gating", "judging/record", "judging/verdict", "vocabulary/capabilities"
+    further = "commands/reports", "judging/record", "judging/verdict", "vocabulary/capabilities"
     paths += [ROOT / "conformance" / f"{name}.py" for name in further]
     paths += [ROOT / "reference" / f"{name}.py" for name in ("dimensions", "chunking", "yarn")]
     code = "".join(f"import {module_of(path)}\n" for path in paths) + "import sys\nassert 'torch' not in sys.modules"

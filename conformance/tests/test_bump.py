@@ -76,9 +76,7 @@ def test_a_wrong_version_is_not_innocent(bumped: Path) -> None:
     assert "| fake-attention | 1.0 | 2.0 |" in reported
     assert "| Doubling | 1/1 passed | 0/1 passed, 1 failed |" in reported
     assert "| Doubling | new\\_tokens:q=\\[3\\] | fail: new tokens: the call raised RuntimeError: no kernel" in reported
-
-
-def test_each_run_stays_with_the_version_that_it_loaded_and_the_torch_of_the_caller(bumped: Path) -> None:
+    # Each run stays with the version that it loaded, and with the torch of the caller.
     before, after = (load_report(bumped / "out" / side) for side in ("before", "after"))
     versions = [run.backends[0].facts.versions for run in (before, after)]
     assert [each["fake-attention"] for each in versions] == ["1.0", "2.0"]
@@ -95,7 +93,9 @@ def test_the_way_back_is_innocent(bumped: Path) -> None:
     assert last.startswith("no regression · pass with both: 0 cases · none newly fails")
 
 
-def test_an_environment_sees_what_this_one_has_and_its_own_library_first(bumped: Path) -> None:
+def test_an_environment_sees_what_this_one_has_and_its_own_library_first_or_is_refused(
+    bumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = Environment(bumped / "out" / "before" / "environment", Pin.parse("fake-attention==1.0"))
     assert environment.added == ("fake-attention",)
     here = find(["torch", "fake-attention"])
@@ -103,12 +103,6 @@ def test_an_environment_sees_what_this_one_has_and_its_own_library_first(bumped:
     assert there["torch"] == here["torch"] != Found()
     assert (here["fake-attention"], there["fake-attention"]) == (Found(), Found("1.0"))
     assert environment.run("fake_attention", capture=True).stdout.strip() == str(environment.python)
-
-
-def test_a_module_that_comes_from_elsewhere_is_an_error(
-    bumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    environment = Environment(bumped / "out" / "before" / "environment", Pin.parse("fake-attention==1.0"))
     with pytest.raises(InputError, match=r"expected fake-attention 2\.0 in .*, got 1\.0"):
         replace(environment, pin=Pin.parse("fake-attention==2.0")).require_installed()
     (tmp_path / "fake_attention.py").touch()

@@ -137,12 +137,9 @@ def test_what_is_saved_is_judged_until_somebody_ends_it(tmp_path: Path) -> None:
     assert (watching.returncode, printed, complained) == (130, "", "")
 
 
-def test_a_function_is_sent_to_where_functions_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_class_in_a_file_is_certified_and_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("def decode(q, **_): ...\n")
     assert main(["certify", "--backend", f"{tmp_path / 'mine.py'}:decode", "--out", str(tmp_path / "run")]) == 2
     assert "expected a class, got a function, which mla.cases judges: docs/python-api.md" in capsys.readouterr().err
-
-
-def test_only_a_file_can_be_watched(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "EAGER"]) == 2
     assert "expected a class in a file, as file.py:Class, got EAGER" in capsys.readouterr().err

@@ -19,13 +19,12 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cli import _parser, main
 from mla_conformance.commands.options import commands_of
 from mla_conformance.commands.table import COMMANDS
-from mla_conformance.engine.describe import describe
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.outcome import capability_lines
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
@@ -108,14 +107,6 @@ def test_a_file_that_holds_no_backend_is_unavailable(tmp_path: Path, source: str
     (tmp_path / "mine.py").write_text(source)
     (reason,) = describe(Subject.of(f"{tmp_path / 'mine.py'}:Mine", CPU)).reasons
     assert said in reason and "BackendReferenceError" not in reason
-
-
-def test_a_backend_whose_file_was_changed_is_another_one(tmp_path: Path) -> None:
-    source = tmp_path / "mine.py"
-    source.write_text(EAGER + "class Mine(E): ...\n")
-    before = describe(Subject.of(f"{source}:Mine", CPU))
-    source.write_text(source.read_text() + "# changed\n")
-    assert before.fingerprint.startswith("file ") and describe(Subject.of(f"{source}:Mine", CPU)) != before
 
 
 def test_two_backends_of_one_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -122,9 +122,13 @@ def records(folder: Path) -> dict[tuple[str, str], Record]:
     return {(record.backend, record.case): record for record in load_report(folder / "out").records}
 
 
-def test_a_failure_that_repeats_is_confirmed_alone(records: dict[tuple[str, str], Record]) -> None:
-    found = records["Always", SECOND]
-    assert (found.status, found.confirmation, found.after) == (Status.FAIL, "alone", ())
+def test_whose_a_failure_is(records: dict[tuple[str, str], Record]) -> None:
+    for name, confirmation in (("Always", "alone"), ("Once", "unrepeated")):
+        found = records[name, SECOND]
+        assert (found.status, found.confirmation, found.after) == (Status.FAIL, confirmation, ())
+    spoiled = [records["Spoiled", case] for case in CASES]
+    assert {record.status for record in spoiled} == {Status.PASS}
+    assert all("Spoils" in record.message for record in spoiled)
 
 
 def test_a_failure_after_a_case_of_its_own_names_that_case_and_its_replay_reproduces_it(
@@ -139,17 +143,6 @@ def test_a_failure_after_a_case_of_its_own_names_that_case_and_its_replay_reprod
     with unexplained():
         assert main(arguments) == 1
     assert main(["replay", found.case, "--backend", found.reference]) == 0
-
-
-def test_a_backend_whose_process_another_one_spoiled_is_not_failed(records: dict[tuple[str, str], Record]) -> None:
-    found = [records["Spoiled", case] for case in CASES]
-    assert {record.status for record in found} == {Status.PASS}
-    assert all("Spoils" in record.message for record in found)
-
-
-def test_a_failure_that_never_repeats_is_one_all_the_same(records: dict[tuple[str, str], Record]) -> None:
-    found = records["Once", SECOND]
-    assert (found.status, found.confirmation) == (Status.FAIL, "unrepeated")
 
 
 def failed(case: str, check: str = "lse", seconds: float = 1.0, explanation: str = "") -> Record:

@@ -54,10 +54,8 @@ class Places:
     def end_places(self, kept: int) -> None:
         del self.environments[kept:]
 
-    def hello(self) -> Hello:
+    def hello(self, of_all: bool = False) -> Hello:
         return Hello(1, "cuda", {"torch": "2.13.0", "device": "a GPU"}, self._gpus, self._memory)
-
-    def hellos(self) -> None: ...
 
     def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
         self.parts.append(part)
@@ -131,21 +129,15 @@ def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     ("gpus", "memory", "asked", "judging", "compiling"),
     [
         ("0", 140, None, 6, 8),
-        ("0", 80, None, 6, 4),
         ("0", 30, None, 2, 1),
         ("01", 140, None, 12, 4),
         ("0", 140, 3, 3, 0),
     ],
 )
 def test_beside_those_that_judge_as_many_compile_as_cores_and_memory_are_left_for(
-    with_gpus: Callable[..., Places],
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: str,
-    memory: int,
-    asked: int | None,
-    judging: int,
-    compiling: int,
-) -> None:
+    with_gpus: Callable[..., Places], monkeypatch: pytest.MonkeyPatch, gpus: str, memory: int, asked: int | None,
+    judging: int, compiling: int,
+) -> None:  # fmt: skip
     monkeypatch.setattr(running, "compiles", lambda facts: True)
     monkeypatch.setattr(running, "ENOUGH", 0)
     monkeypatch.setattr(pool, "ENOUGH", 0)

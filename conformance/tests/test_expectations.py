@@ -77,13 +77,10 @@ def applied(record: Record, **changes: Any) -> Record:
     return Expectations((replace(KNOWN, **changes),)).apply(record, FACTS)
 
 
-def test_a_failure_that_was_foreseen_is_waived_with_its_reason() -> None:
+def test_a_failure_that_was_foreseen_is_waived_with_its_reason_and_a_pass_in_its_place_is_a_failure() -> None:
     waived = applied(FAILURE)
     assert waived.status is Status.EXPECTED_FAILURE and not waived.failed and "bug: base 2" in waived.expectation
     assert waived.as_judged == FAILURE
-
-
-def test_a_pass_against_an_expectation_is_a_failure() -> None:
     unexpected = applied(FAILURE.with_fields(status=Status.PASS, check=""))
     assert unexpected.status is Status.UNEXPECTED_PASS and unexpected.failed and "base 2" in unexpected.message
 
@@ -102,23 +99,17 @@ def test_a_pass_against_an_expectation_is_a_failure() -> None:
 )
 def test_an_expectation_of_something_else_changes_nothing(changes: dict[str, str]) -> None:
     assert applied(FAILURE, **changes) == FAILURE
-
-
-def test_a_fault_of_the_harness_is_never_expected() -> None:
     broken = FAILURE.with_fields(status=Status.HARNESS_ERROR)
-    assert applied(broken) == broken
+    assert applied(broken) == broken, "a fault of the harness is never expected"
 
 
-def test_the_last_day_of_an_expectation_counts() -> None:
+def test_the_last_day_of_an_expectation_counts_and_what_matches_no_case_is_stale() -> None:
     entry = replace(KNOWN, until="2026-03-01")
     day = datetime.date(2026, 3, 1)
     assert list(Expectations((entry,), day).problems()) == []
     assert [problem for _, problem in Expectations((entry,), day + datetime.timedelta(1)).problems()] == [
         "expired: until 2026-03-01"
     ]
-
-
-def test_an_entry_that_matches_no_case_is_stale() -> None:
     entries = (KNOWN, replace(KNOWN, case="lse:heads=77"), replace(KNOWN, case="gone"))
     assert [entry.case for entry, _ in Expectations(entries).problems()] == ["lse:heads=77", "gone"]
 
@@ -221,7 +212,7 @@ def test_a_run_applies_expectations(tmp_path: Path) -> None:
     request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     with Run(request, RunFolder.claim(tmp_path), expectations=known, facts=[facts]) as run:
         run.folder.journal.append(Judgement(FAILURE))
-        run.resume()
+        run.begin(resumes=True)
         (record,) = run.summary().records
         assert record.status is Status.EXPECTED_FAILURE and record.as_judged == FAILURE.with_fields(explanation=UNASKED)
         assert run.folder.journal.records() == {("MINE", FAILURE.case): FAILURE}

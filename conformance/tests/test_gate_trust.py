@@ -1,4 +1,4 @@
-"""What opens no gate: cases that lacked memory, names of others, reports of another suite, reasons without words."""
+"""What opens no gate: cases that lacked memory, names of others, reasons without words."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,6 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.describe import describe
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
@@ -19,7 +18,7 @@ from mla_conformance.tests.reports import write_run
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
@@ -55,10 +54,9 @@ def report(
     name: str,
     facts: BackendFacts,
     records: Sequence[Record],
-    suite: str = SUITE_VERSION,
     code: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    write_run(Path(name), records, facts=[facts], code=code, environment={"suite": suite, "tier": "smoke"})
+    write_run(Path(name), records, facts=[facts], code=code, environment={"suite": SUITE_VERSION, "tier": "smoke"})
     return name
 
 
@@ -199,14 +197,6 @@ def test_expectations_of_a_registered_name_are_of_the_registered_backend(gate: G
     Path("known/FLASHMLA.toml").write_text(to_toml(Expectation(backend="FLASHMLA", case="lse", reason="known")))
     records = [each.with_fields(status=Status.FAIL, check="lse") for each in passed(facts)]
     assert gate(report("o.json", facts, records), "--expectations", "known")[0] == (0 if waived else 1)
-
-
-def test_another_suites_report_is_taken_by_its_version_only(gate: Gate) -> None:
-    facts = BackendFacts("EAGER", "EAGER")
-    old = report("o.json", facts, passed(facts), suite="2025.1")
-    status, out, err = gate(old)
-    assert (status, out) == (2, "") and "accept its verdicts with --allow-suite 2025.1" in err
-    assert gate(old, "--allow-suite", "2025.2")[0] == 2 and gate(old, "--allow-suite", "2025.1")[0] == 0
 
 
 @pytest.mark.parametrize("reason", ["", "\u200b", "\u3164\uffa0", "- 1 -"])

@@ -49,7 +49,6 @@ LEFT = {
 }
 OTHERWISE = {
     "Interrupts": (Check.CALL, "the call raised KeyboardInterrupt"),
-    "Generates": (Check.CALL, "the call raised GeneratorExit"),
     "RaisesItsOwn": (Check.CALL, "the call raised Own: (its text cannot be made)"),
     "RaisesAGroup": (Check.CALL, "the call raised BaseExceptionGroup: several"),
     "Sparse": (Check.SHAPE, "expected a strided torch.Tensor as output, got a tensor of layout sparse_coo"),
@@ -61,7 +60,6 @@ OTHERWISE = {
     "Negated": (Check.SHAPE, "got a lazily negated tensor"),
     "Meta": (Check.DEVICE, "expected output on cpu, got meta"),
     "Dictionary": (Check.SHAPE, "expected 2 tensor(s), got (dict)"),
-    "Generator": (Check.SHAPE, "expected 2 tensor(s), got (generator)"),
     "Text": (Check.SHAPE, "expected 2 tensor(s), got (str, Tensor)"),
     "Scalar": (Check.SHAPE, "expected output of shape [8, 4, 16], got []"),
     "Overrides": (Check.OUTPUT, "output is 0 at "),
@@ -121,11 +119,8 @@ def test_a_right_result_stays_right(name: str) -> None:
     assert judged_of(name).status is Status.PASS
 
 
-def test_memory_that_ran_out_in_a_group_is_unavailable() -> None:
+def test_memory_may_run_out_in_a_group_and_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
     assert judged_of("RunsOutInAGroup").status is Status.UNAVAILABLE
-
-
-def test_a_mode_that_the_first_call_leaves_does_not_meet_the_second() -> None:
     assert judged_of("LeavesAFunctionMode", CHUNKED).check == Check.PROCESS_STATE
 
 
@@ -261,7 +256,6 @@ DISTURB: dict[str, Callable[[], object]] = {
     "LeavesAChild": lambda: kept.append(subprocess.Popen(["sleep", "600"], start_new_session=True)),
     "ChangesTheMask": lambda: os.umask(0o7),
     "Interrupts": lambda: raised(KeyboardInterrupt),
-    "Generates": lambda: raised(GeneratorExit),
     "RaisesItsOwn": lambda: raised(Own),
     "RaisesAGroup": lambda: raised(BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError("too small")])),
     "RunsOutInAGroup": lambda: raised(
@@ -278,7 +272,6 @@ RETURNED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "Negated": lambda output, lse: (torch._neg_view(-output), lse),
     "Meta": lambda output, lse: (output.to("meta"), lse),
     "Dictionary": lambda output, lse: {"output": output, "lse": lse},
-    "Generator": lambda output, lse: (tensor for tensor in (output, lse)),
     "Text": lambda output, lse: ("output", lse),
     "Scalar": lambda output, lse: (output.sum(), lse),
     "Pair": lambda output, lse: OddPair((output, lse)),

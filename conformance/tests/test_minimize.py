@@ -69,7 +69,7 @@ def record(case: Case, status: Status = Status.CRASH, check: str = "") -> Record
     return Record("Mine", "mine.py:Mine", case.capability, case.id, status, check=check)
 
 
-def test_only_the_same_failure_counts() -> None:
+def test_only_the_same_failure_counts_and_a_pass_is_none() -> None:
     def judge(case: Case) -> Record:
         if len(case.q) > 1 and max(case.kv) >= 20 and case.data == "needle":
             return record(case, Status.FAIL, Check.LSE)
@@ -79,9 +79,6 @@ def test_only_the_same_failure_counts() -> None:
     assert minimum.complete and minimum.record.check == Check.LSE and minimum.record.case == minimum.case.id
     expected = Case.of(capability=LARGE.capability, q=(1, 1), kv=(20, 0), heads=1, dims="small", data="needle")
     assert sorted(minimum.case.kv) == [0, 20] and replace(minimum.case, kv=expected.kv) == expected
-
-
-def test_what_passes_is_not_minimised() -> None:
     with pytest.raises(NothingToMinimize, match="expected a case that fails, got pass of chunked_context"):
         minimize(LARGE, lambda case: record(case, Status.PASS), limit=3)
 
@@ -136,13 +133,15 @@ def test_a_place_for_no_case_file_is_refused_before_anything_is_judged(tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "expected either a case"),
-        (["lse:q=[1]", "--report", "report.json"], "expected either a case"),
-        (["lse:q=[1]"], "expected --backend"),
+        (["replay"], "expected either a case"),
+        (["replay", "lse:q=[1]", "--report", "report.json"], "expected either a case"),
+        (["replay", "lse:q=[1]"], "expected --backend"),
+        (["export", "lse:q=[4]", "--issue", "r.json"], "cannot be combined with a case or --backend"),
+        (["export", "lse:q=[4]", "--backend", "EAGER"], "expected a case, --backend NAME and --out FILE.py, or --iss"),
     ],
 )
-def test_what_replay_is_asked_for(capsys: Capture, arguments: list[str], said: str) -> None:
-    assert main(["replay", *arguments]) == 2
+def test_what_a_command_lacks_is_said(capsys: Capture, arguments: list[str], said: str) -> None:
+    assert main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
@@ -155,20 +154,11 @@ SEEN = "decode: LSE is 16.4 at request 2, query 0, head 1, expected 11.3: 4.83e+
 def report(tmp_path: Path) -> Path:
     """A run in which two cases fail of one cause, and another is excused."""
     cases = [CASE.format(keys) for keys in (9, 40, 70)]
-    said: dict[str, Any] = {
-        "message": SEEN,
-        "check": "lse",
-        "clause": "4.2",
-        "used": {"lse": 9.0},
-        "explanation": "The LSE is doubled",
-    }
-    records = [
-        *(Record("MINE", "mine.py:Mine", "decode_lse", case, Status.FAIL, **said) for case in cases[:2]),
-        Record(
-            "MINE", "mine.py:Mine", "decode_lse", cases[2], Status.EXPECTED_FAILURE,
-            **said | {"explanation": "Heads are rotated by one"}, judged=Status.FAIL, expectation="file: bug: known",
-        ),
-    ]  # fmt: skip
+    seen: dict[str, Any] = {"message": SEEN, "check": "lse", "clause": "4.2", "used": {"lse": 9.0}}
+    records = [Record("MINE", "mine.py:Mine", "decode_lse", case, Status.FAIL, **seen) for case in cases]
+    records = [each.with_fields(explanation="The LSE is doubled") for each in records]
+    known = {"judged": Status.FAIL, "expectation": "file: bug: known", "explanation": "Heads are rotated by one"}
+    records[2] = records[2].with_fields(status=Status.EXPECTED_FAILURE, **known)
     facts = BackendFacts("MINE", "mine.py:Mine", versions={"mine": "1.2"})
     environment = {"suite": "2026.5", "device": "NVIDIA H200", "torch": "2.11.0"}
     return write_run(tmp_path / "report.json", records, facts=[facts], environment=environment)
@@ -179,9 +169,7 @@ def sections(text: str) -> dict[str, str]:
     return {"title": title, **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
-def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(
-    report: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(report: Path, capsys: Capture) -> None:
     assert main(["export", "--issue", str(report)]) == 0
     issue = sections(capsys.readouterr().out)
     assert issue["title"] == "MINE: The LSE is doubled, 9 × its budget (SPEC 4.2)"
@@ -190,20 +178,15 @@ def test_a_failure_of_a_report_has_all_that_a_maintainer_needs(
     assert "within its error budget" in issue["Expected"] and "Here: 11.3\n" in issue["Expected"]
     assert SEEN in issue["Seen"] and "looks like: The LSE is doubled" in issue["Seen"]
     assert f"1 more case fails in this way:\n\n```sh\nmla-conformance replay '{CASE.format(40)}'" in issue["Seen"]
-
-
-def test_what_is_excused_follows_and_a_number_too_large_lists_them(
-    report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "issue.md"
+    out = report.with_name("issue.md")
     assert main(["export", "--issue", str(report), "--failure", "2", "--out", str(out)]) == 0
-    assert sections(out.read_text("utf-8"))["title"].startswith("MINE: Heads are rotated by one")
+    assert sections(out.read_text("utf-8"))["title"].startswith("MINE: Heads are rotated by one"), "excused, it follows"
     assert main(["export", "--issue", str(report), "--failure", "3"]) == 2
     assert "expected --failure 1 to 2, got 3: 1. MINE: The LSE is doubled" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["record.json", "records.jsonl"])
-def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, capsys: Capture) -> None:
     (record,) = (each.certificate for each in kept_records(HANDED_IN) if each.certificate.backend == "TRITON_MLA")
     if is_records(path := tmp_path / name):
         change_records(path, lambda _: [KeptRecord(record)])
@@ -214,15 +197,3 @@ def test_every_finding_of_a_record_has_an_issue(name: str, tmp_path: Path, capsy
     assert issue["title"].startswith("TRITON_MLA: bug: TritonMLAImpl.forward_mqa allocates the LSE in the query's")
     assert "- vllm 0.33.0\n" in issue["Versions"] and "- device NVIDIA H100 80GB HBM3\n" in issue["Versions"]
     assert "mla-conformance replay " in issue["Reproducer"] and "LSE is" in issue["Seen"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["lse:q=[4]", "--issue", "r.json"], "cannot be combined with a case or --backend"),
-        (["lse:q=[4]", "--backend", "EAGER"], "expected a case, --backend NAME and --out FILE.py, or --issue REPORT"),
-    ],
-)
-def test_what_export_lacks_is_said(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", *options]) == 2
-    assert said in capsys.readouterr().err

@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.issue import issue
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
-from mla_conformance.commands import certify, gating, replay
+from mla_conformance.commands import certify, replay, reports
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Plan, Planned, WasTraced
 from mla_conformance.engine.request import RunRequest
@@ -84,7 +85,7 @@ def journal(folder: Path) -> str:
     request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
     plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
-    written.append(Planned(plan.to_json()))
+    written.append(Planned(msgspec.to_builtins(plan)))
     written.append(CaseStarted(CASES[0], "EAGER"))
     written.append(Judgement(run_of_a_shard().records[1]))
     written.append(WasTraced("EAGER", Traced({"lse": ("k",)}, {})))
@@ -261,7 +262,7 @@ def unrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     for module in (certify, replay):
         monkeypatch.setattr(module, "run_and_report", stopped)
-    for module in (certify, gating):
+    for module in (certify, reports):
         monkeypatch.setattr(module, "shipped", lambda: tmp_path / "none")
     monkeypatch.chdir(tmp_path)
 

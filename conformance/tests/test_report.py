@@ -2,7 +2,6 @@
 
 import json
 import math
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import pytest
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.engine.messages import WorkerJudged, encode
-from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.functions import function_lines, simplest
-from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.outcome import backend_lines, cause_lines, closing_line, judged_of_claimed, outcome_lines
+from mla_conformance.report.json_report import write_json
+from mla_conformance.report.outcome import backend_lines, closing_line, judged_of_claimed, outcome_lines
 from mla_conformance.report.pairs import judged_pairs
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.vocabulary.arrays import SPACES, array_of
@@ -77,14 +75,6 @@ def test_a_record_may_stand_for_many_cases() -> None:
     assert missing.outcome is BackendOutcome.NOT_RUN
 
 
-def test_a_failure_carries_a_line_that_a_shell_reads_back() -> None:
-    (failure,) = report_json(run(backend(FAIL)))["backends"]["B"]["capabilities"]["lse"]["failures"]
-    words = shlex.split(failure["replay"])
-    assert words == ["mla-conformance", "replay", "lse:q=[1]", "--backend", "path with space.py:B"]
-    *_, text = cause_lines(run(backend(PASS, FAIL)), 80)
-    assert text.endswith(f"replay: {failure['replay']}")
-
-
 def test_the_last_line_counts_every_backend_and_every_case_once() -> None:
     several = run(backend(PASS, UNSUPPORTED), backend(FAIL, WAIVED), backend(reasons=("no GPU",)), backend(PASS))
     assert closing_line(several) == (
@@ -101,7 +91,6 @@ def test_what_cannot_run_and_was_not_asked_for_is_told_in_one_line() -> None:
     assert lines[-1] == "? 9 cannot run here, 'mla-conformance backends' says why: B0, B1, B2 and 6 more"
     assert len(lines) == len(list(outcome_lines(run(backend(PASS)), 80))) + 1
     assert list(outcome_lines(run(*absent), 80))[-1] == "B8 ? unavailable: no"
-    assert RunRequest.of().is_default and not RunRequest.of(["FLASH_ATTN"]).is_default
 
 
 def test_a_record_that_is_written_with_nan_reads_back_and_a_malformed_one_does_not() -> None:

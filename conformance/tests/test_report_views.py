@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from mla_conformance.cli import main
+from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import BackendFacts, Confirmed, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
-from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.html import html
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
@@ -65,13 +65,18 @@ def nasty_run() -> RunSummary:
     return RunSummary(ENVIRONMENT, (failing, absent), ("lse:q=[1]", "lse:q=[2]"))
 
 
-def test_the_page_of_a_real_run_is_written_and_needs_nothing_else(real_run: Path) -> None:
+def test_the_page_of_a_real_run_needs_nothing_else_and_is_for_every_screen_and_reader(real_run: Path) -> None:
     text = (real_run / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert text == html(load_report(real_run / "report.json"))
     assert not re.search(r"https?://|@import|url\(", text) and not {"link", "img", "iframe"} & set(page.tags)
     assert not page.values("src") and all(target.startswith("#") for target in page.values("href"))
     assert {target[1:] for target in page.values("href")} <= set(page.values("id"))
+    assert 'lang="en"' in text and 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+    assert page.tags.count("th") == len(page.values("scope")) > 0
+    named = [label for label in page.values("aria-label") if "cases, median" in label]
+    titled = re.findall(r'<svg role="img"[^>]*>\n<title>LSE of [a-z 0-9]+, by head and row</title>', text)
+    assert page.tags.count("svg") == len(named) + len(titled) and named and titled
 
 
 def test_the_page_tells_what_a_person_needs(real_run: Path) -> None:
@@ -100,16 +105,6 @@ def test_a_replay_line_is_as_one_would_type_it_here(
     assert f"--backend {real_run.parent}/broken.py:Broken" in view(run)
     monkeypatch.chdir(real_run.parent)
     assert "--backend broken.py:Broken" in view(run) and f"--backend {real_run.parent}" not in view(run)
-
-
-def test_the_page_is_for_every_screen_and_reader(real_run: Path) -> None:
-    text = (real_run / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert 'lang="en"' in text and 'name="viewport"' in text and "prefers-color-scheme: dark" in text
-    assert page.tags.count("th") == len(page.values("scope")) > 0
-    named = [label for label in page.values("aria-label") if "cases, median" in label]
-    titled = re.findall(r'<svg role="img"[^>]*>\n<title>LSE of [a-z 0-9]+, by head and row</title>', text)
-    assert page.tags.count("svg") == len(named) + len(titled) and named and titled
 
 
 def test_a_map_stands_at_its_own_failure_alone() -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from mla_conformance.certificate.certificate import Certificate
+from mla_conformance.certificate.certificate import Certificate, SanitizedKernel, SanitizerFinding
 from mla_conformance.certificate.records import KeptRecord, kept_records, pack, write_record, write_sanitized
-from mla_conformance.certificate.sanitized import SanitizedKernel, SanitizerFinding
 from mla_conformance.cli import main
 from mla_conformance.commands import sanitize
 from mla_conformance.commands.sanitize import choose
@@ -99,11 +98,6 @@ def test_what_was_found_wants_a_record_of_the_kernel(records: Path, capsys: pyte
     assert "expected a record of EAGER in these versions; certify it first" in capsys.readouterr().err
 
 
-def test_a_record_with_it_holds(records: Path) -> None:
-    write_sanitized(records, reported())
-    assert main(["verify", str(records)]) == 0
-
-
 @pytest.mark.parametrize(
     ("changes", "status", "said"),
     [
@@ -125,10 +119,10 @@ def test_what_is_of_another_kernel_or_form_is_refused_and_not_shown(
     assert said in capsys.readouterr().err
 
 
-def test_the_scoreboard_shows_it(records: Path, tmp_path: Path) -> None:
+def test_a_record_with_it_holds_and_the_scoreboard_shows_it(records: Path, tmp_path: Path) -> None:
     write_sanitized(records, reported(environment={}))
     write_sanitized(records, reported(tool="racecheck", errors=(), unchecked={}))
-    assert main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 0
+    assert main(["verify", str(records)]) == main(["scoreboard", str(records), "--out", str(tmp_path / "site")]) == 0
     page = (tmp_path / "site" / "index.html").read_text("utf-8")
     rows = page.partition('<h2 id="sanitizers">')[2].partition("</section>")[0].split("<tr")[2:]
     assert "✘ 1 error of 2 cases" in rows[0] and "oob&lt;T&gt;: Invalid read, 2 times, mla.cu:40" in rows[0]

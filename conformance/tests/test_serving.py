@@ -156,7 +156,7 @@ def answered(request: pytest.FixtureRequest, told: dict[str, dict[str, Any]]) ->
     return told[request.param]
 
 
-def test_which_backend_is_right(answered: dict[str, Any]) -> None:
+def test_which_backend_is_right_and_whether_the_deployment_makes_a_call_that_fails(answered: dict[str, Any]) -> None:
     assert answered["title"] == "vLLM 0.33.0 on NVIDIA H200 · deepseek-v3 at TP 8: 16 heads a rank · bf16, fp8 cache"
     signs = {row[0].split(" ")[0]: row[1] for row in answered["rows"]}
     assert signs["FLASHMLA"] == "✔ right" and signs["FLASHINFER_MLA"] == "✘ wrong"
@@ -170,9 +170,6 @@ def test_which_backend_is_right(answered: dict[str, Any]) -> None:
     assert answered["says"] == ["prefill: none is known to be right", decode]
     assert answered["missing"].startswith("mla-conformance certify --model deepseek-v3 --tp 8 --kv-cache fp8 --device")
     assert answered["link"] == f"#{CHOICE}" and answered["width"][0] <= answered["width"][1]
-
-
-def test_a_failure_says_whether_the_deployment_makes_the_call(answered: dict[str, Any]) -> None:
     own, alike = "this deployment makes such calls", "calls of this kind, at other sizes"
     assert sorted(re.findall("|".join((own, alike)), " ".join(answered["severities"]))) == sorted([own, own, alike])
 
@@ -186,12 +183,9 @@ def test_what_changed_and_what_nobody_judged(answered: dict[str, Any]) -> None:
     assert bump.split(" --backend")[0] in answered["unknown"]
 
 
-def test_without_an_engine_right_kernels_come_first(answered: dict[str, Any]) -> None:
+def test_without_an_engine_right_kernels_come_first_and_an_alike_gpu_stands_in(answered: dict[str, Any]) -> None:
     assert answered["sorted"][0] in ("FLASHMLA", "FLASH_ATTN_MLA[vllm]") and answered["sorted"][-1] != "FLASHMLA"
     assert answered["roles"] == ["prefill", "sparse", "indexer"]
-
-
-def test_a_gpu_of_the_same_compute_capability_stands_in_and_is_named(answered: dict[str, Any]) -> None:
     assert answered["chosen_first"] == "NVIDIA H200"
     said = "decode: right: CUTLASS_MLA; right on a GPU of the same compute capability: FLASHMLA; right here, wrong else"
     assert answered["elsewhere"]["says"] == [f"{said}where: TRITON_MLA"]

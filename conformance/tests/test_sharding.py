@@ -198,7 +198,9 @@ def test_changes(before: RunSummary, after: RunSummary, expected: list[tuple[str
     assert kinds(before, after) == expected
 
 
-def test_how_far_an_error_may_drift_is_the_callers() -> None:
+def test_regressions_come_first_and_how_far_an_error_may_drift_is_the_callers() -> None:
+    changes = kinds(run({A: FAIL, B: PASS}), run({A: PASS, B: FAIL}))
+    assert changes == [("newly failing", True), ("newly passing", False)]
     assert kinds(GOOD, run({A: PASS, B: PASS}, used=0.41), drift=0.25) == []
 
 
@@ -213,13 +215,6 @@ def _waived(backend: BackendSummary) -> BackendSummary:
     status = Status.EXPECTED_FAILURE
     records = [r.with_fields(status=status, judged=r.status) if r.failed else r for r in backend.records]
     return replace(backend, capabilities=summarise(records, count_by_capability((A, B))))
-
-
-def test_regressions_come_first() -> None:
-    assert kinds(run({A: FAIL, B: PASS}), run({A: PASS, B: FAIL})) == [
-        ("newly failing", True),
-        ("newly passing", False),
-    ]
 
 
 def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(

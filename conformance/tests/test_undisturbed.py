@@ -83,7 +83,7 @@ def judged(folder: Path, backends: list[str], cases: list[str], monkeypatch: pyt
                 seen.started.append((event.case, sum(bool(place.task) for place in places), processes))
 
         run.prepare()
-        run.supervisor.hellos()  # a run begins with the first of them
+        run.supervisor.hello(of_all=True)  # a run begins with the first of them
         run.begin()
         monkeypatch.setattr(Journal, "append", note)
         monkeypatch.setattr(run, "_trace", lambda: None)

@@ -13,11 +13,11 @@ import pytest
 from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
+from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.files import inputs
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.commands import FORMATS
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import shown, shown_line, shown_lines
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

@@ -1,24 +1,60 @@
-"""Exploration: cases drawn from the whole space of a backend's roles; what fails is made small, once for each cause."""
+"""What a backend declares of its roles' spaces, and cases drawn from there; what fails is made small, once a cause."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
+from itertools import compress
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.fitting import Region
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.fitting import Region, fit
+from mla_conformance.cases.space import Space
+from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import OnStarted, judge_one
-from mla_conformance.trials.regions import region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.capabilities import listed
+from mla_conformance.vocabulary.dense import grid_cases
 
 _ROUND = 200  # cases that are drawn with one seed
 _MOST_CAUSES = 8
 _QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which it is told again how far it is
 _Cause = tuple[str, str]  # the call and the check that fails
+
+
+def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
+    """The part of a space that a backend declares, and cases fitted to it, if asked for ``triples`` of classes as well.
+
+    None of a role that it has not, or that cannot run here.
+    """
+    cases, device = listed(space), subject.device.type
+    light = partial(is_light, device_type=device)
+    region = fit(space, cases, partial(_supported, subject), reachable(space, device), light, triples)
+    cells = grid_cases(space, region.classes) if region.rows else []
+    listed_or_fitted = {*cases, *region.cases}
+    further = [case for case in cells if case not in listed_or_fitted]
+    region.cases += compress(further, _supported(subject, further) if further else ())
+    return region
+
+
+def reachable(space: Space, device_type: str) -> Pairs:
+    """The pairs that cases hold which a device of this type is asked for."""
+    light = (case for case in listed(space) if device_type != "cpu" or work_of(case) <= CPU_WORK)
+    return Pairs(space, space.rows(light))
+
+
+def _supported(subject: Subject, cases: Sequence[Case]) -> list[bool]:
+    """Which of some cases it declares; nothing of what it raises when it is asked."""
+    answered = subject.executor.query(partial(_asked, subject, tuple(cases)), list[bool])
+    return answered.value if not answered.error else [False] * len(cases)
+
+
+def _asked(subject: Subject, cases: Sequence[Case]) -> list[bool]:
+    return [not subject.unsupported(case) for case in cases]
 
 
 def explore(
@@ -33,7 +69,6 @@ def explore(
     """The record of a whole exploration: of all cases that hold, or of the causes of failures, each made small.
 
     Args:
-        subject: the backend on its device.
         draws: how many cases of each role to draw; 0 where time decides.
         seconds: how long to draw, over all roles; 0 where their number decides.
         capabilities: of which spaces, by the capabilities that their arrays are of.

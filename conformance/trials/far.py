@@ -36,12 +36,6 @@ _SCALE_BYTES = 4
 """Offsets of a scale count numbers of so many bytes beside codes of one."""
 
 
-def far_problem(case: Case, near: Problem) -> Problem:
-    """What is run: the one request of ``near`` behind so many others."""
-    behind = _behind_others if isinstance(near.calls[0], PrefillCall) else _lists_behind_others
-    return behind(near, rows_before(case))
-
-
 def judge_far_away(trial: Trial) -> None:
     """Run with operands that are far apart, or run the far problem and judge the rows of its last request."""
     device = trial.subject.device
@@ -98,8 +92,12 @@ def _called(call: KernelCall, backend: Any, out: Guarded | None) -> Any:
 
 
 def _far_call(backend: Any, case: Case, near: Problem) -> Any:
-    """The judged rows of what the backend returns; the far operands are made where it is called."""
-    value = prepared_call(backend, far_problem(case, near))
+    """The judged rows of what the backend returns for the one request of ``near`` behind so many others.
+
+    The far operands are made where it is called.
+    """
+    behind = _behind_others if isinstance(near.calls[0], PrefillCall) else _lists_behind_others
+    value = prepared_call(backend, behind(near, rows_before(case)))
     return cut(value, slice(-near.calls[0].q.shape[0], None))
 
 

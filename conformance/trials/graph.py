@@ -24,16 +24,9 @@ _stream: Any = torch.cuda.Stream
 
 
 class Graph:
-    """A captured call with its buffers.
+    """A captured call with its buffers, the tensors of ``static``; no batch has more requests, or a longer one.
 
-    Attributes:
-        static: the problem whose tensors are the buffers; no batch has more requests, or a longer one.
-
-    Args:
-        trial: the trial.
-        what: what is captured, for messages.
-        static: as above.
-        batch: what the buffers hold when the call is captured; half as long as they are if it is not given.
+    The buffers hold ``batch`` when the call is captured, by default one that is half as long as they are.
     """
 
     def __init__(self, trial: Trial, what: str, static: Problem, batch: Case | None = None) -> None:
@@ -62,26 +55,17 @@ def replays(trial: Trial) -> None:
     """
     case = trial.case
     size, smaller = len(case.q), len(case.q) // 2
+    larger = replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
     whole = Graph(trial, "captured", trial.problem)
-    half = Graph(trial, "captured once more", trial.build(_first(case, smaller)))
+    half = Graph(trial, "captured once more", trial.build(replace(case, q=case.q[:smaller], kv=case.kv[:smaller])))
     whole.judge(whole.batch(size, seed=2), "a batch of the captured size, replayed")
     half.judge(half.batch(smaller, seed=3), "the smaller graph, replayed after the larger")
     whole.judge(whole.batch(smaller + 1, seed=4), "one request more than the smaller graph has, replayed with padding")
     half.judge(half.batch(1, seed=5), "a single request, replayed with padding")
-    trial.conforms(trial.build(_beyond(case)), step="one request more than any graph has, called")
+    trial.conforms(trial.build(larger), step="one request more than any graph has, called")
     whole.judge(whole.batch(size, seed=6), "replayed after a call without a graph")
     short = Graph(trial, "captured with a token a request", trial.build(), _filled(case, 1, seed=7))
     short.judge(trial.build(_filled(case, LARGEST, seed=8)), "many pages longer than captured, replayed")
-
-
-def _first(case: Case, requests: int) -> Case:
-    """The first so many requests."""
-    return replace(case, q=case.q[:requests], kv=case.kv[:requests])
-
-
-def _beyond(case: Case) -> Case:
-    """One request more than ``case`` has."""
-    return replace(case, q=(*case.q, case.q[0]), kv=(*case.kv, *case.kv[:1]))
 
 
 def _load(static: Problem, other: Problem) -> Problem:
@@ -91,12 +75,9 @@ def _load(static: Problem, other: Problem) -> Problem:
         buffer[tuple(slice(size) for size in theirs[name].shape)].copy_(theirs[name])
     mine: Any = static.calls[0]
     call: Any = other.calls[0]
-    return replace(static, calls=(replace(mine, metadata=_with_host_lengths(mine.metadata, call.metadata)),))
-
-
-def _with_host_lengths(metadata: Any, other: Any) -> Any:
-    """``metadata``, whose buffers and maxima stay, with what ``other`` says on the host."""
-    return replace(metadata, **{name: value for name, value in vars(other).items() if name.endswith("_cpu")})
+    # Of the metadata, whose buffers and maxima stay, with what is said on the host.
+    told = {name: value for name, value in vars(call.metadata).items() if name.endswith("_cpu")}
+    return replace(static, calls=(replace(mine, metadata=replace(mine.metadata, **told)),))
 
 
 def captured_batch(case: Case) -> Case:
@@ -116,14 +97,15 @@ def replayed_batch(case: Case, requests: int, seed: int) -> Case:
     Its lengths are those of the buffers in an order drawn anew, some of them cut, so that rows grow and shrink from
     replay to replay; one row is as long as when it was captured, one has no token, and one has a single one.
     """
-    requests = len(case.q) if _cannot_be_padded(case) else requests
+    if case.role is not Role.PREFILL and max(case.q) > 1:
+        requests = len(case.q)  # a row of padding has one token, so that such a batch is never smaller
     draw, rooms = Random(f"{case.id}|{requests}|{seed}"), _lengths(case)[::-1]
     order = draw.sample(range(len(rooms)), len(rooms))
     special = draw.sample(range(requests), min(3, requests - 1))
     for row in special[:1]:  # its own room is the one that the captured length fits
         there = order.index(row)
         order[row], order[there] = row, order[row]
-    lengths = [draw.choice((rooms[room], _drawn(draw, rooms[room]))) for room in order[:requests]]
+    lengths = [draw.choice((rooms[room], draw.randint(min(1, rooms[room]), rooms[room]))) for room in order[:requests]]
     for row, length in zip(special, (_half(rooms[order[special[0]]]) if special else 0, 0, 1), strict=False):
         lengths[row] = min(length, rooms[order[row]])
     return _with_lengths(case, lengths, len(case.q) - requests, seed)
@@ -140,17 +122,8 @@ def _with_lengths(case: Case, lengths: list[int], padding: int, seed: int) -> Ca
     return replace(case, q=case.q[: len(lengths)], kv=tuple(lengths), pad=padding, seed=case.seed + seed)
 
 
-def _cannot_be_padded(case: Case) -> bool:
-    """A row of padding has one token, so a batch of several tokens a request is never smaller."""
-    return case.role is not Role.PREFILL and max(case.q) > 1
-
-
 def _half(length: int) -> int:
     return -(-length // 2)
-
-
-def _drawn(draw: Random, longest: int) -> int:
-    return draw.randint(min(1, longest), longest)
 
 
 _Captured = tuple[Callable[[], Any], Any]

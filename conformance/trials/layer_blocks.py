@@ -39,7 +39,9 @@ def moves_blocks(trial: Trial) -> None:
     assert isinstance(call, LayerCall)
     cache = call.image.cache
     call.image.reset()
-    pairs = _pairs(cache.shape[0]).to(cache.device)
+    # From the first blocks to the last ones, as many as do not meet.
+    copies = [(0, len(cache) - 1), (1, len(cache) - 2), (0, len(cache) - 3)]
+    pairs = torch.tensor([pair for pair in copies if pair[1] > 1], dtype=torch.int64, device=cache.device).view(-1, 2)
     ours, theirs = _caches(cache), _caches(cache)
     copy_blocks(ours, pairs)
     trial.call("copy_blocks", partial(_copy_blocks, trial.backend, theirs, pairs), theirs)
@@ -49,12 +51,6 @@ def moves_blocks(trial: Trial) -> None:
         swapped = (theirs[source], theirs[target])
         trial.call("swap_blocks", partial(_swap_blocks, trial.backend, *swapped, moved.cpu()), theirs)
         _compare(trial, "swap_blocks", ours, theirs)
-
-
-def _pairs(blocks: int) -> torch.Tensor:
-    """[copies, 2] from the first blocks to the last ones, as many as do not meet."""
-    copies = [(0, blocks - 1), (1, blocks - 2), (0, blocks - 3)]
-    return torch.tensor([pair for pair in copies if pair[1] > 1], dtype=torch.int64).view(-1, 2)
 
 
 def _caches(cache: torch.Tensor) -> list[torch.Tensor]:

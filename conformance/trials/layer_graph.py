@@ -26,13 +26,7 @@ _LONGER, _UNUSED_COLUMNS = 2, 8
 
 
 class CapturedLayer:
-    """What the capture of a layer's call leaves where it was made.
-
-    Args:
-        layer: the layer.
-        call: whose tensors are the buffers.
-        device: where they are.
-    """
+    """What the capture of a layer's call, whose tensors are the buffers, leaves where it was made."""
 
     def __init__(self, layer: Any, call: LayerCall, device: torch.device) -> None:
         self._layer, self._call, size = layer, call, call.query.shape[0]
@@ -77,11 +71,7 @@ class CapturedLayer:
 
 
 class LayerGraph:
-    """A captured call of a layer.
-
-    Attributes:
-        size: requests that it was captured with.
-    """
+    """A captured call of a layer, and with how many requests, its ``size``."""
 
     def __init__(self, trial: Trial, static: Problem) -> None:
         self._trial = trial
@@ -153,7 +143,8 @@ def replays(trial: Trial) -> None:
     """Batches of every size up to the captured one; the next larger one is refused, and runs without the graph."""
     case, size = trial.case, len(trial.case.q)
     assert isinstance(case, LayerCase)
-    longest = _with_longest(case)
+    # Its first sequence, new token included, is as long as a replay's may be.
+    longest = replace(case, kv=(_LONGER * (max(case.kv) + 1) - 1, *case.kv[1:]), seed=case.seed + 8)
     graph = LayerGraph(trial, trial.build(replace(case, spare=case.spare + -(-max(longest.kv) // case.page))))
     graph.judge(_batch(trial, case, size, 2), "a batch of the captured size, replayed")
     graph.judge(_batch(trial, case, size // 2, 3), "half of it, replayed with padding")
@@ -164,11 +155,6 @@ def replays(trial: Trial) -> None:
     graph.refuses(larger, "one request more than captured")
     trial.conforms(larger, step="one request more than captured, without the graph")
     graph.judge(_batch(trial, case, size, 6), "replayed after a call without the graph")
-
-
-def _with_longest(case: LayerCase) -> LayerCase:
-    """The batch whose first sequence, new token included, is as long as a replay's may be."""
-    return replace(case, kv=(_LONGER * (max(case.kv) + 1) - 1, *case.kv[1:]), seed=case.seed + 8)
 
 
 def _batch(trial: Trial, case: LayerCase, requests: int, seed: int) -> Problem:

@@ -128,12 +128,9 @@ def _patched(
     if any(map(why_not_plain, parts)) or [x.shape for x in parts] != [x.shape for x in clean]:
         return value
     # What lies in the output tensor that was handed in must stay there.
-    patched = [part if out and _within(part, out) else part.clone() for part in parts]
+    given = out and out.storage.untyped_storage().data_ptr()
+    patched = [part if part.untyped_storage().data_ptr() == given else part.clone() for part in parts]
     for mine, theirs, dim in zip(patched, clean, dims, strict=False):
         count = rows.stop - rows.start
         mine.narrow(dim, rows.start, count).copy_(theirs.narrow(dim, rows.start, count))
     return tuple(patched) if len(patched) > 1 else patched[0]
-
-
-def _within(part: torch.Tensor, out: Guarded) -> bool:
-    return part.untyped_storage().data_ptr() == out.storage.untyped_storage().data_ptr()

@@ -44,11 +44,7 @@ _WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
 
 
 class Session:
-    """The calls of a trial's instance, in order.
-
-    Args:
-        trial: whose instance.
-    """
+    """The calls of a trial's instance, in order."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial, self._count, self._before = trial, 0, ""
@@ -58,7 +54,6 @@ class Session:
         """Make one, and judge it.
 
         Args:
-            problem: of one call, or of several parts.
             step: what is special about it, for messages.
             prepare: as for :meth:`Trial.run`.
             in_place: whether its operands stand where those of other such calls stood.

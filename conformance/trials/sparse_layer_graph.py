@@ -84,13 +84,11 @@ class SparseLayerGraph:
         written = {name: (len(image.cache), self._static.written[name].cache) for name, image in call.written.items()}
         self._behind = {name: cache[count:].view(torch.uint8).clone() for name, (count, cache) in written.items()}
         mine, own = self._static.metadata, call.metadata
-        parts = {name: _said(getattr(mine, name), getattr(own, name)) for name in ("attention", "index")}
+        parts = {}
+        for name in ("attention", "index"):  # whose buffers and maxima stay, with what is said on the host
+            told = {each: value for each, value in vars(getattr(own, name)).items() if each.endswith("_cpu")}
+            parts[name] = replace(getattr(mine, name), **told)
         return replace(self._static, metadata=replace(mine, **parts, num_decodes=own.num_decodes))
-
-
-def _said(metadata: Any, other: Any) -> Any:
-    """Metadata, whose buffers and maxima stay, with what others say on the host."""
-    return replace(metadata, **{name: value for name, value in vars(other).items() if name.endswith("_cpu")})
 
 
 def _call(problem: Problem) -> SparseLayerCall:

@@ -1,24 +1,28 @@
 """The backend under test: its class in each role, its declarations, and what it and its device support."""
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Rounding
+from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
-from mla_conformance.backends.references import BackendReference, parse_reference
+from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.driving.executor import IN_PROCESS, Executor
 from mla_conformance.judging.needs import needed_bytes
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
@@ -33,6 +37,7 @@ class Subject:
     backend: BackendReference  # names it
     device: torch.device  # where it is judged
     executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
+    _classes: dict[Role, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(reference: str, device: torch.device, executor: Executor = IN_PROCESS) -> "Subject":
@@ -61,10 +66,6 @@ class Subject:
             self._classes[role] = mla_backend(*map(self.class_of, _KERNELS_OF_LAYERS)) if common else named
         return self._classes[role]
 
-    @cached_property
-    def _classes(self) -> dict[Role, Any]:
-        return {}
-
     def declaration_of(self, role: Role) -> Declaration:
         return self.declarations[role]
 
@@ -86,18 +87,6 @@ class Subject:
             deterministic=all(d.deterministic for d in declared),
             batch_invariant=all(d.batch_invariant for d in declared),
         )
-
-    @property
-    def rounding(self) -> dict[str, str]:
-        """The declared rounding classes by name; those of a role beside prefill say so."""
-        found: dict[str, str] = {}
-        kernels = {role: reported for role, reported in self.declarations.items() if role != Role.LAYER}
-        for role, declaration in (kernels or self.declarations).items():
-            prefix = f"{role}: " if role != Role.PREFILL and len(kernels) > 1 else ""
-            found |= _classes(declaration.rounding, prefix)
-            if declaration.e4m3_rounding is not None:
-                found |= _classes(declaration.e4m3_rounding, f"{prefix}e4m3 operands: ")
-        return found
 
     @cached_property
     def capability(self) -> DeviceCapability | None:
@@ -154,9 +143,44 @@ def _here(reference: str, device: torch.device) -> Subject:
     return Subject.of(reference, device)
 
 
-def _classes(rounding: Rounding, prefix: str) -> dict[str, str]:
-    """Rounding classes by name, each name behind ``prefix``."""
-    return {f"{prefix}{name}": value.value for name, value in vars(rounding).items()}
+def describe(subject: Subject) -> BackendFacts:
+    """The facts of a backend, for a parent that does not import it; one that raises when it is asked is unavailable."""
+    try:
+        reference, reasons = subject.backend.reference, tuple(subject.unavailable)
+        versions = {} if reasons else subject.versions()
+        # What tells that a backend is still the same: its file, or its distributions' versions.
+        fingerprint = ", ".join(f"{name} {version}" for name, version in versions.items()) or "no distribution"
+        if (location := reference.rpartition(":")[0]).endswith(".py"):
+            fingerprint = "file " + hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]
+        elif reasons:
+            fingerprint = "unavailable"
+        if reasons:
+            return BackendFacts(subject.name, reference, reasons, fingerprint=fingerprint)
+        kernels = {role: declared for role, declared in subject.declarations.items() if role != Role.LAYER}
+        rounding: dict[str, str] = {}  # classes by name; those of a role beside prefill say so
+        for role, declared in (kernels or subject.declarations).items():
+            prefix = f"{role}: " if role != Role.PREFILL and len(kernels) > 1 else ""
+            for operands, classes in (("", declared.rounding), ("e4m3 operands: ", declared.e4m3_rounding)):
+                named = {} if classes is None else vars(classes)
+                rounding |= {f"{prefix}{operands}{name}": value.value for name, value in named.items()}
+        declaration = subject.declaration
+        return BackendFacts(
+            subject.name,
+            reference,
+            versions=versions,
+            emulated=declaration.emulated,
+            deviations=tuple((each.library, each.adapter) for each in declaration.deviations),
+            rounding=rounding,
+            fingerprint=fingerprint,
+        )
+    except BackendReferenceError as error:
+        return unavailable(subject, one_line(error).removeprefix(f"{BackendReferenceError.__name__}: "))
+    except BaseException as error:
+        return unavailable(subject, f"could not be described: {one_line(error)}")
+
+
+def unavailable(subject: Subject, reason: str) -> BackendFacts:
+    return BackendFacts(subject.name, subject.backend.reference, (reason,), fingerprint="unavailable")
 
 
 def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:

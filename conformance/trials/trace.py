@@ -51,12 +51,9 @@ def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
 
 
 def traced(subject: Subject, cases: Mapping[str, str], before: set[str]) -> Traced:
-    """Call a backend on a GPU once more, on cases that it passed.
+    """Call a backend on a GPU once more, on a case by capability that it passed.
 
-    Args:
-        subject: the backend on its device.
-        cases: the id of a case for each capability.
-        before: the libraries of the process before the backend was imported.
+    ``before`` are the libraries of the process before the backend was imported.
     """
     kernels = {}
     for capability, case in ((capability, Case.parse(text)) for capability, text in cases.items()):

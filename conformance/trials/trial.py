@@ -63,19 +63,12 @@ class Trial:
         declared: Declaration = self.query("asked what it declares, it", question, Declaration)
         return declared
 
-    @property
-    def declared(self) -> dict[str, str]:
-        """What the adapter declares, by its role, in words; empty if it was not asked."""
-        asked = "declaration" in self.__dict__
-        return {str(self.case.role): repr(self.declaration)} if asked else {}
-
     @cached_property
     def backend(self) -> Any:
         """The instance that all calls of the trial go to: a kernel, or a layer."""
         return self.create()
 
     def create(self, case: Case | None = None) -> Any:
-        """A new instance, by default for the trial's own case."""
         return self.make("the constructor", partial(self.subject.create, case or self.case))
 
     def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
