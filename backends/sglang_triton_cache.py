@@ -42,6 +42,7 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
     declaration = declared(
         "sglang triton",
         ("wants a row for each slot at one stride", "counts the rows between blocks as well"),
+        ("has none for blocks that are no whole entries apart", "such a cache is copied, and back"),
         ("gathers rows that are listed", "lists them by the block table"),
         ("on Hopper the launcher takes a kernel in CUDA for rows that it can", "launches the Triton one"),
         ("gathers tiles of codes as values alone", "as codes declared unsupported"),
@@ -64,6 +65,10 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
     ) -> None:
         require_call(self, "write_latent", kv_cache, kv_c.dtype, slot_dtype=slot_mapping.dtype)
         check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
+        if (whole := _whole(kv_cache)) is not kv_cache:
+            self.run_write_latent(kv_c, k_pe, whole, slot_mapping, k_scale)
+            kv_cache.copy_(whole)
+            return
         tokens = len(slot_mapping)
         parts = [kv_c[:tokens], k_pe[:tokens]]
         if self.kv_cache_dtype == _TILED:
@@ -89,6 +94,7 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
         require_call(self, "gather_latent", kv_cache, workspace.dtype, **asked)
         check_workspace(self, kv_cache, workspace)
         check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
+        kv_cache = _whole(kv_cache)
         page, lengths = kv_cache.shape[1], cu_seq_lens.diff()
         request = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         token = torch.arange(len(request), device=lengths.device) - (cu_seq_lens[:-1] - seq_starts).long()[request]
@@ -106,15 +112,14 @@ class SGLangTritonCacheBackend(LibraryKernel, MLACacheBackend):
 SGLangTritonCacheInterpreted = interpreted(SGLangTritonCacheBackend, supported_kv_cache_dtypes=["auto"])
 
 
-def _rows(cache: Tensor) -> Tensor:
-    """[rows, width], of which a block begins every so many; of several layers' blocks the others are among them.
+def _whole(cache: Tensor) -> Tensor:
+    """The cache, or a copy where its blocks are no whole entries apart."""
+    return cache.contiguous() if cache.stride(0) % cache.shape[2] else cache
 
-    Raises:
-        ValueError: blocks are no whole number of rows apart.
-    """
+
+def _rows(cache: Tensor) -> Tensor:
+    """[rows, width], of which a block begins every so many; of several layers' blocks the others are among them."""
     blocks, page, width = cache.shape
-    if cache.stride(0) % width:
-        raise ValueError(f"kv_cache: expected blocks whole entries of {width} apart, got {cache.stride(0)}")
     return cache.as_strided(((blocks - 1) * cache.stride(0) // width + page, width), (width, 1))
 
 

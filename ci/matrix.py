@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import structs
 
 from mla_conformance.certificate.certificate import Shown, shown_of
-from mla_conformance.certificate.records import read_records, suite_order
+from mla_conformance.certificate.records import read_records
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.report.causes import grouped
@@ -40,18 +40,13 @@ def newest(folder: Path) -> list[Shown]:
     return found
 
 
-def _of_newest(records: list[Shown]) -> list[Shown]:
-    latest = max((record.suite for record in records), key=suite_order)
-    return [record for record in records if record.suite == latest]
-
-
 def kernels(records: list[Shown]) -> str:
-    """Where and when most of the newest suite's records were made, then the others by name; and a row for each."""
-    latest, rows = _of_newest(records), []
-    made = grouped(latest, lambda r: f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}")
+    """Where and when most of the records were made, then the others by name; and a row for each."""
+    rows = []
+    made = grouped(records, lambda r: f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}")
     most, *others = sorted(made, key=lambda place: -len(made[place]))
     places = [most, *(f"{', '.join(record.backend for record in made[place])}: {place}" for place in others)]
-    for record in latest:
+    for record in records:
         counts = record.counts
         behind = [f"{name} {version}" for name, version in record.distributions.items()]
         versions = ", ".join(each for each in behind if each == behind[0] or not each.startswith("torch "))
@@ -62,8 +57,8 @@ def kernels(records: list[Shown]) -> str:
 
 
 def failures(records: list[Shown]) -> str:
-    """A row for each reason why kernels of the newest suite fail, with the shortest of the cases that show it."""
-    found = ((record.backend, finding) for record in _of_newest(records) for finding in record.findings)
+    """A row for each reason why kernels fail, with the shortest of the cases that show it."""
+    found = ((record.backend, finding) for record in records for finding in record.findings)
     rows = []
     # Without the place of the entry that says it.
     for reason, group in grouped(found, lambda each: each[1].expectation.partition(": ")[2]).items():
