@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -150,13 +151,15 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
 def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     earlier = run.found.verdicts.values()
-    total = sum(sum(run.request.expected(facts).values()) for facts in run.available)
-    progress = Progress(total, len(earlier), sum(record.failed for record in earlier))
+    expected = {facts.name: sum(run.request.expected(facts).values()) for facts in run.available}
+    progress = Progress(sum(expected.values()), len(earlier), sum(record.failed for record in earlier))
+    if len(expected) > 1:
+        progress.left = Counter(expected) - Counter(record.backend for record in earlier)
     try:
         if silent:  # a machine reads the report
             run.judge()
         else:
-            with live(lambda: progress.line):
+            with live(lambda: progress.line) as progress.tell:
                 run.judge(progress, progress.phase)
     except RunError as error:
         return str(error), 0
@@ -224,6 +227,9 @@ class Progress:
         self._began = time.monotonic()
         self._before, self._since = done, self._began  # what the pace is counted from
         self._phase = self._now = self._failure = ""
+        self.left = Counter[str]()  # of each of several backends, which are told of when nothing is
+        self._found = defaultdict[str, Counter[str]](Counter)
+        self.tell: Callable[[str], None] = say
 
     def __call__(self, record: Record) -> None:
         if record.confirmation or record.is_explained:
@@ -233,6 +239,13 @@ class Progress:
         self.failed += record.failed
         self._failure = self._failure or (f"{record.backend} {record.case}: {record.message}" if record.failed else "")
         self._now = f"{record.backend} {record.capability}"
+        found = self._found[record.backend]
+        word = "passed" if record.status is Status.PASS else "failed" if record.failed else record.status
+        found[word.replace("_", " ")] += 1
+        self.left[record.backend] -= 1
+        if self.left[record.backend] == 0:
+            counts = ", ".join(f"{number:,} {name}" for name, number in found.most_common())
+            self.tell(f"{record.backend}: {counts} · {clock(self.elapsed)}")
         before, now = ((done * self.parts) // max(1, self.total) for done in (self.done - 1, self.done))
         if not is_live() and now > before:
             say(f"… {self.line}")
@@ -273,10 +286,10 @@ def is_live() -> bool:
 
 
 @contextmanager
-def live(line: Callable[[], str]) -> Iterator[None]:
-    """Show a line, kept up to date and gone at the end; nothing where no line is live."""
+def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
+    """Show a line, kept up to date and gone at the end; nothing where no line is live. It gives what writes others."""
     if not is_live():
-        yield
+        yield say
         return
     from rich.console import Console
     from rich.live import Live
@@ -295,4 +308,4 @@ def live(line: Callable[[], str]) -> Iterator[None]:
         redirect_stdout=False,
         redirect_stderr=False,
     ):
-        yield
+        yield lambda text: console.print(Text(shown(text)))

@@ -92,6 +92,16 @@ def test_a_pipe_gets_ten_plain_lines(capsys: pytest.CaptureFixture[str]) -> None
     assert len(printed.splitlines()) == 10 and not ESCAPE.search(printed) and "\r" not in printed
 
 
+def test_each_of_several_backends_is_told_of_when_nothing_of_it_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    counting = Progress(3, parts=1)
+    counting.left.update({"A": 2, "B": 1})
+    with live(lambda: counting.line) as counting.tell:
+        for backend, status in (("A", Status.PASS), ("B", Status.UNSUPPORTED), ("A", Status.FAIL)):
+            counting(record("lse:q=[1]", status, backend))
+    told = [line for line in capsys.readouterr().out.splitlines() if line[0] != "…"]
+    assert told == ["B: 1 unsupported · 0:00", "A: 1 passed, 1 failed · 0:00"]
+
+
 def printed_on_a_terminal(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> str:
     """What a terminal is sent while standard output is one."""
     ours, theirs = os.openpty()
