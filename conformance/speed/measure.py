@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
+from timeit import Timer
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ _PAGES, _ROWS = 64, 64  # of a small case, which are repeated
 _SAID = {
     "cuda": "median of 2 × 3 rounds of triton.testing.do_bench, ± half their range (a 97 % interval); L2 flushed "
     "before each call; in a CUDA graph where the kernel declares that it can be captured",
-    "cpu": "on a CPU, at small shapes: median of 2 × 3 rounds of torch.utils.benchmark, ± half their range (a 97 % "
+    "cpu": "on a CPU, at small shapes: median of 2 × 3 rounds of timeit, ± half their range (a 97 % "
     "interval); caches not flushed",
 }
 
@@ -112,12 +113,16 @@ class Rounds:
                 if self._clocks:
                     self._clocks.look()
         else:
-            from torch.utils.benchmark import Timer
-
-            timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-            calls = max(1, int(_LONG / 1e3 / max(timer.timeit(1).median, 1e-7)))
-            found += [1e6 * timer.timeit(calls).median for _ in range(_ROUNDS)]
+            timer = Timer(call, timer=self._clock)
+            calls = max(1, int(_LONG / 1e3 / max(timer.timeit(1), 1e-7)))
+            found += [1e6 * timer.timeit(calls) / calls for _ in range(_ROUNDS)]
         return Interval(*(round(each, 3) for each in (median(found), min(found), max(found))))
+
+    def _clock(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
 
 def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
