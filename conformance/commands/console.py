@@ -79,7 +79,9 @@ def run_and_report(
             _say_wrapped(closing_line(summary))
             if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
                 named = ", ".join(sorted(backend.name for backend in left_out))
-                _say_wrapped(f"not judged: {named}, which compiles for minutes;", f"--all, or --backend {named}")
+                _say_wrapped(
+                    f"not judged: {named}, which compiles for minutes;", f"to judge it: --all, or --backend {named}"
+                )
             if run.request.deployment and not summary.environment.get("compute_capability"):
                 say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
         if keep_report and (not is_quiet or summary.exit_status):

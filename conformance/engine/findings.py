@@ -26,12 +26,19 @@ _LIBRARIES = ("jinja2", "markupsafe", "msgspec", "packaging", "rich")
 _RUN = (".pth", ".py", ".so")
 
 
+def _searched() -> list[Path]:
+    folders = {Path.cwd(), *(Path(entry).resolve() for entry in sys.path)}
+    return sorted(folders, key=lambda folder: len(folder.parts), reverse=True)
+
+
 @dataclass
 class LoadedCode:
     """The code that the processes of a run, and of what it goes on with, have loaded, by SHA-256."""
 
     digests: dict[str, str] = field(default_factory=dict)
     conflicts: set[str] = field(default_factory=set)  # paths of which processes have loaded different bytes
+    # that modules are looked for in, the deepest first; asked for when the run begins, since the current one may go
+    folders: list[Path] = field(default_factory=_searched)
 
     def add(self, loaded: Loaded) -> None:
         """What a process has loaded; of what was generated meanwhile, only whether it replaced a file that counts."""
@@ -49,12 +56,10 @@ class LoadedCode:
 
         Their place is in the deepest folder that modules are looked for in, so that it is called alike wherever it is.
         """
-        searched = {Path.cwd(), *(Path(entry).resolve() for entry in sys.path)}
-        folders = sorted(searched, key=lambda folder: len(folder.parts), reverse=True)
         shipped = {path.resolve() for path in harness_files().values()}
         modules = {Path(path): digest for path, digest in self.digests.items() if ".so" not in Path(path).suffixes}
         return {
-            place_of(path, next((folder / "_" for folder in folders if path.is_relative_to(folder)), None)): digest
+            place_of(path, next((folder / "_" for folder in self.folders if path.is_relative_to(folder)), None)): digest
             for path, digest in sorted(modules.items())
             if path not in shipped and not any(path.is_relative_to(site) for site in sites())
         }

@@ -143,7 +143,8 @@ def _limit(name: str, sign: str, value: str) -> int | str:
                 if isinstance(parse_fields(text)[name], int | tuple):
                     return int(value)
     raise CaseError(
-        f"malformed case query {name}{sign}{value}: expected a field's number after < or >, and data before ~"
+        f"malformed case query {name}{sign}{value}: expected a field of numbers and a number, as in topk>8192, "
+        "or data~ and a data regime"
     )
 
 

@@ -49,6 +49,7 @@ LEFT = {
 }
 OTHERWISE = {
     "Interrupts": (Check.CALL, "the call raised KeyboardInterrupt"),
+    "Generates": (Check.CALL, "the call raised GeneratorExit"),
     "RaisesItsOwn": (Check.CALL, "the call raised Own: (its text cannot be made)"),
     "RaisesAGroup": (Check.CALL, "the call raised BaseExceptionGroup: several"),
     "Sparse": (Check.SHAPE, "expected a strided torch.Tensor as output, got a tensor of layout sparse_coo"),
@@ -60,6 +61,7 @@ OTHERWISE = {
     "Negated": (Check.SHAPE, "got a lazily negated tensor"),
     "Meta": (Check.DEVICE, "expected output on cpu, got meta"),
     "Dictionary": (Check.SHAPE, "expected 2 tensor(s), got (dict)"),
+    "Generator": (Check.SHAPE, "expected 2 tensor(s), got (generator)"),
     "Text": (Check.SHAPE, "expected 2 tensor(s), got (str, Tensor)"),
     "Scalar": (Check.SHAPE, "expected output of shape [8, 4, 16], got []"),
     "Overrides": (Check.OUTPUT, "output is 0 at "),
@@ -256,6 +258,7 @@ DISTURB: dict[str, Callable[[], object]] = {
     "LeavesAChild": lambda: kept.append(subprocess.Popen(["sleep", "600"], start_new_session=True)),
     "ChangesTheMask": lambda: os.umask(0o7),
     "Interrupts": lambda: raised(KeyboardInterrupt),
+    "Generates": lambda: raised(GeneratorExit),
     "RaisesItsOwn": lambda: raised(Own),
     "RaisesAGroup": lambda: raised(BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError("too small")])),
     "RunsOutInAGroup": lambda: raised(
@@ -272,6 +275,7 @@ RETURNED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "Negated": lambda output, lse: (torch._neg_view(-output), lse),
     "Meta": lambda output, lse: (output.to("meta"), lse),
     "Dictionary": lambda output, lse: {"output": output, "lse": lse},
+    "Generator": lambda output, lse: (tensor for tensor in (output, lse)),
     "Text": lambda output, lse: ("output", lse),
     "Scalar": lambda output, lse: (output.sum(), lse),
     "Pair": lambda output, lse: OddPair((output, lse)),

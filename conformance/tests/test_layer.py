@@ -55,6 +55,13 @@ def written(text: str) -> CacheImage:
     return image
 
 
+def test_a_value_that_is_not_the_token_s_is_found_in_its_slot() -> None:
+    image = written(WRITES)
+    slot = int(image.slots[-1])
+    image.cache[slot // 16, slot % 16, 7] += 1
+    assert image.difference() == f"the entry of slot {slot} of the cache is not the new token's"
+
+
 @pytest.mark.parametrize(("column", "what"), [(3, "latent"), (-1, "rope key")])
 def test_a_neighbouring_code_is_found_and_named(column: int, what: str) -> None:
     image = written(f"{WRITES};cache=fp8;kscale=31000")
