@@ -15,7 +15,7 @@ import torch
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.executor import Executor, StepResult, run_step
+from mla_conformance.driving.driver import Executor, StepResult, run_step
 from mla_conformance.judging.record import Record
 from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.trials.context import Context
@@ -28,17 +28,14 @@ class _Unwatched(Executor):
     """Carries out steps in this process while somebody else looks at what they leave."""
 
     def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
-        done = self.make(step)
+        done = self.query(step)
         return replace(done, kept=done.value)
 
-    def make(self, step: Callable[[], Any]) -> StepResult:
+    def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
         try:
-            return StepResult(step())
+            return StepResult(question())
         except Exception as error:
             return StepResult(error=one_line(error), out_of_memory=out_of_memory(error))
-
-    def query(self, question: Callable[[], Any], kind: Any) -> StepResult:
-        return self.make(question)
 
 
 _UNWATCHED = _Unwatched()

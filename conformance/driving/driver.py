@@ -1,21 +1,129 @@
-"""The driver: runs a problem's calls on a backend and observes everything that comes back."""
+"""The driver: carries out what is a backend's, runs a problem's calls, and observes everything that comes back.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+A step takes place in this process, whose state it must leave as it is, or in another for it (``remote.py``). Nor may a
+call change what it was handed, beside its bytes.
+"""
+
+import builtins
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, reduce
 from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import type_name
+from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, user_interrupts
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.driving.executor import IN_PROCESS, Executor, Handed, StepResult, itself, look_afterwards, run_step
+from mla_conformance.driving.settings import watched
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.cpu_room import noted_faults
-from mla_conformance.problems.fences import Buffers, Fence, MovedCall
-from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, poison, poison_allocator
+from mla_conformance.problems.memory import (
+    Guarded,
+    Snapshot,
+    device_lost,
+    out_of_memory,
+    poison,
+    poison_allocator,
+)
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import merge
+
+_BUILTINS = vars(builtins)
+_looks: list[Callable[[], Iterable[str]]] = []
+"""What tells what else the step that is being run changed, once the process is as it was before."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    value: Any = None  # what it returned; None if it raised
+    error: str = ""  # one line for an exception, and the traceback behind it
+    traceback: str = ""
+    out_of_memory: bool = False  # the exception says that memory ran out
+    disturbed: tuple[str, ...] = ()  # settings of the process that it changed; they are restored as far as they can be
+    kept: Any = None  # the same where the step was carried out, for later steps
+
+
+def run_step(step: Callable[[], Any]) -> StepResult:
+    """Run a step that is a backend's.
+
+    Raises:
+        KeyboardInterrupt: the user asked for the end meanwhile; one that the step itself raises is its failure.
+    """
+    process, replaced, looks = os.getpid(), list[str](), len(_looks)
+    with user_interrupts() as interrupts, watched() as changes:
+        before, now = _BUILTINS.copy(), _BUILTINS
+        try:
+            try:
+                value = step()
+            finally:  # with none of Python's own functions, since any may be another
+                replaced = [
+                    name for name in before if name[0] != "_" and (name not in now or now[name] is not before[name])
+                ]
+                for name in replaced:
+                    now[name] = before[name]
+            outcome = StepResult(value)
+        except BaseException as error:
+            if interrupts:
+                raise
+            try:
+                said = cut(traceback.format_exc(), LINE)
+            except BaseException as refusal:
+                said = f"(no traceback can be made: {type_name(refusal)})"
+            outcome = StepResult(None, one_line(error), said, _ran_out(error))
+        if os.getpid() != process:
+            os._exit(0)  # the step forked, and its child came back into a run that is not its own
+    seen = [change for look in _looks[looks:] for change in look()]
+    del _looks[looks:]
+    return replace(outcome, disturbed=(*(f"builtins.{name} was replaced" for name in replaced), *changes, *seen))
+
+
+def _ran_out(error: BaseException) -> bool:
+    """Whether an exception, or one of a group, says that memory ran out; its text may refuse to be made."""
+    try:
+        if isinstance(error, BaseExceptionGroup):
+            return any(map(_ran_out, error.exceptions))
+        return out_of_memory(error)
+    except BaseException:
+        return False
+
+
+class Executor:
+    """Carries out steps in this process.
+
+    A step is a partial of functions that a module names, over calls, problems, plain values and what earlier steps
+    made: nothing in it says in which process it takes place.
+    """
+
+    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
+        """A step that returns what a call returned."""
+        done = run_step(step)
+        return replace(done, kept=done.value)
+
+    def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
+        """A step that answers with plain data of this type; without one, with what is for later steps only."""
+        return run_step(question)
+
+    def lost(self, device: torch.device) -> bool:
+        """Whether the steps destroyed the GPU's context that they run in."""
+        return device_lost(device)
+
+    @property
+    def spent(self) -> bool:
+        return False
+
+    def begin(self) -> None:
+        """What earlier trials handed over is needed no more."""
+
+    def make_room(self) -> None:
+        """Give back memory of the device that is held without need."""
+
+
+IN_PROCESS = Executor()
+
+
+def itself(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -160,7 +268,9 @@ def call_once(
 ) -> Any:
     """Do what is to be done ``first``, make a call with its output tensor, if it takes one, and wait for it."""
     first()
-    look_afterwards(Handed.of(call, None if out is None else out.view).settle)
+    metadata, named = getattr(call, "metadata", None), call.owned() | ({} if out is None else {"out": out.view})
+    tensors = [(name, tensor, _form(tensor), tensor.untyped_storage()) for name, tensor in named.items()]
+    _looks.append(partial(_settle_operands, tensors, metadata, dict(_fields("metadata", metadata))))
     if prepare:
         call.prepare(backend)
     value = call.invoke(backend, out)
@@ -169,52 +279,57 @@ def call_once(
     return value
 
 
-class OutOfBoundsError(Exception):
-    """A call that touched what lies beside an operand."""
+_KEPT = (bool, int, float, str, tuple, torch.dtype, type(None))
 
 
-def call_fenced(
-    fence: Fence,
-    first: Callable[[], None],
-    backend: Any,
-    call: KernelCall,
-    out: Guarded | None,
-    prepare: bool,
-    device: torch.device,
-) -> Any:
-    """As :func:`call_once`, over operands in fenced memory; a fault on a GPU loses the context, which is seen.
+def _settle_operands(
+    tensors: list[tuple[str, torch.Tensor, dict[str, Any], torch.UntypedStorage]],
+    metadata: Any,
+    before: dict[str, Any],
+) -> Iterator[str]:
+    """What of the operands is otherwise now, beside their bytes, in words; those looked at later get their form back.
 
-    Raises:
-        OutOfBoundsError: something beside an operand was touched; its message says which and how.
+    A library may hang further attributes on metadata; what stands in it is the caller's.
+
+    Args:
+        tensors: each with its name, and its form and storage as they were.
+        metadata: of the call.
+        before: its fields as they were.
     """
-    fenced = MovedCall(fence, call, out)
-    try:
-        with noted_faults():
-            value = call_once(first, backend, fenced.call, fenced.out, prepare, device)
-    finally:
-        # What touched something may have raised because of what it found there.
-        if beyond := [] if device_lost(device) else list(fenced.settle()):
-            raise OutOfBoundsError("; ".join(beyond))
-    return fenced.handed_back(value, out)
+    for name, tensor, form, storage in tensors:
+        now = _form(tensor)
+        if changed := [part for part, old in form.items() if now[part] != old]:
+            # What a storage has lost by being made smaller stays lost.
+            if storage.nbytes() != form["bytes"]:
+                storage.resize_(form["bytes"])
+            if tensor.is_leaf:
+                tensor.requires_grad_(form["requires_grad"])
+            whole = torch.empty(0, dtype=form["dtype"], device=storage.device)
+            tensor.data = whole.set_(storage, form["offset"], form["shape"], form["strides"])
+            yield from (f"{part} of {name} was {form[part]}, is {now[part]}" for part in changed)
+    now = dict(_fields("metadata", metadata))
+    yield from (f"{name} was replaced" for name, old in before.items() if now.get(name) != old)
 
 
-def call_in_buffers(
-    buffers: Buffers,
-    first: Callable[[], None],
-    backend: Any,
-    call: KernelCall,
-    out: Guarded | None,
-    prepare: bool,
-    device: torch.device,
-) -> Any:
-    """As :func:`call_once`, over operands at the addresses of those of earlier calls."""
-    moved = MovedCall(buffers, call, out)
-    try:
-        value = call_once(first, backend, moved.call, moved.out, prepare, device)
-    finally:
-        if not device_lost(device):
-            moved.write_back()
-    return moved.handed_back(value, out)
+def _form(tensor: torch.Tensor) -> dict[str, Any]:
+    storage = torch.Tensor.untyped_storage(tensor)
+    return {
+        "shape": list(tensor.shape),
+        "strides": list(tensor.stride()),
+        "offset": tensor.storage_offset(),
+        "dtype": tensor.dtype,
+        "requires_grad": tensor.requires_grad,
+        "address": storage.data_ptr(),
+        "bytes": storage.nbytes(),
+    }
+
+
+def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """By name: a plain value itself, the items of a list, and of any other object which one it is."""
+    yield name, value if isinstance(value, _KEPT) else tuple(value) if type(value) is list else id(value)
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from _fields(f"{name}.{field.name}", getattr(value, field.name, None))
 
 
 def states_of(problem: Problem, returned: Sequence[Returned]) -> list[OutputAndLse]:

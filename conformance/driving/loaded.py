@@ -62,14 +62,14 @@ class Loaded(msgspec.Struct, frozen=True):
 
 @dataclass
 class LoadedFiles:
-    _found: dict[str, str] = field(default_factory=dict)
-    _generated: dict[str, str] = field(default_factory=dict)
-    _mapped: set[str] = field(default_factory=set)
-    _began: float | None = None
+    found: dict[str, str] = field(default_factory=dict)
+    generated: dict[str, str] = field(default_factory=dict)
+    mapped: set[str] = field(default_factory=set)
+    began: float | None = None
 
     def watch(self, began: float) -> None:
         """Note every module and every shared library of this process from now on."""
-        self._began, self._mapped = began, _mapped()
+        self.began, self.mapped = began, _mapped()
         # The harness's packages, wherever an editable installation has them.
         packages = ("mla_conformance", "mla_conformance.backends", "mla_conformance.reference")
         self._trusted = tuple(f"{Path(str(files(package))).resolve()}/" for package in packages)
@@ -78,17 +78,6 @@ class LoadedFiles:
         for loader in _LOADERS:
             loader.get_code = self._noting(loader.get_code)
 
-    def new(self) -> Loaded:
-        """What was not told yet."""
-        if self._began is None:
-            return Loaded()
-        came, self._mapped = _mapped() - self._mapped, self._mapped | _mapped()
-        for path in filter(_is_library, came):
-            self._note(path, file_digest(Path(path)))
-        told = Loaded(self._found, self._generated)
-        self._found, self._generated = {}, {}
-        return told
-
     def _noting(self, get_code: Callable[[Any, str], CodeType]) -> Callable[[Any, str], CodeType]:
         def noted(loader: Any, name: str) -> CodeType:
             archive = getattr(loader, "archive", None)
@@ -96,7 +85,7 @@ class LoadedFiles:
             data = Path(path).read_bytes()
             top = name.partition(".")[0]  # Python's own library, or how this Python was built
             if not (path.startswith(_LIBRARY) and (top in sys.stdlib_module_names or top.startswith("_sysconfigdata"))):
-                self._note(path, hashlib.sha256(data).hexdigest())
+                self.note(path, hashlib.sha256(data).hexdigest())
             if archive or not isinstance(loader, SourceFileLoader):
                 return get_code(loader, name)
             # What is not the harness's or Python's, and in no wheel's list of files.
@@ -109,9 +98,9 @@ class LoadedFiles:
 
         return noted
 
-    def _note(self, path: str, digest: str) -> None:
-        generated = Path(path).stat().st_ctime > (self._began or 0)
-        (self._generated if generated else self._found)[str(Path(path).resolve())] = digest
+    def note(self, path: str, digest: str) -> None:
+        generated = Path(path).stat().st_ctime > (self.began or 0)
+        (self.generated if generated else self.found)[str(Path(path).resolve())] = digest
 
 
 @cache
@@ -125,4 +114,12 @@ LOADED = LoadedFiles()  # of this process
 
 
 def newly_loaded() -> Loaded:
-    return LOADED.new()
+    """What was not told yet."""
+    if LOADED.began is None:
+        return Loaded()
+    mapped = _mapped()
+    for path in filter(_is_library, mapped - LOADED.mapped):
+        LOADED.note(path, file_digest(Path(path)))
+    told = Loaded(LOADED.found, LOADED.generated)
+    LOADED.found, LOADED.generated, LOADED.mapped = {}, {}, LOADED.mapped | mapped
+    return told

@@ -1,29 +1,83 @@
-"""Steps carried out in another process: the executor that has them done, and the process that does them.
+"""Steps carried out in another process: the executor that has them done, the process that does them, and its answers.
 
 That process imports a backend, asks it and calls it; of a problem it knows what a backend is handed. What the judge
-asks is pickled, since the other side trusts it; what is answered is checked, see ``reply.py``.
+asks is pickled, since the other side trusts it. What is answered is plain facts in JSON, and tensors that lie in memory
+which both processes map. Nothing of it is believed: each field has its type and its limits, and each tensor is copied
+before anything looks at it.
 """
 
 import contextlib
 import pickle
 import select
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import torch
+from msgspec import Meta
 
-from mla_conformance.driving.executor import Executor, StepResult, itself, run_step
-from mla_conformance.driving.reply import LONGEST_REPLY, MalformedReply, Reader, Reply, Writer, decode, reply_of
-from mla_conformance.driving.shared import Arena, FrameError, Shared, SharedRange, Unpacker, pack, receive, send
-from mla_conformance.problems.memory import device_lost, storage_bytes
+from mla_conformance.backends.foreign import type_name
+from mla_conformance.driving.driver import (
+    Executor,
+    Instead,
+    StepResult,
+    itself,
+    parts_of,
+    run_step,
+    why_not_plain,
+)
+from mla_conformance.driving.shared import FrameError, RemoteValue, Shared, SharedRange, Unpacker, pack, receive, send
+from mla_conformance.problems.memory import device_lost, out_of_memory, storage_bytes
 
 _MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
 _MALFORMED = "malformed reply from the kernel process"
+LONGEST_LINE, LONGEST_TEXT, LONGEST_REPLY = 2_000, 100_000, 2**22
+_ALIGNMENT = 64  # of what is returned, as far as it had it
+_MOST_DIMENSIONS = 16
+
+_Line = Annotated[str, Meta(max_length=LONGEST_LINE)]
+_Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
+_Count = Annotated[int, Meta(ge=0, lt=2**48)]
+_Counts = Annotated[tuple[_Count, ...], Meta(max_length=_MOST_DIMENSIONS)]
+
+
+class MalformedReply(ValueError):
+    """An answer that no unchanged process of a kernel gives."""
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One object that a call returned: a tensor, or why it is none that can be looked at."""
+
+    kind: _Line  # name of its type
+    why: _Line = ""  # what it is instead of a tensor that can be looked at; empty if it is one
+    is_tensor: bool = False  # whether it is a tensor of any kind
+    dtype: _Line = ""
+    shape: _Counts = ()
+    strides: _Counts = ()
+    # where its bytes are, from the first element to the last; None of a tensor without
+    place: tuple[_Line, _Count, _Count, _Count] | None = None
+    offset: _Count = 0  # bytes before its first element
+    of: int | None = None  # number of the caller's storage that it is a view of, whose bytes are in their own place
+
+
+class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What became of a step, beside what a :class:`StepResult` says."""
+
+    number: int  # of the request
+    error: _Text = ""
+    traceback: _Text = ""
+    out_of_memory: bool = False
+    disturbed: Annotated[tuple[_Text, ...], Meta(max_length=100)] = ()
+    # what a call returned; several if that was a tuple or a list
+    parts: Annotated[tuple[Part, ...], Meta(max_length=100)] = ()
+    several: bool = False
+    needs: dict[_Line, _Count] = {}  # bytes that the parts need, by type of device, where there was not so much room
+    fact: msgspec.Raw = msgspec.Raw(b"null")  # plain data, as JSON
+    lost: bool = False  # the GPU's context is lost
 
 
 class Wanted(Enum):
@@ -44,41 +98,26 @@ class KernelRequest(msgspec.Struct, frozen=True):
     reached: list[SharedRange]  # places of what the step may write
 
 
-class RemoteValue:
-    """What a step left in the kernel's process, for as long as anything here refers to it."""
-
-    def __init__(self, number: int, released: list[int]) -> None:
-        self.number, self._released = number, released
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return kept, (self.number,)
-
-    def __del__(self) -> None:
-        self._released.append(self.number)
-
-
+@dataclass(eq=False, repr=False)
 class RemoteExecutor(Executor):
-    """Has steps carried out by the kernel's process.
+    """Has steps carried out by the kernel's process."""
 
-    Args:
-        ended: what is done when that process has ended.
-        ends: descriptors that become readable when it ends; what it has started may hold the connection open.
-    """
-
-    def __init__(
-        self, connection: socket.socket, shared: Shared, ended: Callable[[], NoReturn], ends: Sequence[int] = ()
-    ) -> None:
-        self._connection, self._arena, self._ended, self._ends = connection, Arena(shared), ended, ends
-        self._number, self._released = 0, list[int]()
-        self._lost, self._broken = False, ""
+    connection: socket.socket
+    shared: Shared
+    ended: Callable[[], NoReturn]  # what is done when that process has ended
+    ends: Sequence[int] = ()  # become readable when it ends; what it has started may hold the connection open
+    _number: int = field(default=0, init=False)
+    _released: list[int] = field(default_factory=list, init=False)
+    _lost: bool = field(default=False, init=False)
+    _broken: str = field(default="", init=False)
 
     @property
     def spent(self) -> bool:
         """Its GPU is lost, it answered what cannot be, or it holds much of a GPU for what is handed over."""
-        pieces = self._arena.shared.pieces["cuda"]
+        pieces = self.shared.pieces["cuda"]
         if self._lost or self._broken or len(pieces) < 2:
             return self._lost or bool(self._broken)
-        total = torch.cuda.get_device_properties(self._arena.shared.device("cuda")).total_memory
+        total = torch.cuda.get_device_properties(self.shared.devices["cuda"]).total_memory
         return _MOST_SHARE * sum(piece.size for piece in pieces) > total
 
     def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
@@ -89,7 +128,7 @@ class RemoteExecutor(Executor):
             return done
         try:
             for kind, size in reply.needs.items():
-                self._arena.require(kind, size)
+                self.shared.room(kind, size)
         except MemoryError as error:
             return replace(done, error=f"MemoryError: {error}", out_of_memory=True)
         again, reply = self._asked(partial(itself, done.kept), Wanted.RETURNED)
@@ -97,15 +136,11 @@ class RemoteExecutor(Executor):
             return replace(done, error=f"MemoryError: no room for a result of {reply.needs} bytes", out_of_memory=True)
         return replace(again, disturbed=done.disturbed)
 
-    def make(self, step: Callable[[], Any]) -> StepResult:
-        done, _ = self._asked(step, Wanted.NOTHING)
-        return replace(done, value=done.kept)
-
-    def query(self, question: Callable[[], Any], kind: Any) -> StepResult:
+    def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
         """The answer, if it is data of this type."""
-        done, reply = self._asked(question, Wanted.FACT)
-        if done.error:
-            return done
+        done, reply = self._asked(question, Wanted.NOTHING if kind is None else Wanted.FACT)
+        if done.error or kind is None:
+            return replace(done, value=done.kept)
         try:
             return replace(done, value=msgspec.json.decode(reply.fact, type=kind))
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
@@ -116,73 +151,120 @@ class RemoteExecutor(Executor):
 
     def use(self, device: torch.device) -> None:
         """Tell the kernel's process where backends are judged."""
-        self._arena.shared.use(device)
-        self._arena.require(device.type, 1)
-        send(self._connection, pickle.dumps(device))
+        self.shared.devices[device.type] = device
+        self.shared.synchronize()
+        self.shared.room(device.type, 1)
+        send(self.connection, pickle.dumps(device))
 
     def begin(self) -> None:
-        self._arena.sweep()
+        self.shared.sweep()
 
     def make_room(self) -> None:
-        self.make(torch.cuda.empty_cache)
+        self.query(torch.cuda.empty_cache)
 
     def _asked(
         self, step: Callable[[], Any], wanted: Wanted, memory: Sequence[torch.Tensor] = ()
     ) -> tuple[StepResult, Reply]:
         """What became of a step, and the reply, whose fields are plain data of the right types."""
-        self._number, shared = self._number + 1, self._arena.shared
-        if not self._broken:
-            packed, reached = pack(step, self._arena), list(map(self._arena.place_of, memory))
-            openers, self._arena.openers = self._arena.openers, []
-            released = [self._released.pop() for _ in range(len(self._released))]
-            rooms = {kind: self._arena.room(kind) for kind, pieces in shared.pieces.items() if pieces}
-            request = KernelRequest(self._number, packed, wanted, released, openers, rooms, reached)
-            try:
-                answer, here = b"", self._connection.fileno()
-                with contextlib.suppress(OSError):
-                    send(self._connection, pickle.dumps(request))
-                    ready, _, _ = select.select([here, *self._ends], [], [])
-                    answer = receive(self._connection, LONGEST_REPLY) if here in ready else b""
-                # Where there is no answer, the kernel's process has ended.
-                reply = decode(answer or self._ended(), request.number)
-                if not reply.needs.keys() <= shared.pieces.keys():
-                    raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
-                for tensor, place in zip(memory, reached, strict=True):
-                    storage_bytes(tensor).copy_(shared.bytes_of(place))
-                returned = wanted is Wanted.RETURNED and not reply.error and not reply.needs
-                value = Reader(shared, rooms, memory).value(reply) if returned else None
-            except (MalformedReply, FrameError) as error:
-                # Nothing that comes later is the answer to what is asked.
-                self._broken = f"{_MALFORMED}: {error}"
+        self._number, shared = self._number + 1, self.shared
+        if self._broken:
+            return StepResult(error=self._broken), Reply(self._number)
+        packed, reached = pack(step, shared), list(map(shared.place_of, memory))
+        openers, shared.openers = shared.openers, []
+        released = [self._released.pop() for _ in range(len(self._released))]
+        rooms = {kind: shared.room(kind) for kind, pieces in shared.pieces.items() if pieces}
+        request = KernelRequest(self._number, packed, wanted, released, openers, rooms, reached)
+        try:
+            answer, here = b"", self.connection.fileno()
+            with contextlib.suppress(OSError):
+                send(self.connection, pickle.dumps(request))
+                ready, _, _ = select.select([here, *self.ends], [], [])
+                answer = receive(self.connection, LONGEST_REPLY) if here in ready else b""
+            # Where there is no answer, the kernel's process has ended.
+            reply = msgspec.json.decode(answer or self.ended(), type=Reply)
+            if reply.number != self._number:
+                raise MalformedReply(f"expected the answer to request {self._number}, got that to {reply.number}")
+            if not reply.needs.keys() <= shared.pieces.keys():
+                raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
+            for tensor, place in zip(memory, reached, strict=True):
+                storage_bytes(tensor).copy_(shared.bytes_of(place))
+            is_returned = wanted is Wanted.RETURNED and not reply.error and not reply.needs
+            value = returned(reply, shared, rooms, memory) if is_returned else None
+        except (MalformedReply, FrameError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            # Nothing that comes later is the answer to what is asked.
+            self._broken = f"{_MALFORMED}: {error}"
+            return StepResult(error=self._broken), Reply(self._number)
+        shared.synchronize()
+        self._lost = self._lost or reply.lost
+        is_kept = wanted is not Wanted.FACT and not reply.error
+        left = RemoteValue(self._number, self._released) if is_kept else None
+        said = reply.error, reply.traceback, reply.out_of_memory, reply.disturbed
+        return StepResult(value, *said, left), reply
+
+
+def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
+    """What a call returned, taken out of the rooms: copies that nothing but the judge's process can write.
+
+    Args:
+        reply: tells of it.
+        shared: the memory that both map.
+        rooms: what of it was free for the answer, by type of device.
+        reached: whose storages a part may be a view of.
+
+    Raises:
+        MalformedReply: that cannot be.
+        torch.OutOfMemoryError: this process has no room for a copy, which is not the kernel's fault.
+    """
+    parts: list[Any] = []
+    try:
+        for part in reply.parts:
+            if part.why or not part.is_tensor:
+                parts.append(Instead(part.kind, part.why or f"a {part.kind}", part.is_tensor))
+                continue
+            dtype = getattr(torch, part.dtype, None)
+            if not isinstance(dtype, torch.dtype) or len(part.shape) != len(part.strides):
+                raise MalformedReply(f"expected a dtype and as many strides as sizes, got {part.dtype!r}")
+            if part.place is None and part.of is None:
+                parts.append(torch.empty_strided(part.shape, part.strides, dtype=dtype, device="meta"))
+                continue
+            if part.of is None:
+                place = SharedRange(*part.place or ())
+                room = rooms.get(place.kind)
+                inside = room and place.piece == room.piece and room.at <= place.at
+                if not room or not inside or place.at + place.size > room.at + room.size:
+                    raise MalformedReply("expected a tensor in the room for answers, got one elsewhere")
+                storage = shared.bytes_of(place).clone().untyped_storage()
+            elif 0 <= part.of < len(reached):
+                storage = reached[part.of].untyped_storage()
             else:
-                shared.synchronize()
-                self._lost = self._lost or reply.lost
-                is_kept = wanted is not Wanted.FACT and not reply.error
-                left = RemoteValue(self._number, self._released) if is_kept else None
-                said = reply.error, reply.traceback, reply.out_of_memory, reply.disturbed
-                return StepResult(value, *said, left), reply
-        return StepResult(error=self._broken), Reply(self._number)
-
-
-_KEPT: dict[int, Any] = {}  # in the kernel's process, what steps made, by the number of their request
-
-
-def kept(number: int) -> Any:
-    return _KEPT[number]
+                raise MalformedReply(f"expected one of {len(reached)} storages, got number {part.of}")
+            if part.offset % dtype.itemsize or part.offset + _span(part, dtype.itemsize) > storage.nbytes():
+                raise MalformedReply(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
+            made = torch.empty(0, dtype=dtype, device=storage.device)
+            parts.append(made.set_(storage, part.offset // dtype.itemsize, part.shape, part.strides))
+    except (RuntimeError, TypeError) as error:
+        if out_of_memory(error):
+            raise
+        raise MalformedReply(f"no tensor can be made of it: {error}") from error
+    if not reply.several and len(parts) != 1:
+        raise MalformedReply(f"expected one part, got {len(parts)}")
+    return tuple(parts) if reply.several else parts[0]
 
 
 def serve(connection: socket.socket, shared: Shared) -> None:
     """Hear where backends are judged, then carry out steps until the other end is closed."""
+    kept: dict[int, Any] = {}  # what steps made, by the number of their request
     if frame := receive(connection):
         device = pickle.loads(frame)
-        shared.use(device)
+        shared.devices[device.type] = device
+        shared.synchronize()
         while frame := receive(connection):
             request: KernelRequest = pickle.loads(frame)
             for number in request.released:
-                _KEPT.pop(number, None)
+                kept.pop(number, None)
             for opener in request.openers:
                 shared.open_cuda(opener)
-            done = run_step(partial(_told, request, shared))
+            done = run_step(partial(_told, request, shared, kept))
             reply = reply_of(request.number, done)
             if done.error:
                 reply = msgspec.structs.replace(reply, lost=device_lost(device))
@@ -195,13 +277,76 @@ def serve(connection: socket.socket, shared: Shared) -> None:
             send(connection, data)
 
 
-def _told(request: KernelRequest, shared: Shared) -> Reply:
-    value = Unpacker(request.step, shared).load()()
+def _told(request: KernelRequest, shared: Shared, kept: dict[int, Any]) -> Reply:
+    value = Unpacker(request.step, shared, kept).load()()
     if request.wanted is Wanted.FACT:
         return Reply(request.number, fact=msgspec.Raw(msgspec.json.encode(value)))
-    _KEPT[request.number] = value
+    kept[request.number] = value
     reply = Reply(request.number)
     if request.wanted is Wanted.RETURNED:
-        reply = Writer(shared, request.rooms, request.reached).reported(request.number, value)
+        reply = written(shared, request.rooms, request.reached, request.number, value)
     shared.synchronize()
     return reply
+
+
+def written(
+    shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[SharedRange], number: int, value: Any
+) -> Reply:
+    """What a call returned, put into the rooms that are free for it, in the kernel's process.
+
+    Args:
+        shared: the memory that both map.
+        rooms: what of it is free, by type of device.
+        reached: places of the caller's storages, of which a part may be a view.
+        number: of the request.
+        value: what it returned.
+    """
+    parts: list[Part] = []
+    needs: dict[str, int] = {}  # bytes, by type of device
+    for each in parts_of(value):
+        kind = type_name(each)[:LONGEST_LINE]
+        if why := why_not_plain(each):
+            parts.append(Part(kind, why[:LONGEST_LINE], issubclass(type(each), torch.Tensor)))
+            continue
+        part = Part(kind, "", True, str(each.dtype).removeprefix("torch."), tuple(each.shape), each.stride())
+        device, item = each.device.type, each.element_size()
+        if each.is_meta:
+            parts.append(part)
+            continue
+        if each.device != shared.devices.get(device):
+            parts.append(Part(kind, f"a tensor on {each.device}", True))
+            continue
+        first, begin = each.storage_offset() * item, each.untyped_storage().data_ptr()
+        here = [index for index, x in enumerate(reached) if x.size and x.kind == device]
+        if own := [index for index in here if begin == shared.bytes_of(reached[index]).data_ptr()]:
+            parts.append(msgspec.structs.replace(part, offset=first, of=own[0]))
+            continue
+        # The bytes from the first element to the last, as far behind an aligned address as they are.
+        size = _span(part, item)
+        lead = each.data_ptr() % _ALIGNMENT if size else 0
+        lead -= lead % item
+        room, taken = rooms[device], needs.get(device, 0)
+        needs[device] = taken + -(-(lead + size) // _ALIGNMENT) * _ALIGNMENT
+        place = SharedRange(room.kind, room.piece, room.at + taken, lead + size)
+        if taken + lead + size <= room.size and size:
+            shared.bytes_of(place)[lead:].copy_(storage_bytes(each)[first : first + size])
+        parts.append(msgspec.structs.replace(part, place=tuple(place), offset=lead))
+    if any(need > rooms[kind].size for kind, need in needs.items()):
+        return Reply(number, needs=needs)
+    return Reply(number, parts=tuple(parts), several=issubclass(type(value), tuple | list))
+
+
+def reply_of(number: int, done: StepResult) -> Reply:
+    """The reply to a step that raised, or whose value is told in another field."""
+    error, traceback, *disturbed = (
+        text[-LONGEST_TEXT // 8 :].encode("utf-8", "backslashreplace").decode("utf-8")
+        for text in (done.error, done.traceback, *done.disturbed)
+    )
+    return Reply(number, error, traceback, done.out_of_memory, tuple(disturbed))
+
+
+def _span(part: Part, item: int) -> int:
+    """Bytes from the first element to the end of the last."""
+    if 0 in part.shape:
+        return 0
+    return (1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.strides, strict=True))) * item

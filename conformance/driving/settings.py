@@ -4,7 +4,6 @@ One more setting is one line. A library may add names and import modules; a name
 it. Torch's compiler, once it is imported, wraps functions of torch.
 """
 
-import builtins
 import contextlib
 import ctypes
 import locale
@@ -27,8 +26,6 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
-_UNREADABLE = "(unreadable)"  # stands for a value whose reading raised
-_BUILTINS = vars(builtins)
 _OWNERS: tuple[Any, ...] = (torch, torch.Tensor, torch.nn.functional, np)  # what functions are looked up in
 _FOLLOWS = torch.Storage  # type: ignore[attr-defined]
 """A class that torch replaces by itself when the default dtype changes."""
@@ -48,15 +45,9 @@ class Setting(NamedTuple):
     read: Callable[[], Any]  # its value now
     # puts back a value that was read; where there is no way a change is told only
     restore: Callable[[Any], object] = lambda old: None
-    # of name, old value and new one, what counts as a change, as a text; empty for none
-    tell: Callable[[str, Any, Any], str] = lambda name, old, now: "" if old == now else f"{name} from {old} to {now}"
-
-    def value(self) -> Any:
-        """What is read now; a call may have left a state that cannot be read."""
-        try:
-            return self.read()
-        except Exception:
-            return _UNREADABLE
+    # of name, old value and another new one, what counts as a change, as a text; empty for none
+    tell: Callable[[str, Any, Any], str] = lambda name, old, now: f"{name} from {old} to {now}"
+    unreadable: str = "(unreadable)"  # stands for a value that cannot be read in the state that a call left
 
 
 @contextlib.contextmanager
@@ -67,7 +58,10 @@ def watched() -> Iterator[list[str]]:
     settings behind it are. Drawing from torch's generator is no change, a new seed is.
     """
     functions = [(owner, vars(owner).copy()) for owner in _OWNERS]
-    settings = [(setting, setting.value()) for setting in SETTINGS]
+    before: list[Any] = [setting.unreadable for setting in SETTINGS]
+    for number, setting in enumerate(SETTINGS):
+        with contextlib.suppress(Exception):
+            before[number] = setting.read()
     random, changes = torch.get_rng_state(), list[str]()
     # Stand-ins take the streams' place, since pytest itself still writes to them.
     descriptors = [os.dup(number) for number in _STANDARD]
@@ -76,15 +70,19 @@ def watched() -> Iterator[list[str]]:
     try:
         yield changes
     finally:
-        for owner, before in functions:
-            changes += _settle_functions(owner, before)
+        for owner, known in functions:
+            same = False
+            with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
+                same = vars(owner) == known
+            changes += [] if same else _settle_functions(owner, known)
         changed = []
-        for setting, old in settings:
-            now = setting.value()
-            try:  # values that a call left may refuse to be compared or printed
-                change = "" if now is old else setting.tell(setting.name, old, now)
-            except Exception:
-                change = setting.name
+        for setting, old in zip(SETTINGS, before, strict=True):
+            now: Any = setting.unreadable
+            with contextlib.suppress(Exception):
+                now = setting.read()
+            change = setting.name
+            with contextlib.suppress(Exception):  # values that a call left may refuse to be compared or printed
+                change = "" if now is old or old == now else setting.tell(setting.name, old, now)
             changed += [(setting, old, change)] if change else []
         for setting, old, change in changed:
             changes.append(change)
@@ -96,26 +94,13 @@ def watched() -> Iterator[list[str]]:
         changes += _settle_streams(streams, stand_ins, descriptors)
 
 
-def settle_builtins(before: dict[str, Any]) -> list[str]:
-    """Put back Python's own functions, and tell which were replaced; with none of them, since any may be another."""
-    present = _BUILTINS
-    changed = [name for name in before if name[0] != "_" and (name not in present or present[name] is not before[name])]
-    for name in changed:
-        present[name] = before[name]
-    return [f"builtins.{name} was replaced" for name in changed]
-
-
 def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
     """Put back what was replaced of a module or a class, and tell its names."""
 
     def is_function(value: Any) -> bool:  # a function, a class, or what is bound to an instance
         return value is not _FOLLOWS and (callable(value) or hasattr(type(value), "__get__"))
 
-    present = vars(owner)
-    with contextlib.suppress(Exception):  # values that are no functions may refuse to be compared
-        if present == before:
-            return
-    is_class = isinstance(owner, type)
+    present, is_class = vars(owner), isinstance(owner, type)
     title = f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
     for name, function in before.items():
         now = present.get(name)
@@ -151,24 +136,19 @@ def _settle_streams(before: Any, stand_ins: list[Any], descriptors: list[int]) -
 def _set_modes(read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any], old: Any) -> None:
     while read():
         pop()
-    for mode in old:
+    for _, mode in old:
         push(mode)
 
 
 def _tell_modes(name: str, old: list[Any], now: list[Any]) -> str:
-    if [*map(id, old)] == [*map(id, now)]:
-        return ""
-    return f"{name} from {[type(mode).__name__ for mode in old]} to {[type(mode).__name__ for mode in now]}"
+    were, are = ([type(mode).__name__ for _, mode in modes] for modes in (old, now))
+    return f"{name} from {were} to {are}"
 
 
 def _set_autocast(device: str, old: tuple[bool, torch.dtype]) -> None:
     torch.set_autocast_enabled(device, old[0])
     torch.set_autocast_dtype(device, old[1])
     torch.clear_autocast_cache()
-
-
-def _attribute(name: str, owner: Any, attribute: str) -> Setting:
-    return Setting(name, partial(getattr, owner, attribute), partial(setattr, owner, attribute))
 
 
 def _set_inference(enabled: bool) -> None:
@@ -201,13 +181,6 @@ def _control(new: str = "") -> str:
     return hex(int.from_bytes(environment[_CONTROL : _CONTROL + 4], "little") & ~_STICKY)
 
 
-def _directory() -> str:
-    try:
-        return os.getcwd()  # noqa: PTH109 - a text, as it is printed
-    except FileNotFoundError:
-        return "(removed)"
-
-
 def _mask() -> str:
     mask = os.umask(0o77)
     os.umask(mask)
@@ -232,13 +205,9 @@ def _set_filters(old: tuple[list[Any], int]) -> None:
         pass
 
 
-def _environment() -> dict[bytes, bytes]:
-    """The variables without the decoding of each, which would take as long as everything else here."""
-    return dict(vars(os.environ)["_data"])
-
-
-def _lost_variables(old: dict[bytes, bytes], now: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """At its first use a library may add variables, and extend others such as a search path."""
+def _lost_variables(old: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """Those not there now. At its first use a library may add variables, and extend others such as a search path."""
+    now = vars(os.environ)["_data"]
     return {name: value for name, value in old.items() if value not in now.get(name, b"")}
 
 
@@ -294,8 +263,13 @@ SETTINGS: tuple[Setting, ...] = (
         torch.get_default_device,
         lambda old: torch.set_default_device(None if old.type == "cpu" else old),
     ),
-    *(
-        Setting(name, read, partial(_set_modes, read, pop, push), _tell_modes)
+    *(  # each with its number, since only the mode itself is the same, whatever it says that it equals
+        Setting(
+            name,
+            partial(lambda read: [(id(mode), mode) for mode in read()], read),
+            partial(_set_modes, read, pop, push),
+            _tell_modes,
+        )
         for name, read, pop, push in (
             ("function modes", overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode),
             ("dispatch modes", dispatch._get_current_dispatch_mode_stack, dispatch._pop_mode, dispatch._push_mode),
@@ -317,7 +291,11 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _attribute("TF32 of cuDNN", torch.backends.cudnn, "allow_tf32"),
+    Setting(
+        "TF32 of cuDNN",
+        partial(getattr, torch.backends.cudnn, "allow_tf32"),
+        partial(setattr, torch.backends.cudnn, "allow_tf32"),
+    ),
     *(  # ``none`` chooses nothing, which computes as ``ieee`` does
         Setting(
             f"float32 precision of {name}",
@@ -330,9 +308,18 @@ SETTINGS: tuple[Setting, ...] = (
             ("oneDNN's matmul", torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
         )
     ),
-    _attribute("reduced fp16 sums", torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-    _attribute("reduced bf16 sums", torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-    _attribute("fp16 sums", torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+    *(
+        Setting(
+            name,
+            partial(getattr, torch.backends.cuda.matmul, f"allow_{attribute}"),
+            partial(setattr, torch.backends.cuda.matmul, f"allow_{attribute}"),
+        )
+        for name, attribute in (
+            ("reduced fp16 sums", "fp16_reduced_precision_reduction"),
+            ("reduced bf16 sums", "bf16_reduced_precision_reduction"),
+            ("fp16 sums", "fp16_accumulation"),
+        )
+    ),
     Setting("number of threads", torch.get_num_threads, torch.set_num_threads),
     Setting("number of threads between operations", torch.get_num_interop_threads),
     *(
@@ -359,7 +346,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("floating-point control (rounding, denormals)", _control, _control),
     Setting("umask", _mask, lambda old: os.umask(int(old, 8))),
-    Setting("working directory", _directory, os.chdir),
+    Setting("working directory", os.getcwd, os.chdir, unreadable="(removed)"),
     Setting(
         "sys.path",
         lambda: list(sys.path),
@@ -373,9 +360,9 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("error handling of numpy", np.geterr, lambda old: np.seterr(**old)),
     Setting(
         "environment variable",
-        _environment,
-        lambda old: os.environb.update(_lost_variables(old, _environment())),
-        lambda name, old, now: " ".join([name, *map(os.fsdecode, lost)]) if (lost := _lost_variables(old, now)) else "",
+        lambda: dict(vars(os.environ)["_data"]),  # without the decoding of each, which takes as long as all else here
+        lambda old: os.environb.update(_lost_variables(old)),
+        lambda name, old, now: f"{name} {', '.join(map(os.fsdecode, lost))}" if (lost := _lost_variables(old)) else "",
     ),
     Setting("left", _children, _end_left, _tell_left),
 )

@@ -5,7 +5,7 @@ its own functions, each for the context that torch uses on the current device: t
 well. A frame is eight bytes of length, and so many bytes.
 
 Calls and problems are packed as bytes: tensors lie in that memory, the rest is pickled. What is unpacked was packed by
-a process that is trusted. What the kernel's process answers is never unpickled; see ``reply.py``.
+a process that is trusted. What the kernel's process answers is never unpickled; see ``remote.py``.
 """
 
 import ctypes
@@ -14,6 +14,8 @@ import mmap
 import pickle
 import socket
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ _LAZY_PEER_ACCESS = 1
 _OUT_OF_MEMORY = 2
 _NO_RESERVE = 0x4000  # Linux' MAP_NORESERVE: of a piece as large as the machine's memory, only what is used counts
 _KEPT_BYTES = 2**28  # of the host's piece, what need not be given back
+_ALIGNMENT = 512
+_LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once
 
 
 class SharedRange(NamedTuple):
@@ -52,20 +56,19 @@ class _Handle(ctypes.Structure):
 
 
 class Shared:
-    """What one of two processes sees of their memory; to be made before the other one is forked."""
+    """What one of two processes sees of their memory; to be made before the other one is forked.
+
+    The one that hands over also knows where what it handed over stands.
+    """
 
     def __init__(self, host_bytes: int) -> None:
         self.map = mmap.mmap(-1, host_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.pieces: dict[str, list[Piece]] = {HOST: [Piece(address, host_bytes)], "cuda": []}
-        self._device = torch.device(HOST)
-
-    def use(self, device: torch.device) -> None:
-        """The device that tensors which are not on the host are on."""
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.init()
-            torch.cuda.synchronize(device)
+        self.devices = {HOST: torch.device(HOST)}  # by their types; of a GPU once it is known which
+        self.openers: list[bytes] = []  # of pieces that the other process has not been told of
+        self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
+        self._ends = {HOST: 0, "cuda": 0}
 
     def add_cuda(self, size: int) -> bytes:
         """One more piece of the GPU; what opens it in the other process."""
@@ -86,23 +89,52 @@ class Shared:
         _check("cuIpcOpenMemHandle", status)
         self.pieces["cuda"].append(Piece(address.value, int.from_bytes(opener[-8:], "little")))
 
-    def storage(self, place: SharedRange) -> torch.UntypedStorage:
-        device = self.device(place.kind)
+    def bytes_of(self, place: SharedRange) -> torch.Tensor:
+        device = self.devices[place.kind]
+        data = torch.empty(0, dtype=torch.uint8, device=device)
         if not place.size:
-            return torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+            return data
         address = self.pieces[place.kind][place.piece].address + place.at
         made: Any = torch._C._construct_storage_from_data_pointer(address, device, place.size)
-        return made
-
-    def bytes_of(self, place: SharedRange) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device(place.kind)).set_(self.storage(place))
-
-    def device(self, kind: str) -> torch.device:
-        return torch.device(HOST) if kind == HOST else self._device
+        return data.set_(made)
 
     def synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if "cuda" in self.devices:
+            torch.cuda.synchronize(self.devices["cuda"])
+
+    def place_of(self, tensor: torch.Tensor) -> SharedRange:
+        """Where a tensor's storage stands: in a place of its own for as long as it lives."""
+        storage, kind = tensor.untyped_storage(), tensor.device.type
+        found = self._places.get(storage._cdata)
+        if found is None or found[0].expired():
+            size = storage.nbytes()
+            room = self.room(kind, size)
+            if size > room.size:
+                raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
+            self._ends[kind] = room.at + size
+            found = self._places[storage._cdata] = (StorageWeakRef(storage), room._replace(size=size))
+        return found[1]
+
+    def room(self, kind: str, size: int = 0) -> SharedRange:
+        """What is free, for an answer too; of a GPU at least so many bytes."""
+        pieces, at = self.pieces[kind], -(-self._ends[kind] // _ALIGNMENT) * _ALIGNMENT
+        free = max(0, pieces[-1].size - at) if pieces else 0
+        if kind == "cuda" and free < size:
+            free = max(size + _ALIGNMENT, _LEAST_PIECE)
+            self.openers.append(self.add_cuda(free))
+            at = self._ends[kind] = 0
+        return SharedRange(kind, max(0, len(pieces) - 1), at, free)
+
+    def sweep(self) -> None:
+        """Free what belongs to storages that are gone, up to the last that is not."""
+        self._places = {key: found for key, found in self._places.items() if not found[0].expired()}
+        ends = dict.fromkeys(self._ends, 0)
+        for _, place in self._places.values():
+            if place.piece == len(self.pieces[place.kind]) - 1:
+                ends[place.kind] = max(ends[place.kind], place.at + place.size)
+        if not ends[HOST] and len(self.map) > _KEPT_BYTES:
+            self.map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)  # let the system have most of the host's piece
+        self._ends = ends
 
 
 def _check(name: str, status: int) -> None:
@@ -119,90 +151,50 @@ def send(connection: socket.socket, frame: bytes) -> None:
 
 
 def receive(connection: socket.socket, limit: int | None = None) -> bytes:
-    """One frame; empty if the other end is closed."""
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size) or bytes(_LENGTH.size))
-    if limit is not None and length > limit:
-        raise FrameError(f"expected at most {limit} bytes, got {length}")
-    return _exactly(connection, length)
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    """So many bytes; none if the other end is closed before they have come."""
-    data = bytearray(count)
-    view, got = memoryview(data), 0
-    while got < count:
-        more = connection.recv_into(view[got:])
-        if not more:
-            return b""
-        got += more
+    """One frame; empty if the other end is closed before all of it has come."""
+    data, count = bytearray(), _LENGTH.size
+    for is_length in (True, False):
+        data, got = bytearray(count), 0
+        while got < count:
+            more = connection.recv_into(memoryview(data)[got:])
+            if not more:
+                return b""
+            got += more
+        if is_length:
+            (count,) = _LENGTH.unpack(data)
+            if limit is not None and count > limit:
+                raise FrameError(f"expected at most {limit} bytes, got {count}")
     return bytes(data)
 
 
-_ALIGNMENT = 512
-_LEAST_PIECE = 2**28  # bytes of a GPU's memory that are asked for at once
+@dataclass(eq=False)
+class RemoteValue:
+    """What a step left in the kernel's process, for as long as anything here refers to it."""
 
+    number: int
+    released: list[int]  # where its number goes then
 
-class Arena:
-    """Where what is handed over stands: each storage has a place of its own for as long as it lives."""
-
-    def __init__(self, shared: Shared) -> None:
-        self.shared = shared
-        self.openers: list[bytes] = []  # of pieces that the other process has not been told of
-        self._places: dict[int, tuple[StorageWeakRef, SharedRange]] = {}
-        self._ends = {HOST: 0, "cuda": 0}
-
-    def place_of(self, tensor: torch.Tensor) -> SharedRange:
-        storage, kind = tensor.untyped_storage(), tensor.device.type
-        found = self._places.get(storage._cdata)
-        if found is None or found[0].expired():
-            self.require(kind, size := storage.nbytes())
-            room = self.room(kind)
-            if size > room.size:
-                raise MemoryError(f"{size} bytes between two processes, {room.size} are left")
-            self._ends[kind] = room.at + size
-            found = self._places[storage._cdata] = (StorageWeakRef(storage), room._replace(size=size))
-        return found[1]
-
-    def require(self, kind: str, size: int) -> None:
-        if kind == "cuda" and self.room(kind).size < size:
-            self.openers.append(self.shared.add_cuda(max(size + _ALIGNMENT, _LEAST_PIECE)))
-            self._ends[kind] = 0
-
-    def sweep(self) -> None:
-        """Free what belongs to storages that are gone, up to the last that is not."""
-        self._places = {key: found for key, found in self._places.items() if not found[0].expired()}
-        ends = dict.fromkeys(self._ends, 0)
-        for _, place in self._places.values():
-            if place.piece == len(self.shared.pieces[place.kind]) - 1:
-                ends[place.kind] = max(ends[place.kind], place.at + place.size)
-        if not ends[HOST] and len(self.shared.map) > _KEPT_BYTES:
-            self.shared.map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES)  # let the system have most of the host's piece
-        self._ends = ends
-
-    def room(self, kind: str) -> SharedRange:
-        """What is free, for an answer too."""
-        pieces = self.shared.pieces[kind]
-        if not pieces:
-            return SharedRange(kind, 0, 0, 0)
-        at = -(-self._ends[kind] // _ALIGNMENT) * _ALIGNMENT
-        return SharedRange(kind, len(pieces) - 1, at, max(0, pieces[-1].size - at))
+    def __del__(self) -> None:
+        self.released.append(self.number)
 
 
 class _Packer(pickle.Pickler):
-    arena: Arena
+    shared: Shared
     written: set[SharedRange]
 
-    def persistent_id(self, tensor: Any) -> Any:
-        if type(tensor) is not torch.Tensor:
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is RemoteValue:
+            return value.number
+        if type(value) is not torch.Tensor:
             return None
-        form = (tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.is_meta:
+        form = (value.dtype, tuple(value.shape), value.stride())
+        if value.is_meta:
             return form
-        place = self.arena.place_of(tensor)
+        place = self.shared.place_of(value)
         if place not in self.written:
             self.written.add(place)
-            self.arena.shared.bytes_of(place).copy_(storage_bytes(tensor))
-        return (*form, place, tensor.storage_offset())
+            self.shared.bytes_of(place).copy_(storage_bytes(value))
+        return (*form, place, value.storage_offset())
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, KernelCall | Problem | CacheImage):
@@ -211,27 +203,29 @@ class _Packer(pickle.Pickler):
         return NotImplemented if shown is value else shown.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def pack(value: Any, arena: Arena) -> bytes:
+def pack(value: Any, shared: Shared) -> bytes:
     """A value as bytes; calls and problems in it as a backend may know them."""
     packer = _Packer(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
-    packer.arena, packer.written = arena, set()
+    packer.shared, packer.written = shared, set()
     packer.dump(value)
-    arena.shared.synchronize()
+    shared.synchronize()
     return file.getvalue()
 
 
 class Unpacker(pickle.Unpickler):
     """Reads what another process packed; tensors stay in the memory that both have."""
 
-    def __init__(self, data: bytes, shared: Shared) -> None:
+    def __init__(self, data: bytes, shared: Shared, kept: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO(data))
-        self._shared = shared
+        self._shared, self._kept = shared, kept
         self._storages: dict[SharedRange, torch.UntypedStorage] = {}
 
-    def persistent_load(self, reported: Any) -> torch.Tensor:
+    def persistent_load(self, reported: Any) -> Any:
+        if isinstance(reported, int):
+            return self._kept[reported]
         dtype, shape, strides, *there = reported
         if not there:
             return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
         place, offset = there
-        storage = self._storages.setdefault(place, self._shared.storage(place))
+        storage = self._storages.setdefault(place, self._shared.bytes_of(place).untyped_storage())
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)

@@ -29,8 +29,7 @@ from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.diagnosis.reach import with_reach
-from mla_conformance.driving.driver import Observation, Returned
-from mla_conformance.driving.executor import Executor
+from mla_conformance.driving.driver import Executor, Observation, Returned
 from mla_conformance.driving.loaded import Loaded, newly_loaded
 from mla_conformance.engine.devices import device_facts, find_device, may_have_gpu, visible_gpus
 from mla_conformance.engine.kernel_process import start_kernel_process
@@ -167,7 +166,7 @@ class Worker:
         """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
         if reference not in self._subjects:
             subject = self._subjects[reference] = Subject.of(reference, self._device, self._executor)
-            self._executor.make(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
+            self._executor.query(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return self._subjects[reference]
 
     def answer(self, task: Task | None, share: int | None = None) -> TaskReply:

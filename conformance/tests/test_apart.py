@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import Instead
-from mla_conformance.driving.remote import RemoteExecutor
-from mla_conformance.driving.reply import MalformedReply, Part, Reader, Reply, Writer, decode
-from mla_conformance.driving.shared import Arena, Shared, SharedRange, Unpacker, pack, send
+from mla_conformance.driving.driver import Instead, StepResult
+from mla_conformance.driving.remote import Part, RemoteExecutor, Reply, returned, written
+from mla_conformance.driving.shared import Shared, SharedRange, Unpacker, pack, send
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.layer.call import RankedCall
@@ -25,7 +24,7 @@ CPU = torch.device("cpu")
 def crossed(value: Any) -> tuple[Any, Shared]:
     """What a value is behind the memory between two processes, and that memory."""
     shared = Shared(2**24)
-    return Unpacker(pack(value, Arena(shared)), shared).load(), shared
+    return Unpacker(pack(value, shared), shared, {}).load(), shared
 
 
 def test_what_operands_mean_stays_where_the_judge_is() -> None:
@@ -55,28 +54,44 @@ def overwrite_all(shared: Shared) -> None:
 
 
 def test_a_storage_keeps_its_place_as_long_as_it_lives() -> None:
-    arena, first, second = Arena(Shared(2**20)), torch.zeros(9), torch.zeros(9)
-    place, behind = arena.place_of(first), arena.place_of(second)
-    assert arena.place_of(first[3:]) == place and behind.at > place.at
+    shared, first, second = Shared(2**20), torch.zeros(9), torch.zeros(9)
+    place, behind = shared.place_of(first), shared.place_of(second)
+    assert shared.place_of(first[3:]) == place and behind.at > place.at
     del first, second
-    arena.sweep()
+    shared.sweep()
     third = torch.zeros(4)
-    assert arena.place_of(third).at == place.at
+    assert shared.place_of(third).at == place.at
     with pytest.raises(MemoryError, match="between two processes"):
-        arena.place_of(torch.zeros(2**20))
+        shared.place_of(torch.zeros(2**20))
 
 
-def returned(value: Any) -> tuple[Any, Shared]:
+def seen_of(value: Any) -> tuple[Any, Shared]:
     """What the judge sees of what a call returned, and the memory that the kernel can still write."""
     shared = Shared(2**20)
-    rooms = {"cpu": Arena(shared).room("cpu")}
-    reply = decode(msgspec.json.encode(Writer(shared, rooms, []).reported(1, value)), 1)
-    return Reader(shared, rooms, []).value(reply), shared
+    rooms = {"cpu": shared.room("cpu")}
+    reply = msgspec.json.decode(msgspec.json.encode(written(shared, rooms, [], 1, value)), type=Reply)
+    return returned(reply, shared, rooms, []), shared
+
+
+class Ended(Exception):
+    """The kernel's process has ended."""
+
+
+def ended() -> NoReturn:
+    raise Ended
+
+
+def answered(*frames: bytes) -> StepResult:
+    """What the judge makes of a call to whose request a kernel's process sends these frames."""
+    mine, theirs = socket.socketpair()
+    for frame in frames:
+        send(theirs, frame)
+    return RemoteExecutor(mine, Shared(2**20), ended).call(partial(int))
 
 
 def test_what_is_written_after_the_answer_is_not_in_the_copy() -> None:
     result = torch.arange(24.0).view(4, 6)
-    (seen, row), shared = returned((result[1:, ::2], result[2]))
+    (seen, row), shared = seen_of((result[1:, ::2], result[2]))
     overwrite_all(shared)
     assert torch.equal(seen, result[1:, ::2]) and seen.stride() == (6, 2) and torch.equal(row, result[2])
 
@@ -91,14 +106,15 @@ def test_what_is_written_after_the_answer_is_not_in_the_copy() -> None:
     ],
 )
 def test_what_is_no_tensor_is_told_by_what_it_is(value: Any, seen: Instead) -> None:
-    assert returned(value)[0] == seen
+    assert seen_of(value)[0] == seen
 
 
 def test_an_empty_tensor_and_one_without_memory_have_their_form() -> None:
-    (empty, meta), _ = returned([torch.ones(0, 3), torch.ones(2, 3, device="meta")])
+    (empty, meta), _ = seen_of([torch.ones(0, 3), torch.ones(2, 3, device="meta")])
     assert empty.shape == (0, 3) and meta.is_meta and meta.shape == (2, 3)
 
 
+MALFORMED = "malformed reply from the kernel process: "
 PART = {
     "kind": "Tensor",
     "is_tensor": True,
@@ -131,34 +147,26 @@ PART = {
     ],
 )
 def test_an_answer_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
-    shared = Shared(2**20)
-    reader = Reader(shared, {"cpu": Arena(shared).room("cpu")}, [])
-    assert reader.value(decode(msgspec.json.encode({"number": 7, "parts": [PART]}), 7)).shape == (2,)
-    with pytest.raises(MalformedReply):
-        reader.value(decode(msgspec.json.encode({"number": 7, "parts": [PART | change]}), 7))
+    assert answered(msgspec.json.encode({"number": 1, "parts": [PART]})).value.shape == (2,)
+    done = answered(msgspec.json.encode({"number": 1, "parts": [PART | change]}))
+    assert done.error.startswith(MALFORMED) and done.value is None
 
 
-@pytest.mark.parametrize("data", [b"", b"null", b"[" * 100_000, b'{"number":8}', b"\xff", b'{"number":7,"error":3}'])
+@pytest.mark.parametrize(
+    "data",
+    [b"null", b"[" * 100_000, b'{"number":8}', b"\xff", b'{"number":1,"error":3}', b'{"number":1,"needs":{"tpu":1}}'],
+)
 def test_what_is_no_answer_to_the_request_is_refused(data: bytes) -> None:
-    with pytest.raises(MalformedReply):
-        decode(data, 7)
-
-
-class Ended(Exception):
-    """The kernel's process has ended."""
-
-
-def ended() -> NoReturn:
-    raise Ended
+    assert answered(data).error.startswith(MALFORMED)
 
 
 def test_a_judge_without_room_for_a_copy_does_not_blame_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(reader: Reader, part: object) -> None:
+    def empty_strided(*form: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
-    monkeypatch.setattr(Reader, "_part", part)
+    monkeypatch.setattr(torch, "empty_strided", empty_strided)
     with pytest.raises(torch.OutOfMemoryError):
-        Reader(Shared(2**20), {}, []).value(Reply(1, parts=(Part("int"),)))
+        returned(Reply(1, parts=(Part("Tensor", "", True, "float32", (2,), (1,)),)), Shared(2**20), {}, [])
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -166,18 +174,15 @@ def test_memory_that_an_answer_asks_for_is_no_more_than_there_is(
     monkeypatch: pytest.MonkeyPatch, refused: bool
 ) -> None:
     """Whether it is not there, or the driver refuses it: the kernel's own call ran out of memory."""
-    mine, theirs = socket.socketpair()
-    needs = [msgspec.json.encode(Reply(number, needs={"cpu": 2**47})) for number in (1, 2)]
-    for frame in needs:
-        send(theirs, frame)
-    executor = RemoteExecutor(mine, Shared(2**20), ended)
+    room = Shared.room
 
-    def require(arena: Arena, kind: str, size: int) -> None:
+    def refusing(shared: Shared, kind: str, size: int = 0) -> SharedRange:
         if refused and size > 1:
             raise MemoryError(f"{size} bytes")
+        return room(shared, kind, size)
 
-    monkeypatch.setattr(Arena, "require", require)
-    done = executor.call(partial(int))
+    monkeypatch.setattr(Shared, "room", refusing)
+    done = answered(*(msgspec.json.encode(Reply(number, needs={"cpu": 2**47})) for number in (1, 2)))
     assert done.out_of_memory and ("no room" in done.error) is not refused
 
 
@@ -185,5 +190,5 @@ def test_the_end_of_the_kernels_process_is_seen_although_another_holds_its_conne
     (mine, _held), (end, other) = socket.socketpair(), os.pipe()
     os.close(other)
     with pytest.raises(Ended):
-        RemoteExecutor(mine, Shared(2**20), ended, [end]).make(partial(int))
+        RemoteExecutor(mine, Shared(2**20), ended, [end]).query(partial(int))
     os.close(end)

@@ -105,6 +105,13 @@ def test_rows_are_spread_over_the_reach(far: str) -> None:
     assert offsets[19] < 2**14
 
 
+def test_blocks_that_are_spread_begin_at_whole_entries_of_any_width() -> None:
+    blocks = torch.arange(4 * 2 * 656, dtype=torch.int64).view(4, 2, 656).to(torch.uint8)
+    spread = _spread(blocks, Reach("cache", 2**14))
+    assert torch.equal(spread, blocks)
+    assert (spread.stride(0) % 656, spread.stride(0) % 64) == (0, 0)
+
+
 def test_lists_have_65536_tokens_of_a_model_before_those_that_are_judged() -> None:
     listed = [case for case in CAPABILITIES["large_offsets"].cases if case.role is Role.SPARSE]
     far = [case for case in listed if case.far.startswith("rows")]

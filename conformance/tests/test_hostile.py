@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.driving import settings
-from mla_conformance.driving.executor import run_step
+from mla_conformance.driving.driver import run_step
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import judged
@@ -150,6 +150,16 @@ def test_what_libraries_do_is_no_change() -> None:
     torch.manual_seed = seed
     del torch.Tensor.of_a_library, os.environ["OF_A_LIBRARY"]  # type: ignore[attr-defined]
     assert changes == []
+
+
+def test_all_variables_that_a_call_lost_are_named_and_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST", "SECOND", "EXTENDED"):
+        monkeypatch.setenv(name, "value")
+    with settings.watched() as changes:
+        del os.environ["FIRST"]
+        os.environ.update(SECOND="another", EXTENDED="value:more")
+    assert changes == ["environment variable FIRST, SECOND"]
+    assert [os.environ[name] for name in ("FIRST", "SECOND")] == ["value"] * 2
 
 
 setattr_ = setattr

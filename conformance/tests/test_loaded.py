@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mla_conformance.driving.executor import IN_PROCESS
+from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.findings import LoadedCode
 from mla_conformance.engine.messages import Trace
@@ -24,7 +24,7 @@ LOADS = """
 import ctypes, importlib, importlib.util, json, os, py_compile, shutil, sys, threading, time, zipfile
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from mla_conformance.driving.loaded import LOADED, loaded_libraries
+from mla_conformance.driving.loaded import LOADED, loaded_libraries, newly_loaded
 
 here = Path(sys.argv[1])
 
@@ -83,8 +83,8 @@ told("generated", importlib.import_module("generated"))
 write("plain", "again")
 importlib.reload(plain)
 import colorsys
-found = LOADED.new()
-print(json.dumps([found.found, found.generated, values, list(LOADED.new().found)]))
+found = newly_loaded()
+print(json.dumps([found.found, found.generated, values, list(newly_loaded().found)]))
 """
 FOUND = ["computed.py", "removed.py", "threaded.py", "by_spec.py", "by_loader.py", "package/__init__.py"]
 FOUND += ["package/inner.py", "unchecked.py", "timed.py", "sourceless.pyc", "zipped.zip", "kernel.so.1", "plain.py"]

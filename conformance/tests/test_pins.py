@@ -25,7 +25,7 @@ from mla_conformance.certificate.pins import (
     owned_by_wheels,
 )
 from mla_conformance.cli import main
-from mla_conformance.driving.executor import IN_PROCESS
+from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker

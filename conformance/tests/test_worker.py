@@ -9,8 +9,8 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.driving import executor
-from mla_conformance.driving.executor import IN_PROCESS
+from mla_conformance.driving import driver
+from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.limits import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, TaskReply, WorkerJudged, WorkerStarted
@@ -71,7 +71,7 @@ class Gpu:
         patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: self.done.append(part))
         patch.setattr(torch.cuda, "memory_allocated", lambda device: self.held)
         patch.setattr(torch.cuda, "empty_cache", lambda: self.done.append("here"))
-        patch.setattr(executor.Executor, "make_room", lambda executor: self.done.append("where the kernel is"))
+        patch.setattr(driver.Executor, "make_room", lambda executor: self.done.append("where the kernel is"))
         patch.setattr(Context, "forget", lambda context: self.done.append("kept"))
         patch.setattr(room, "free_memory", lambda device: self.free.pop(0) if self.free[1:] else self.free[0])
         patch.setattr(room, "whole_memory", lambda device: self.whole)
@@ -160,7 +160,7 @@ def test_a_process_that_has_taken_half_of_its_memory_judges_no_other_case(monkey
 
 
 def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor, "device_lost", lambda device: True)
+    monkeypatch.setattr(driver, "device_lost", lambda device: True)
     _, answer = asked(LosesTheGPU, explain=True)
     record = answer.record
     assert answer.leaves and record.status is Status.FAIL and "misaligned address" in record.message
@@ -170,7 +170,7 @@ def test_a_lost_gpu_ends_the_process_and_is_not_asked_for_an_explanation(monkeyp
 def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(
     monkeypatch: pytest.MonkeyPatch, device: str, leaves: bool
 ) -> None:
-    monkeypatch.setattr(executor, "device_lost", lambda device: False)
+    monkeypatch.setattr(driver, "device_lost", lambda device: False)
     worker = Worker(torch.device(device), None, lambda event: None, IN_PROCESS)
     record = asked(EagerPrefillBackend, TOO_LARGE)[-1].record
     assert record.status is Status.UNAVAILABLE and worker._leaves(record, disturbed=False) is leaves

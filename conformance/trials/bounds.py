@@ -5,21 +5,54 @@ A GPU's context is lost with a fault; a process of its own then names the operan
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import Observation, OutOfBoundsError, call_fenced
+from mla_conformance.driving.driver import Observation, call_once
 from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.fences import OUT, Fence, Side, operands
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.cpu_room import noted_faults
+from mla_conformance.problems.fences import OUT, Fence, MovedCall, Side, operands
+from mla_conformance.problems.memory import Guarded, device_lost
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Trial
 
 _SECONDS = 300
 _BESIDE = {Side.END: "behind the end of", Side.BEGINNING: "before the beginning of"}
+
+
+class OutOfBoundsError(Exception):
+    """A call that touched what lies beside an operand."""
+
+
+def call_fenced(
+    fence: Fence,
+    first: Callable[[], None],
+    backend: Any,
+    call: KernelCall,
+    out: Guarded | None,
+    prepare: bool,
+    device: torch.device,
+) -> Any:
+    """As :func:`call_once`, over operands in fenced memory; a fault on a GPU loses the context, which is seen.
+
+    Raises:
+        OutOfBoundsError: something beside an operand was touched; its message says which and how.
+    """
+    fenced = MovedCall(fence, call, out)
+    try:
+        with noted_faults():
+            value = call_once(first, backend, fenced.call, fenced.out, prepare, device)
+    finally:
+        # What touched something may have raised because of what it found there.
+        if beyond := [] if device_lost(device) else list(fenced.settle()):
+            raise OutOfBoundsError("; ".join(beyond))
+    return fenced.handed_back(value, out)
 
 
 def memory_bounds(trial: Trial) -> None:

@@ -5,6 +5,7 @@
 that far. On a CPU what lies between is reserved and never touched, so that it takes no memory; rows are computed.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -104,7 +105,9 @@ def _far_call(backend: Any, case: Case, near: Problem) -> Any:
 def _spread(x: torch.Tensor, reach: Reach) -> torch.Tensor:
     """``x`` [rows, ...] in a buffer of twice the elements, the first half of the rows before them; each row packed."""
     elements = 2 * reach.elements * (_SCALE_BYTES if x.itemsize == 1 and not x.is_cuda else 1)
-    stride = -(-elements // x.shape[0]) // _ALIGNMENT * _ALIGNMENT
+    # Whole rows of the last dimension too: a kernel may count in entries, such as those of 656 bytes.
+    unit = math.lcm(_ALIGNMENT, x.shape[-1])
+    stride = -(-elements // x.shape[0]) // unit * unit
     size = x.shape[0] * stride
     buffer = poison((size,), x.dtype, x.device) if x.is_cuda else reserved(size, x.dtype)
     return buffer.as_strided(x.shape, (stride, *torch.empty(x.shape[1:], device="meta").stride())).copy_(x)

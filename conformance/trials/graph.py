@@ -32,7 +32,7 @@ class Graph:
     def __init__(self, trial: Trial, what: str, static: Problem, batch: Case | None = None) -> None:
         self.static, self._trial = static, trial
         loaded = _load(static, trial.build(batch or captured_batch(static.case)))
-        self._captured = trial.make(f"{what}: the call", partial(_capture, trial.backend, loaded))
+        self._captured = trial.query(f"{what}: the call", partial(_capture, trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many requests with lengths drawn anew, and padding up to the captured number."""

@@ -91,6 +91,6 @@ def loads_packed(trial: Trial) -> None:
     call = trial.problem.calls[0]
     assert isinstance(call, LayerCall)
     packed = replace(trial.problem, calls=(replace(call, packed=True),))
-    layer = trial.make(f"{step}: the constructor", partial(trial.subject.create, trial.case))
+    layer = trial.query(f"{step}: the constructor", partial(trial.subject.create, trial.case))
     expectation = trial.expect(packed)
     trial.judged(packed, expectation, trial.run(layer, packed), step)

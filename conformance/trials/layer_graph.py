@@ -80,14 +80,14 @@ class LayerGraph:
         self.size = call.query.shape[0]
         self._call = replace(call, **{name: getattr(call, name).clone() for name in ("query", "kv_c", "k_pe")})
         capture = partial(CapturedLayer, trial.backend, self._call, static.device)
-        self._captured = trial.make("captured: the call", capture)
+        self._captured = trial.query("captured: the call", capture)
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, judge."""
         expectation = self._trial.expect(problem)
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
-        self._trial.make(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
+        self._trial.query(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))
         self._load(call)
         replay = partial(CapturedLayer.replayed, self._captured, self._call)
         result = self._trial.call(f"{step}: the call", replay, [self._call.image.cache]).unflatten(
@@ -102,8 +102,8 @@ class LayerGraph:
     def refuses(self, problem: Problem, step: str) -> None:
         """A batch larger than the captured one must not be loaded; whatever the state raises, it is a refusal."""
         trial, executor = self._trial, self._trial.subject.executor
-        trial.make(f"{step}: prepare", partial(problem.calls[0].prepare, trial.backend))
-        done = executor.make(partial(CapturedLayer.fill_buffers, self._captured))
+        trial.query(f"{step}: prepare", partial(problem.calls[0].prepare, trial.backend))
+        done = executor.query(partial(CapturedLayer.fill_buffers, self._captured))
         if done.out_of_memory:
             trial.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {done.error}"))
         trial.require(bool(done.error), Check.UNSAFE_REFUSAL, f"{step}: it was loaded into the graph's buffers")

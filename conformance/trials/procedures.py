@@ -162,7 +162,7 @@ def must_refuse(trial: Trial, declared: str) -> None:
             trial.disturbed = True
             fail(Check.PROCESS_STATE, f"changed the process: {'; '.join(disturbed)}")
 
-    made = trial.subject.executor.make(partial(trial.subject.create, trial.case))
+    made = trial.subject.executor.query(partial(trial.subject.create, trial.case))
     require_undisturbed(made.disturbed)
     if made.error:
         trial.settle(Verdict(Status.PASS, f"refused: {made.error}"))

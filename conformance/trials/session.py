@@ -4,20 +4,24 @@ A result depends on its call and the metadata last prepared. Every call is judge
 new instance, so that its failure says whether what came before it is the cause.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from random import Random
 from typing import Any
 
+import torch
+
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, Layout
-from mla_conformance.driving.driver import Observation, call_in_buffers
+from mla_conformance.driving.driver import Observation, call_once
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Nonconformance, Status
-from mla_conformance.problems.fences import Buffers
+from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.fences import Buffers, MovedCall
+from mla_conformance.problems.memory import Guarded, device_lost
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
@@ -41,6 +45,25 @@ _REQUESTS = (1, 2, 3, 5, 2, 4)
 """Of those, in turn."""
 _STEPS = 3
 _WHOLE_LAYERS = (Role.LAYER, Role.SPARSE_LAYER)
+
+
+def call_in_buffers(
+    buffers: Buffers,
+    first: Callable[[], None],
+    backend: Any,
+    call: KernelCall,
+    out: Guarded | None,
+    prepare: bool,
+    device: torch.device,
+) -> Any:
+    """As :func:`call_once`, over operands at the addresses of those of earlier calls."""
+    moved = MovedCall(buffers, call, out)
+    try:
+        value = call_once(first, backend, moved.call, moved.out, prepare, device)
+    finally:
+        if not device_lost(device):
+            moved.write_back()
+    return moved.handed_back(value, out)
 
 
 class Session:
@@ -88,7 +111,7 @@ class Session:
 
     def _perform(self) -> Any:
         if self._buffers is None:
-            self._buffers = self.trial.make("buffers", Buffers)
+            self._buffers = self.trial.query("buffers", Buffers)
         return partial(call_in_buffers, self._buffers)
 
     def _alone(self, problem: Problem, expectation: Golden, seen: Observation) -> str:
@@ -96,7 +119,7 @@ class Session:
         trial, executor = self.trial, self.trial.subject.executor
         if seen.mutated or seen.device_lost or executor.lost(problem.device):
             return ""
-        made = executor.make(partial(trial.subject.create, problem.case))
+        made = executor.query(partial(trial.subject.create, problem.case))
         if made.error:
             return ""
         alone = judge(problem, expectation, trial.run(made.value, problem), trial.declaration)
@@ -234,7 +257,7 @@ def _second_layer(made: Session) -> None:
     problem = trial.build(replace(case, model=case.model + 1))
     layer, expectation = trial.create(problem.case), trial.expect(problem)
     made.call(trial.problem, "the first of two layers")
-    trial.make("a second layer", partial(_lend, trial.backend, layer, problem))
+    trial.query("a second layer", partial(_lend, trial.backend, layer, problem))
     step = "the second of two layers, over the metadata of the first"
     trial.judged(problem, expectation, trial.run(layer, problem, prepare=False), step)
     made.call(trial.problem, "the first of two layers again", prepare=False)

@@ -42,7 +42,7 @@ class SparseLayerGraph:
         self._trial = trial
         self._static = _call(trial.build(replace(trial.case, seed=trial.case.seed + 9)))
         loaded = self._load(_call(self.batch(len(trial.case.q), 1)))
-        self._captured = trial.make("captured: the call", partial(_capture, trial.backend, loaded))
+        self._captured = trial.query("captured: the call", partial(_capture, trial.backend, loaded))
 
     def batch(self, requests: int, seed: int) -> Problem:
         """So many of the requests in an order of their own, some of them shorter, and padding behind them."""

@@ -46,7 +46,7 @@ def side_stream(trial: Trial) -> None:
     problem = trial.problem
     expectation = trial.expect(problem)
     trial.call("before the stream: the call", partial(prepared_call, trial.backend, problem))
-    late = trial.make("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
+    late = trial.query("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
     value = trial.call("on a side stream: the call", partial(_result, late, 0))
     trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
 
@@ -59,7 +59,7 @@ def two_streams(trial: Trial, other: Problem) -> None:
         # What is compiled or allocated at a first call is no part of the question.
         trial.call("before the streams: the call", partial(prepared_call, backend, problem))
     for number in range(_ROUNDS):
-        late = trial.make("on two streams at once: the call", partial(_late_calls, backends, problems))
+        late = trial.query("on two streams at once: the call", partial(_late_calls, backends, problems))
         for index, (problem, expectation) in enumerate(zip(problems, golden, strict=True)):
             value = trial.call("on two streams at once: the call", partial(_result, late, index))
             step = f"two instances on two streams, round {number}"

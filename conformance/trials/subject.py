@@ -20,7 +20,7 @@ from mla_conformance.backends.references import BackendReference, BackendReferen
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
-from mla_conformance.driving.executor import IN_PROCESS, Executor
+from mla_conformance.driving.driver import IN_PROCESS, Executor
 from mla_conformance.judging.needs import needed_bytes
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.problems.memory import whole_memory

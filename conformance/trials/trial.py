@@ -12,8 +12,15 @@ from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import Observation, Returned, as_it_is_now, parts_of, run_calls, why_not_plain
-from mla_conformance.driving.executor import StepResult
+from mla_conformance.driving.driver import (
+    Observation,
+    Returned,
+    StepResult,
+    as_it_is_now,
+    parts_of,
+    run_calls,
+    why_not_plain,
+)
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
 from mla_conformance.problems.calls import KernelCall
@@ -69,18 +76,14 @@ class Trial:
         return self.create()
 
     def create(self, case: Case | None = None) -> Any:
-        return self.make("the constructor", partial(self.subject.create, case or self.case))
+        return self.query("the constructor", partial(self.subject.create, case or self.case))
 
     def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
         """What a call returned; what it raises, or leaves changed in the process, is the backend's failure."""
         return self._value(what, self.subject.executor.call(call, reached))
 
-    def make(self, what: str, step: Callable[[], Any]) -> Any:
-        """What is for later steps; otherwise as :meth:`call`."""
-        return self._value(what, self.subject.executor.make(step))
-
-    def query(self, what: str, question: Callable[[], Any], kind: Any) -> Any:
-        """Plain data of this type; otherwise as :meth:`call`."""
+    def query(self, what: str, question: Callable[[], Any], kind: Any = None) -> Any:
+        """Plain data of this type, or what is for later steps; otherwise as :meth:`call`."""
         return self._value(what, self.subject.executor.query(question, kind))
 
     def _value(self, what: str, done: StepResult) -> Any:
@@ -157,7 +160,7 @@ class Trial:
         ]
         # In one step, so that metadata that they share are one object wherever it is carried out.
         pairs = [(instance, problem.calls[0]) for instance, problem, _ in both]
-        self.make("prepare_metadata", partial(_prepare_each, pairs))
+        self.query("prepare_metadata", partial(_prepare_each, pairs))
         for instance, problem, expectation in both:
             observation = self.run(instance, problem, prepare=False)
             step = " ".join(filter(None, ("after another instance", difference, "was prepared")))

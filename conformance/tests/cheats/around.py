@@ -3,8 +3,8 @@
 import builtins
 import sys
 
-from mla_conformance.driving import reply
-from mla_conformance.driving.reply import Reply
+from mla_conformance.driving import remote
+from mla_conformance.driving.remote import Reply
 from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 
 _TUPLE = "expected the output itself, got a tuple of 1"
@@ -39,8 +39,8 @@ class ForgesItsNeeds(ThreeTimes):
     """Says, where its process tells what it returned, that this needs more memory than there is."""
 
     def answer(self, output, lse, q, k, v):
-        forged = lambda self, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731 - for its code
-        reply.Writer.reported.__code__ = forged.__code__
+        forged = lambda shared, rooms, reached, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731
+        remote.written.__code__ = forged.__code__
         return output, lse
 
 
