@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.merge_roundings import MergeTerms
-from mla_conformance.reference.terms import ErrorTerms, ProjectedTerms, error_terms, key_terms
 
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
@@ -26,6 +25,73 @@ _ON_GPU = 8
 def workspace_elements(device: torch.device) -> int:
     """Elements of a temporary there."""
     return WORKSPACE_ELEMENTS * (_ON_GPU if device.type == "cuda" else 1)
+
+
+@dataclass(frozen=True)
+class ErrorTerms:
+    """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
+
+    magnitude [T, N, V]: Σ p·|v|, the error of rounding p or v relative to a unit roundoff.
+    score [T, N, V]: Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores.
+    squares [T, N, V]: Σ p²·v², the variance of independent roundings of p.
+    peak [T, N, V]: max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what
+        is tiny beside it rounds to a subnormal or to 0.
+    lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
+
+    Where they are asked for, what rounding each key, and the value that it holds, once more does by the scores:
+    key_spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent.
+    key_shared [T, N]: Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys
+        have in common, element by element; estimated from random combinations of the columns, since the sum itself has
+        as many products for each row as a layer has for all.
+    key_shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share.
+    """
+
+    magnitude: Tensor
+    score: Tensor
+    squares: Tensor
+    peak: Tensor
+    lse_score: Tensor
+    key_spread: Tensor | None = None
+    key_shared: Tensor | None = None
+    key_shift: Tensor | None = None
+
+    def by_name(self) -> dict[str, Tensor]:
+        """The terms that were asked for."""
+        return {name: term for name, term in vars(self).items() if term is not None}
+
+    def parts(self) -> Iterator[Tensor]:
+        """The terms that were asked for, views with the tokens first."""
+        return (x.mT if name == "lse_score" else x for name, x in self.by_name().items())
+
+
+@dataclass(frozen=True)
+class ProjectedTerms:
+    """Sums over the visible keys, [T, N, V] float64.
+
+    A, E and E_l, Q, W and Y are terms of `ErrorTerms` (SPEC 4.2), with ~ those of an absorbed query and latents for
+    keys; o_c = Σ p·c is what a row attended of the latents, before W_UV.
+
+    rounding: the error of projections that are rounded to a unit roundoff, by the route where it is larger: keys and
+        values, E + E_l·|o| + A, or the absorbed query and the attended latent, E~ + E_l~·|o| + Σ_l |o_c|·|W_UV|.
+    variance: the same of independent roundings, Q + o² + W + Y or Y~ + Σ_l o_c²·W_UV².
+    latent_rounding: that of latents rounded once, E~ + E_l~·|o| + magnitude.
+    latent_variance: W~ + Y~ + latent_squares.
+    magnitude: Σ p·Σ_l |c|·|W_UV|, the error of accumulating latents or of rounding parts of their sum.
+    latent_squares: Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or the same for all keys.
+    accumulation: magnitude and what accumulating every product of a score does, Σ |q|·|W_UK|·|c|.
+    """
+
+    rounding: Tensor
+    variance: Tensor
+    latent_rounding: Tensor
+    latent_variance: Tensor
+    magnitude: Tensor
+    latent_squares: Tensor
+    accumulation: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ProjectedTerms":
+        """Each of them changed."""
+        return ProjectedTerms(**{name: change(term) for name, term in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -50,7 +116,10 @@ class AttentionState:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""
-        return AttentionState(change(self.output), change(self.lse.mT).mT, self.terms and self.terms.map(change))
+        terms = self.terms and ErrorTerms(
+            **{name: change(x.mT).mT if name == "lse_score" else change(x) for name, x in self.terms.by_name().items()}
+        )
+        return AttentionState(change(self.output), change(self.lse.mT).mT, terms)
 
     def parts(self) -> Iterator[Tensor]:
         """Output, LSE and error terms, views with the tokens first."""
@@ -82,10 +151,20 @@ def attention(
     check_operands(q, k, v, query_start_loc, key_start_loc)
     blocks: list[AttentionState] = []
     for queries, keys in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
-        request = [part.to(torch.float64) for part in (q[queries], k[keys], v[keys])]
-        for rows, visible in _query_blocks(*request, causal=causal):
-            seen = slice(visible.shape[1])
-            operands = request[0][rows], request[1][seen], request[2][seen]
+        request_q, request_k, request_v = (part.to(torch.float64) for part in (q[queries], k[keys], v[keys]))
+        (q_len, num_heads, _), kv_len = request_q.shape, request_k.shape[0]
+        block = max(1, workspace_elements(q.device) // max(1, num_heads * kv_len))
+        # 0 · NaN is NaN: a weight of 0 cannot hide a key that only later rows see, but a row by itself never meets it.
+        if causal and q_len > 1 and not (request_k.isfinite().all() & request_v.isfinite().all()):
+            block = 1
+        # Query i sees the keys up to i + diagonal.
+        diagonal = kv_len - q_len if causal else kv_len
+        for start in range(0, max(q_len, 1), block):  # a request without queries is one block of no rows
+            stop = min(start + block, q_len)
+            last = min(max(diagonal + stop, 0), kv_len)  # of the keys that a row of the block sees
+            query = torch.arange(start, stop, device=q.device)
+            visible = torch.arange(last, device=q.device) <= query[:, None] + diagonal
+            operands = request_q[start:stop], request_k[:last], request_v[:last]
             blocks.append(_attend(*operands, visible, scale, with_terms, with_key_terms))
     return concatenate(blocks)
 
@@ -105,20 +184,44 @@ def _attend(
     return AttentionState((p @ v).transpose(0, 1), lse, terms)
 
 
-def _query_blocks(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Iterator[tuple[slice, Tensor]]:
-    """Cut one request into blocks of queries: (rows, visible [rows, S]), S up to the block's last visible key."""
-    (q_len, num_heads, _), kv_len = q.shape, k.shape[0]
-    block = max(1, workspace_elements(q.device) // max(1, num_heads * kv_len))
-    # 0 · NaN is NaN: a weight of 0 cannot hide a key that only later rows see, but a row by itself never meets it.
-    if causal and q_len > 1 and not (k.isfinite().all() & v.isfinite().all()):
-        block = 1
-    # Query i sees the keys up to i + diagonal.
-    diagonal = kv_len - q_len if causal else kv_len
-    for start in range(0, max(q_len, 1), block):  # a request without queries is one block of no rows
-        stop = min(start + block, q_len)
-        query = torch.arange(start, stop, device=q.device)
-        key = torch.arange(min(max(diagonal + stop, 0), kv_len), device=q.device)
-        yield slice(start, stop), key <= query[:, None] + diagonal
+def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale: float) -> dict[str, Tensor]:
+    """The key terms by name for operands with the heads first, weights and scores [N, T, S]."""
+    output, weights = p @ v, p.square() * (scale**2 * (q.square() @ k.square().mT))
+    # Σ w·(v - o)², multiplied out: the differences themselves are too many to be held.
+    spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
+    scored = p * scores
+    shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
+    shared = _shared_variance(q, k, v, p, output, scale)
+    return {
+        "key_spread": spread.clamp(min=0.0).transpose(0, 1),
+        "key_shared": shared.mT,
+        "key_shift": shift.transpose(0, 1),
+    }
+
+
+_COMBINATIONS = 4
+
+
+def _shared_variance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor, scale: float) -> Tensor:
+    """[N, T] estimate of key_shared; a sum of squares over columns is the mean over random signs of them."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
+    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
+    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
+    return (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
+
+
+def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
+    """The sums of ErrorTerms for operands with the heads first, weights p [N, T, S] and visible [T, S]."""
+    weighted_scores = p * (scale * (q.abs() @ k.abs().mT))
+    largest = p.amax(dim=-1, keepdim=True) if p.shape[-1] else p.sum(dim=-1, keepdim=True)
+    return ErrorTerms(
+        magnitude=(p @ v.abs()).transpose(0, 1),
+        score=(weighted_scores @ v.abs()).transpose(0, 1),
+        squares=(p.square() @ v.square()).transpose(0, 1),
+        peak=(largest * (visible.to(torch.float64) @ v.abs())).transpose(0, 1),
+        lse_score=weighted_scores.sum(dim=-1),
+    )
 
 
 def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> AttentionState:
@@ -189,12 +292,6 @@ def check_operands(
     q: Tensor, k: Tensor, v: Tensor, query_start_loc: Sequence[int], key_start_loc: Sequence[int]
 ) -> None:
     """Raise ValueError unless the arguments of :func:`attention` fit together."""
-    _check_shapes(q, k, v)
-    _check_start_locs(query_start_loc, key_start_loc, q.shape[0], k.shape[0])
-
-
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless q, k, v are [T, N, D], [S, N or 1, D] and [S, N or 1, V]."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ValueError(f"expected q, k, v of three dimensions [tokens, heads, width], got {shapes}")
@@ -202,16 +299,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"expected q and k of one width, k and v of one number of tokens, got {shapes}")
     if k.shape[1] not in (1, q.shape[1]) or v.shape[1] not in (1, q.shape[1]):
         raise ValueError(f"expected k and v of {q.shape[1]} heads, or of 1 shared by all, got {shapes}")
-
-
-def _check_start_locs(query_start_loc: Sequence[int], key_start_loc: Sequence[int], q_rows: int, k_rows: int) -> None:
-    """Raise ValueError unless both lists delimit the same number of requests within their tensors."""
     if len(query_start_loc) != len(key_start_loc) or len(query_start_loc) < 2:
         raise ValueError(
             "expected start locations of one batch, B + 1 entries each with B >= 1, got "
             f"{len(query_start_loc)} for the queries and {len(key_start_loc)} for the keys"
         )
-    for name, start_loc, rows in (("query", query_start_loc, q_rows), ("key", key_start_loc, k_rows)):
+    for name, start_loc, rows in (("query", query_start_loc, q.shape[0]), ("key", key_start_loc, k.shape[0])):
         ascending = all(start <= stop for start, stop in pairwise(start_loc))
         if start_loc[0] != 0 or not ascending or start_loc[-1] > rows:
             raise ValueError(

@@ -17,6 +17,7 @@ scores and weights takes 11.8 ps there, p·v 4.7, magnitudes 1.1 and the terms' 
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,16 +68,23 @@ def blockwise_attention(
     `attention` does, and for rows that are not ascending query numbers of the batch.
     """
     check_operands(q, k, v, query_start_loc, key_start_loc)
-    _check_rows(rows, query_start_loc[-1])
-    requests = list(requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
-    pairs = sum(request.pairs for request in requests)
-    low = low_precision(pairs, q.device) if with_terms else None
-    sweep = _Sweep(requests, (q.shape[1], v.shape[2]), scale, low, q.device)
-    large = pairs >= _block_pairs(q.device) * len(requests)
-    shared = k.shape[1] < q.shape[1] and sweep.rows <= _SHARED_ROWS * len(requests)
-    state = sweep.state() if requests and large and not shared and not with_key_terms else None
-    if state is not None:
-        return state
+    stop, heads = query_start_loc[-1], q.shape[1]
+    if rows is not None and not all(-1 < a < b for a, b in pairwise([*rows, stop])):
+        raise ValueError(f"expected ascending query numbers from 0 to below {stop}, got {list(rows)}")
+    owned = [last - first for first, last in pairwise(query_start_loc)]
+    if rows is not None:
+        owned = [bisect_left(rows, last) - bisect_left(rows, first) for first, last in pairwise(query_start_loc)]
+    # Pairs of a row and a key, over all heads, the invisible ones included.
+    pairs = heads * sum(own * (last - first) for own, (first, last) in zip(owned, pairwise(key_start_loc), strict=True))
+    requests = sum(map(bool, owned))
+    large = pairs >= requests * (workspace_elements(q.device) if q.is_cuda else _BLOCK_PAIRS)
+    shared = k.shape[1] < heads and sum(owned) <= _SHARED_ROWS * requests
+    if requests and large and not shared and not with_key_terms:
+        low = low_precision(pairs, q.device) if with_terms else None
+        wanted = list(requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
+        state = _Sweep(wanted, (heads, v.shape[2]), scale, low, q.device).state()
+        if state is not None:
+            return state
     attend = partial(attention, scale=scale, causal=causal, with_terms=with_terms, with_key_terms=with_key_terms)
     state = by_shape(attend, q, k, v, query_start_loc, key_start_loc)
     if rows is None:
@@ -171,18 +179,9 @@ def _largest_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device=tensors[0].device)
 
 
-def _block_pairs(device: torch.device) -> int:
-    return workspace_elements(device) if device.type == "cuda" else _BLOCK_PAIRS
-
-
 def low_precision(pairs: int, device: torch.device) -> torch.dtype:
     """Of the products that error terms are made of, for so many pairs of a query and a key over all heads."""
     return torch.bfloat16 if device.type == "cuda" and pairs >= _LOW_PRECISION_PAIRS else torch.float32
-
-
-def _check_rows(rows: Sequence[int] | None, stop: int) -> None:
-    if rows is not None and not all(-1 < a < b for a, b in pairwise([*rows, stop])):
-        raise ValueError(f"expected ascending query numbers from 0 to below {stop}, got {list(rows)}")
 
 
 def by_shape(
@@ -211,30 +210,18 @@ def by_shape(
             queries, keys = (
                 torch.cat([torch.arange(x.start, x.stop) for x in rows]) for rows in zip(*part, strict=True)
             )
-            operands = [
-                _as_heads(x[part[0][which]] if len(part) == 1 else x[rows.to(x.device)], heads, len(part))
-                for x, which, rows in ((q, 0, queries), (k, 1, keys), (v, 1, keys))
-            ]
-            state = attend(*operands, query_start_loc=(0, q_len), key_start_loc=(0, kv_len))
-            states.append(_as_requests(state, len(part)))
             order.append(queries)
+            if len(part) == 1:  # as it is, whose heads may share a key
+                operands = [q[part[0][0]], k[part[0][1]], v[part[0][1]]]
+            else:  # [count · tokens, N or 1, D] as [tokens, count · N, D]
+                each = ((q, queries, q_len), (k, keys, kv_len), (v, keys, kv_len))
+                picked = [
+                    x[rows.to(x.device)].expand(-1, heads, -1).unflatten(0, (len(part), n)) for x, rows, n in each
+                ]
+                operands = [x.transpose(0, 1).flatten(1, 2) for x in picked]
+            state = attend(*operands, query_start_loc=(0, q_len), key_start_loc=(0, kv_len))
+            if len(part) > 1:
+                state = state.map(lambda x: x.unflatten(1, (-1, heads)).transpose(0, 1).flatten(0, 1))
+            states.append(state)
     state, place = concatenate(states), torch.cat(order).argsort().to(q.device)
     return state if len(alike) == 1 else state.map(lambda x: x[place])
-
-
-def _as_heads(x: Tensor, heads: int, count: int) -> Tensor:
-    """[count · tokens, N or 1, D] as [tokens, count · N, D]; one request as it is, whose heads may share a key."""
-    if count == 1:
-        return x
-    return x.expand(-1, heads, -1).unflatten(0, (count, x.shape[0] // count)).transpose(0, 1).flatten(1, 2)
-
-
-def _as_requests(state: AttentionState, count: int) -> AttentionState:
-    """The way back: of [tokens, count · N, …] the state of [count · tokens, N, …]."""
-    if count == 1:
-        return state
-
-    def back(x: Tensor) -> Tensor:
-        return x.unflatten(1, (count, x.shape[1] // count)).transpose(0, 1).flatten(0, 1)
-
-    return state.map(back)

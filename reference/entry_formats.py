@@ -108,14 +108,6 @@ class TiledFormat:
         return -(-page * self.width // self.page_multiple) * self.page_multiple
 
 
-def _index(name: str, **pages: bool) -> TiledFormat:
-    """An indexer's key, a token a tile."""
-    least = _LEAST_KEY / 448
-    return TiledFormat(
-        name, ((128, 0),), "e4m3", coded=128, tile=128, scales="float32", least_scale=least, cache="index", **pages
-    )
-
-
 _FORMATS = (
     TiledFormat("fp8_ds_mla", ((512, 64), (512, 0)), "e4m3", coded=512, tile=128, scales="float32", plain=64),
     TiledFormat(
@@ -156,9 +148,25 @@ _FORMATS = (
         scales_behind_page=True,
         cache="stored",
     ),
-    _index("fp8_index", scales_behind_page=True),
-    _index("fp8_index_flat"),
-    _index("fp8_index_shuffled", scales_behind_page=True, shuffled=True),
+    *(  # an indexer's key, a token a tile
+        TiledFormat(
+            name,
+            ((128, 0),),
+            "e4m3",
+            coded=128,
+            tile=128,
+            scales="float32",
+            scales_behind_page=behind,
+            shuffled=shuffled,
+            least_scale=_LEAST_KEY / 448,
+            cache="index",
+        )
+        for name, behind, shuffled in (
+            ("fp8_index", True, False),
+            ("fp8_index_flat", False, False),
+            ("fp8_index_shuffled", True, True),
+        )
+    ),
 )
 TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
 """The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528 and 288, NVFP4's 352 and 384, an indexer's 132."""

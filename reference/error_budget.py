@@ -5,6 +5,7 @@ float32, rounds P to its declared dtype and rounds the output once. Nothing here
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -55,28 +56,50 @@ class Roundoffs:
     merges: float = 0.0
 
 
-def _terms(state: AttentionState) -> ErrorTerms:
-    if state.terms is None:
-        raise ValueError("expected a state with error terms; compute it with with_terms=True")
-    return state.terms
+class _Parts(NamedTuple):
+    """What both budgets of an output are made of.
 
+    Attributes:
+        terms: of the state.
+        floors: [T, N, V] the absolute errors of what is too small for its dtype.
+        accumulated: [T, N, V] what accumulating in float32 does: to the values, and to the scores. Their errors move
+            the sum of P·v, or the sum that it is divided by where the largest weight is of a value near 0.
+        moved: [T, N, V] what scores do that are off by their sums of magnitudes: one off by d moves the output by
+            p·d·(v - o). Both parts count, since the errors may have any signs.
+        growth: [T, N, 1] what scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is
+            large. A weight off by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
+    """
 
-def _key_terms(state: AttentionState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    terms = _terms(state)
-    if terms.key_spread is None or terms.key_shared is None or terms.key_shift is None:
-        raise ValueError("expected a state with key terms; compute it with with_key_terms=True")
-    return terms.key_spread, terms.key_shared, terms.key_shift
+    terms: ErrorTerms
+    floors: torch.Tensor
+    accumulated: torch.Tensor
+    moved: torch.Tensor
+    growth: torch.Tensor
+
+    @staticmethod
+    def of(state: AttentionState, roundoffs: Roundoffs) -> "_Parts":
+        terms = state.terms
+        if terms is None:
+            raise ValueError("expected a state with error terms; compute it with with_terms=True")
+        floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
+        if state.value_weights is not None:
+            floors = floors + roundoffs.values_floor * state.value_weights
+        lse_score = terms.lse_score.mT.unsqueeze(-1)
+        by_lse = lse_score * state.output.abs()
+        scores = torch.maximum(terms.score, by_lse)
+        accumulated = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + scores)
+        off = roundoffs.keys + roundoffs.scores + roundoffs.projections
+        d = (off * lse_score).clamp(max=_LARGEST_SHIFT)
+        growth = d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny)
+        return _Parts(terms, floors, accumulated, terms.score + by_lse, torch.where(d > 0, growth, torch.ones_like(d)))
 
 
 def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[T, N, V] largest error of a faithful kernel, before rounding of the output is repeated by a consumer."""
-    terms = _terms(state)
+    terms, floors, float32, moved, growth = _Parts.of(state, roundoffs)
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
-    float32 = _accumulated(state, roundoffs)
-    floors = _floors(state, roundoffs)
-    growth = _growth(state, roundoffs)
-    moved = growth * _moved(state)
+    moved = growth * moved
     dots = roundoffs.values * terms.magnitude + roundoffs.scores * moved
     keys = roundoffs.keys * (moved + terms.magnitude)
     rest = roundoffs.output * state.output.abs() + floors + float32 + dots
@@ -90,62 +113,27 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
 
 
-def _floors(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
-    """[T, N, V] the absolute errors of what is too small for its dtype."""
-    floors = roundoffs.p_floor * _terms(state).peak + roundoffs.output_floor
-    return floors if state.value_weights is None else floors + roundoffs.values_floor * state.value_weights
-
-
-def _accumulated(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
-    """[T, N, V] what accumulating in float32 does: to the values, and to the scores.
-
-    Their errors move the sum of P·v, or the sum that it is divided by where the largest weight is of a value near 0.
-    """
-    terms = _terms(state)
-    scores = torch.maximum(terms.score, terms.lse_score.mT.unsqueeze(-1) * state.output.abs())
-    return roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + scores)
-
-
-def _moved(state: AttentionState) -> torch.Tensor:
-    """[T, N, V] what scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o).
-
-    Both parts count, since the errors may have any signs.
-    """
-    terms = _terms(state)
-    return terms.score + terms.lse_score.mT.unsqueeze(-1) * state.output.abs()
-
-
-def _growth(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
-    """[T, N, 1] what scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large.
-
-    A weight that is off by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
-    """
-    off = roundoffs.keys + roundoffs.scores + roundoffs.projections
-    d = (off * _terms(state).lse_score.mT.unsqueeze(-1)).clamp(max=_LARGEST_SHIFT)
-    return torch.where(d > 0, d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny), torch.ones_like(d))
-
-
 def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
-    terms, projected = _terms(state), state.projected
+    terms, floors, float32, moved, growth = _Parts.of(state, roundoffs)
+    projected = state.projected
     rounding = roundoffs.p**2 * terms.squares + roundoffs.output**2 * state.output.square()
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
     rounding = rounding + roundoffs.partials**2 * (terms.squares + state.output.square())
     if state.merging is not None:
         rounding = rounding + roundoffs.merges**2 * state.merging.squares
     # What rounds alike for all keys adds up: a floor that swallows a tail, an exponential that is off everywhere.
-    systematic = _accumulated(state, roundoffs)
-    systematic = systematic + _floors(state, roundoffs)
+    systematic = float32 + floors
     systematic = systematic + (roundoffs.row_sum + 2 * roundoffs.exp) * state.output.abs()
-    growth = _growth(state, roundoffs)
-    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * growth * _moved(state)
+    systematic = systematic + roundoffs.values * terms.magnitude + roundoffs.scores * growth * moved
     if roundoffs.keys:
+        if terms.key_spread is None or terms.key_shared is None or terms.key_shift is None:
+            raise ValueError("expected a state with key terms; compute it with with_key_terms=True")
         # Equal codes are rounded alike: keys that resemble each other share roundings, and all may share a part.
-        spread, shared, shift = _key_terms(state)
-        keys = terms.squares + spread + shared.unsqueeze(-1)
+        keys = terms.squares + terms.key_spread + terms.key_shared.unsqueeze(-1)
         keys = keys if projected is None else projected.latent_variance
         rounding = rounding + (roundoffs.keys * growth).square() * keys
-        systematic = systematic + roundoffs.keys * growth * shift
+        systematic = systematic + roundoffs.keys * growth * terms.key_shift
     if projected is not None:
         rounding = rounding + (roundoffs.projections * growth).square() * projected.variance
         rounding = rounding + roundoffs.latent_partials**2 * projected.latent_squares
@@ -169,7 +157,8 @@ def rms_limit(samples: int, deviations: float) -> float:
 
 def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     """[N, T] largest error of the LSE; 0 where the row sees no key."""
-    score = _terms(state).lse_score
+    assert state.terms is not None
+    score = state.terms.lse_score
     float32 = score + state.lse.abs() + 1.0
     budget = roundoffs.accumulation * FLOAT32_ROUNDOFF * float32 + roundoffs.row_sum + roundoffs.exp
     budget = budget + (roundoffs.keys + roundoffs.scores) * score

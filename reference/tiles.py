@@ -47,11 +47,6 @@ class RequestRows:
     positions: Sequence[int]
     diagonal: int
 
-    @property
-    def pairs(self) -> int:
-        """Rows times keys times heads, the invisible ones included."""
-        return len(self.positions) * self.k.shape[0] * self.q.shape[1]
-
     def counts(self) -> Tensor:
         """[r] int64, ascending: row i sees keys 0 … counts[i] - 1."""
         return (_index(self.positions, self.k.device) + self.diagonal + 1).clamp_(0, self.k.shape[0])
@@ -77,30 +72,20 @@ def requests_of(
     k, v = (x.expand(-1, q.shape[1], -1) for x in (k, v))
     done = 0
     for queries, keys in zip(segments(query_start_loc), segments(key_start_loc), strict=True):
-        positions = _positions(queries, rows)
+        own, kv_len = q[queries], keys.stop - keys.start
+        positions: Sequence[int] = range(len(own))
+        if rows is not None:
+            positions = [row - queries.start for row in rows if queries.start <= row < queries.stop]
         if positions:
-            request = _request(q[queries], k[keys], v[keys], positions, causal, done)
-            done = request.rows.stop
-            yield request
-
-
-def _positions(queries: slice, rows: Sequence[int] | None) -> Sequence[int]:
-    """The chosen rows of a request, counted from its first."""
-    if rows is None:
-        return range(queries.stop - queries.start)
-    return [row - queries.start for row in rows if queries.start <= row < queries.stop]
-
-
-def _request(q: Tensor, k: Tensor, v: Tensor, positions: Sequence[int], causal: bool, start: int) -> RequestRows:
-    q_len, kv_len = q.shape[0], k.shape[0]
-    return RequestRows(
-        q=q if isinstance(positions, range) else q[_index(positions, q.device)],
-        k=k,
-        v=v,
-        rows=slice(start, start + len(positions)),
-        positions=positions,
-        diagonal=kv_len - q_len if causal else kv_len,
-    )
+            yield RequestRows(
+                q=own if rows is None else own[_index(positions, q.device)],
+                k=k[keys],
+                v=v[keys],
+                rows=slice(done, done + len(positions)),
+                positions=positions,
+                diagonal=kv_len - len(own) if causal else kv_len,
+            )
+            done += len(positions)
 
 
 def _index(positions: Sequence[int], device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from mla_conformance.backends.operands import Form, forms_of
 from mla_conformance.problems.memory import Guarded, Written
 from mla_conformance.problems.operands import rows_of, start_loc
-from mla_conformance.reference.terms import Projection
+from mla_conformance.reference.projections import Projection
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import AttentionState, attention
+from mla_conformance.reference.attention import AttentionState, ProjectedTerms, attention
 from mla_conformance.reference.error_budget import Roundoffs, element_budget, expected_row_rms, lse_budget
-from mla_conformance.reference.projections import absorb_query, expand_key, up_project, up_project_output
+from mla_conformance.reference.projections import (
+    Projection,
+    absorb_query,
+    expand_key,
+    projected_terms,
+    up_project,
+    up_project_output,
+)
 from mla_conformance.reference.shared_roundings import (
     P_ROUNDOFFS,
     Visible,
@@ -17,7 +24,6 @@ from mla_conformance.reference.shared_roundings import (
     running_sums,
     shared_roundings,
 )
-from mla_conformance.reference.terms import ProjectedTerms, Projection, projected_terms
 
 SCALE = 0.3
 ROUNDOFF = 2.0**-10

@@ -13,7 +13,7 @@ from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
 from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk, plan_context_chunks
-from mla_conformance.reference.terms import Projection
+from mla_conformance.reference.projections import Projection
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.weights import Linear, PackedLinear, as_linear
 
