@@ -27,9 +27,9 @@ from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.report.terminal import say
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.driver import Layer
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import find_capability
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ def judge_ranks(reference: str, device: torch.device) -> int:
     subject, counts = RankSubject(parse_reference(reference), device), Counter[Status]()
     facts, through = device_facts(device), torch.distributed.get_backend()
     context, world = Context(), torch.distributed.get_world_size()
-    _say(f"{subject.name} · {world} processes through {through} · {facts['device']} · torch {facts['torch']}")
+    _say(f"{subject.backend.name} · {world} processes through {through} · {facts['device']} · torch {facts['torch']}")
     if subject.unavailable:
-        _say(f"{subject.name} unavailable: {'; '.join(subject.unavailable)}")
+        _say(f"{subject.backend.name} unavailable: {'; '.join(subject.unavailable)}")
         return _NOTHING
     for case in find_capability("layer_dcp").cases:
         if not isinstance(case, LayerCase) or case.ranks != world:

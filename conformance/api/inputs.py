@@ -14,7 +14,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import definition_of
-from mla_conformance.trials.context import Context
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
 

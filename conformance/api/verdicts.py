@@ -31,10 +31,9 @@ from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.problem import Problem
 from mla_conformance.report.causes import advice, symptom
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 from mla_conformance.vocabulary.capabilities import find_capability
 
 _STRICTEST = Declaration()
@@ -99,7 +98,7 @@ class FunctionSubject(Subject):
         """The only role."""
         return (self.role,)
 
-    def missing_role(self, case: Case) -> list[str]:
+    def missing_role(self, role: Role) -> list[str]:
         """Nothing, unless the function was called by its own test, so that no other case can be tried."""
         return [] if self.kernel.function is not results else ["only its own test calls it"]
 
@@ -107,10 +106,10 @@ class FunctionSubject(Subject):
         """The only class."""
         return self.kernel
 
-    def declaration_of(self, role: Role) -> Declaration:
+    @property
+    def declarations(self) -> dict[str, Declaration]:
         """What was said of the function."""
-        declared: Declaration = self.kernel.declaration
-        return declared
+        return {str(self.role): self.kernel.declaration}
 
     def unsupported(self, case: Case) -> list[str]:
         """What a case needs of device and declaration; whoever asks for one case has the time that it takes."""
@@ -205,11 +204,11 @@ def _require_right(
     changed = handed.before.changed() if handed else ()
     observation = Observation((Returned(call, value, out=handed.out if handed else None),), None, tuple(changed))
     try:
-        trial.judged(problem, trial.expect(problem), observation)
+        trial.judged(problem, trial.context.expect(problem), observation)
         found = trial.verdict
     except Nonconformance as outcome:
         found = outcome.verdict
-    record = Record(trial.subject.name, "", case.capability, case.id, Status.HARNESS_ERROR)
+    record = Record(trial.subject.backend.name, "", case.capability, case.id, Status.HARNESS_ERROR)
     verdict = _verdict(trial, record.with_verdict(found, seconds=0.0), said)
     if not verdict.passed:
         raise AssertionError(verdict.message)
@@ -232,7 +231,7 @@ def _with_explanation(trial: Trial, record: Record) -> Record:
     """The record of a failure with what it looks like, unless its numbers say all or it is run again alone."""
     if not record.failed or ZERO in record.message or is_alone():
         return record
-    function = running_test().partition("[")[0], trial.subject.name
+    function = running_test().partition("[")[0], trial.subject.backend.name
     if record.finding:
         _FINDINGS[function].add(record.finding)
     if record.finding or not record.is_wrong_number:

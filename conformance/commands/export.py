@@ -30,9 +30,9 @@ from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.loading import is_report, load_report, report_file
 from mla_conformance.report.terminal import put, say
 from mla_conformance.scoreboard.board import Entry, KnownFailure
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 
 
 def export(options: argparse.Namespace) -> int:
@@ -105,7 +105,9 @@ def _looks_like(found: Reproduced) -> str:
     trial, record = judged_trial(found.subject, found.case, Context())
     if record.check != found.record.check or not record.is_wrong_number:
         return ""
-    explained = record.with_fields(explanation=EXPLAINER.explain(("", found.subject.name), Failure.of(trial, record)))
+    explained = record.with_fields(
+        explanation=EXPLAINER.explain(("", found.subject.backend.name), Failure.of(trial, record))
+    )
     return explained.looks_like if explained.is_explained or explained.finding else ""
 
 

@@ -25,7 +25,7 @@ def list_unreached(reference: str, device: str | None) -> int:
     for backend in request.backends:
         subject = Subject(backend, found)
         if subject.unavailable:
-            raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")
+            raise InputError(f"{subject.backend.name} cannot run here: {'; '.join(subject.unavailable)}")
         for space in SPACES.values():
             for line in _declared(subject, space) if space.role in subject.roles else ():
                 say(line)
@@ -39,7 +39,7 @@ def _declared(subject: Subject, space: Space) -> Iterator[str]:
     claimed, pairs = sum(map(len, classes.values())), len(Pairs(space, region.rows))
     refused = [(name, label) for name, label in space.values if label not in classes[name]]
     said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
-    yield from wrapped(f"{subject.name} {space.role}: {said}", 0)
+    yield from wrapped(f"{subject.backend.name} {space.role}: {said}", 0)
     if triples:
         left = triples.claimed - triples.held - triples.vain
         text = (

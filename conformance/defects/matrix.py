@@ -20,9 +20,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import judged_roles, known_defects
 from mla_conformance.judging.record import Record
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, SPACES, Tier
 
 _MOST_WORKERS = 16
@@ -80,9 +80,9 @@ def _real() -> list[MatrixKernel]:
     """Every real kernel that runs on a CPU; each is taken for honest, or it would not be among the suite's own."""
     subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
     return [
-        MatrixKernel(subject.name, subject.backend.reference)
+        MatrixKernel(subject.backend.name, subject.backend.reference)
         for subject in subjects
-        if not subject.unavailable and not subject.declaration.emulated
+        if not subject.unavailable and not any(each.emulated for each in subject.declarations.values())
     ]
 
 

@@ -18,10 +18,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Executor, StepResult, run_step
 from mla_conformance.judging.record import Record
 from mla_conformance.problems.memory import out_of_memory
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 
 class _Unwatched(Executor):

@@ -19,9 +19,8 @@ from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.neighbours import holding, outcome
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 ALIKE = 0.99
 """Least likeness that is told: in the calibration another fault reached 0.987, and what was the same 0.997 at least."""

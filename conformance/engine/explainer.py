@@ -32,7 +32,7 @@ from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import UNASKED, Record, ended_by
 from mla_conformance.report.causes import symptom
-from mla_conformance.trials.context import Context
+from mla_conformance.trials.trial import Context
 
 _MOST_ENDED = 3
 """Processes that may end over comparing before nothing is compared any more: each takes seconds to start."""

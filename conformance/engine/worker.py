@@ -65,12 +65,12 @@ from mla_conformance.speed.times import Speed
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.bitwise import bitwise
 from mla_conformance.traits.repeats import repeated
-from mla_conformance.trials.context import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.trials.explore import explore, region_of
 from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.role_file import take_up
 from mla_conformance.trials.subject import Subject, describe, unavailable
 from mla_conformance.trials.trace import trace_all
+from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
 
@@ -282,7 +282,7 @@ class Worker:
         words = {role: repr(each) for role, each in declared.value.items()}
         missing = dict[str, str]()  # of a role whose question fails its cases ask again
         for case in map(Case.parse, task.cases):
-            asked = self._executor.query(partial(subject.missing_role, case), list[str])
+            asked = self._executor.query(partial(subject.missing_role, case.role), list[str])
             if asked.value and not (asked.error or asked.disturbed):
                 missing[str(case.role)] = "; ".join(asked.value)
         facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted))
@@ -293,7 +293,7 @@ class Worker:
         reference = subject.backend.reference
         capability, salt = capability or case.capability, self._context.salt
         record = Record(
-            subject.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt, role=case.role.file
+            subject.backend.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt, role=case.role.file
         )
         self._send(WorkerStarted(record))
 

@@ -22,10 +22,9 @@ from mla_conformance.report.pages import picture_file
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Observed
+from mla_conformance.trials.trial import Context, Observed
 
 _CACHES = ("auto", "fp8")
 

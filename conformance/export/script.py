@@ -24,6 +24,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.table import definition_of
+from mla_conformance.trials.subject import describe
 from mla_conformance.version import __version__
 
 MOST_LINES = 120
@@ -78,7 +79,7 @@ def _parts(found: Reproduced, own: OwnClass | None, path: Path) -> dict[str, Any
     if issubclass(found.subject.class_of(found.case.role), InterpretedKernel):  # set before a library is imported
         loads.insert(0, f"os.environ.update({ENVIRONMENT})".replace("'", '"'))
     text = "\n".join([*inputs, *loads, *program.lines])
-    needs = own.needs if own else found.subject.declaration_of(found.case.role).distributions
+    needs = own.needs if own else found.subject.declarations[found.case.role].distributions
     helpers = [helper.strip() for name, helper in _HELPERS.items() if name in text]
     return {
         "found": found,
@@ -116,9 +117,11 @@ def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dic
 
 
 def _reported(found: Reproduced) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in found.subject.versions().items())
+    told = describe(found.subject).versions.items()
+    versions = ", ".join(f"{name} {version}" for name, version in told)
     failed, device = found.record.status is Status.FAIL, describe_device(found.problem.device)
-    head = f"{'A wrong' if failed else 'A right'} result of {found.subject.name}{f', {versions}' if versions else ''}."
+    name = found.subject.backend.name + (f", {versions}" if versions else "")
+    head = f"{'A wrong' if failed else 'A right'} result of {name}."
     reported = [
         found.record.message if failed else "The suite finds no fault with it.",
         *([f"Looks like: {found.looks_like}"] if found.looks_like else []),
@@ -138,7 +141,7 @@ def _wrapped(text: str) -> list[str]:
 def _budget(found: Reproduced) -> dict[str, str]:
     """Element rule and LSE rule of SPEC 4.2 with the numbers of this kernel, over the script's sums of a row."""
     numbers, operands = tolerance(), found.call.operands()
-    declared = found.subject.declaration_of(found.case.role).rounding_of(found.problem.dtype)
+    declared = found.subject.declarations[found.case.role].rounding_of(found.problem.dtype)
     most_keys = max(found.call.key_lens)
     allowed = roundoffs(found.problem.output_dtype, declared, numbers, None, most_keys, operands.dequantised)
     steps, moved = allowed.accumulation * FLOAT32_ROUNDOFF, allowed.keys + allowed.scores

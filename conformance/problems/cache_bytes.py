@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 
 from mla_conformance.cases.cached import CachedCase
+from mla_conformance.problems.cached_batch import Pages
 from mla_conformance.problems.memory import Written, poison, storage_bytes
-from mla_conformance.problems.paging import Pages
 from mla_conformance.reference.cache_layout import decode_rows
 from mla_conformance.reference.kv_cache import read_entries, write_entries
 

@@ -1,6 +1,10 @@
-"""The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds."""
+"""The batch of a case over a paged cache: its lengths, the entries of its tokens, and what of them a rank holds.
+
+Entries stand in the shuffled blocks of pages, and poison in every byte that no request owns.
+"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -9,35 +13,63 @@ import torch
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.problems.operands import Draw, edges, segments, start_loc
-from mla_conformance.problems.paging import Pages
-from mla_conformance.problems.regimes import Site
+from mla_conformance.problems.memory import poison
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, Site, edges, segments, start_loc
 from mla_conformance.reference.cache_layout import decode_rows, encode
-from mla_conformance.reference.kv_cache import local_positions
+from mla_conformance.reference.entry_formats import TILED_FORMATS
+from mla_conformance.reference.kv_cache import local_positions, write_entries
 
+_UNUSED_COLUMNS = 2
+_HUGE = 2**31 - 1
 AnyCached = TypeVar("AnyCached", bound=CachedCase)
 
 
+@dataclass(frozen=True)
+class Pages:
+    """A cache and where the requests' tokens are in it.
+
+    Attributes:
+        cache: [blocks, page, width]; a slice of a buffer of several layers if the case says so.
+        block_table: [B, max blocks] int32, on the cache's device; of gathered entries [B], where each request begins.
+        slots: [S] int64, on the CPU; where each token's entry stands, block · page + offset.
+    """
+
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PageForm:
+    """What a page is.
+
+    Attributes:
+        layout: of its entries.
+        tokens: how many it holds.
+        guards: blocks of poison before the first one and behind the last, which no number names.
+    """
+
+    layout: str
+    tokens: int
+    guards: int = 0
+
+
 class CachedBatch(Draw[AnyCached]):
-    """The batch before its tokens are dealt out to ranks."""
+    """The batch before its tokens are dealt out to ranks.
 
-    @cached_property
-    def query_lens(self) -> tuple[int, ...]:
-        """Query tokens of each request, rows of padding last."""
-        return self.case.q + (1,) * self.case.pad
+    Attributes:
+        query_lens: query tokens of each request, rows of padding last.
+        query_start_loc: the first of each, and the end.
+        totals: cached tokens of each request on all ranks, its new ones included; none of a row of padding.
+    """
 
-    @property
-    def query_start_loc(self) -> tuple[int, ...]:
-        return start_loc(self.query_lens)
-
-    @cached_property
-    def totals(self) -> tuple[int, ...]:
-        """Cached tokens of each request on all ranks, its new ones included; none of a row of padding."""
-        return tuple(q + kv for q, kv in zip(self.case.q, self.case.kv, strict=True)) + (0,) * self.case.pad
-
-    @cached_property
-    def k_scale(self) -> torch.Tensor:
-        return torch.tensor(self.case.cache_scale, dtype=torch.float32, device=self.device)
+    def __init__(self, case: AnyCached, device: torch.device, salt: str = "") -> None:
+        super().__init__(case, device, salt)
+        padding = case.pad * getattr(case, "padding_counts", True)  # a layer may not be told of these rows
+        self.query_lens = case.q + (1,) * padding
+        self.query_start_loc = start_loc(self.query_lens)
+        self.totals = tuple(q + kv for q, kv in zip(case.q, case.kv, strict=True)) + (0,) * padding
+        self.k_scale = torch.tensor(case.cache_scale, dtype=torch.float32, device=device)
 
     @cached_property
     def entries(self) -> torch.Tensor:
@@ -53,8 +85,9 @@ class CachedBatch(Draw[AnyCached]):
         """[tokens, width] entries of a layout, so many of each request as its regime makes keys, on the CPU."""
         case, rank, starts = self.case, self.case.kv_lora_rank, start_loc(lengths)
         width = rank + case.dimensions.qk_rope_head_dim
-        keys = self.keys_of(torch.randn(starts[-1], 1, width, generator=self.generator), starts)[:, 0]
-        kv_c = self.values_of(keys[:, :rank], starts)
+        drawn = torch.randn(starts[-1], 1, width, generator=self.generator)
+        keys = self.by_request(KEYS, drawn, starts)[:, 0]
+        kv_c = self.by_request(VALUES, keys[:, :rank], starts)
         parts = (part.to(self.dtype).to(self.device) for part in (kv_c, keys[:, rank:]))
         # Every step of it is exact or correctly rounded, so that a GPU writes the same bits, sooner.
         return encode(*parts, layout, float(self.k_scale), case.scales).cpu()  # type: ignore[arg-type, call-arg]
@@ -72,19 +105,14 @@ class CachedBatch(Draw[AnyCached]):
             k = keys[seen].expand(-1, case.heads, -1)
             yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal=True)
 
-    def owned(self, rank: int) -> tuple[list[int], torch.Tensor]:
-        """How many tokens of each request a rank holds, and the numbers of these tokens among those of the batch."""
-        held = self.held(rank)
-        return list(map(len, held)), torch.cat(
-            [first + own for first, own in zip(start_loc(self.totals), held, strict=False)]
-        )
-
-    def held(self, rank: int) -> list[torch.Tensor]:
-        """Positions of each request's tokens that a rank holds."""
+    def held(self, rank: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Positions of each request's tokens that a rank holds, and the numbers of these among those of the batch."""
         if self.case.ranks == 1:
-            return list(map(torch.arange, self.totals))
-        world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
-        return [torch.tensor(local_positions(total, **world), dtype=torch.int64) for total in self.totals]
+            held = list(map(torch.arange, self.totals))
+        else:
+            world = {"rank": rank, "world_size": self.case.ranks, "interleave": self.case.interleave}
+            held = [torch.tensor(local_positions(total, **world), dtype=torch.int64) for total in self.totals]
+        return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
 def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -121,3 +149,72 @@ def sparse_metadata(
         dcp_rank=rank,
         cp_kv_cache_interleave_size=case.interleave,
     )
+
+
+def write_pages(draw: Draw[AnyCached], form: PageForm, entries: torch.Tensor, lengths: Sequence[int]) -> Pages:
+    """Store the entries [S, width] of requests laid end to end, in blocks drawn from all but block 0.
+
+    Block 0 is the null block that engines never hand out; it is poisoned like every entry past a request's last token.
+    A request without tokens pads a graph's batch, if the case has such rows, or has no key on this rank.
+    """
+    case, device, tokens = draw.case, draw.device, torch.tensor(lengths)
+    counts = -(-tokens // form.tokens)
+    order = torch.randperm(int(counts.sum()) + case.spare, generator=draw.drawing(case.seed)) + 1
+    cache = poisoned_pages(case, form, 1 + len(order), entries, device)
+    position = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
+    block = order[(counts.cumsum(0) - counts).repeat_interleave(tokens) + position // form.tokens]
+    slots = block * form.tokens + position % form.tokens
+    write_entries(cache, entries.to(device), slots.to(device), form.layout)
+    return Pages(cache, block_table_of(case, counts, order).to(device), slots)
+
+
+def gather_entries(
+    case: CachedCase, entries: torch.Tensor, lengths: Sequence[int], device: torch.device, guards: int = 0
+) -> Pages:
+    """The entries [S, width] in pages of one token, each request's behind a few of poison; the table holds starts.
+
+    So many ``guards`` of poison stand before and behind all of them.
+    """
+    counts = torch.tensor(lengths)
+    firsts = counts.cumsum(0) - counts
+    starts = firsts + case.spare * torch.arange(1, len(lengths) + 1)
+    slots = torch.arange(sum(lengths)) + (starts - firsts).repeat_interleave(counts)
+    size = max(1, sum(lengths) + case.spare * (len(lengths) + 1))
+    buffer = poison((size + 2 * guards, 1, entries.shape[1]), entries.dtype, device, case.poison)
+    gathered = buffer[guards : size + guards]
+    gathered[slots.to(device), 0] = entries.to(device)
+    return Pages(gathered, starts.int().to(device), slots)
+
+
+def poisoned_pages(
+    case: CachedCase, form: PageForm, blocks: int, like: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """[blocks, page, width] of entries such as these [S, width]: poison, beside other layers' and between guards."""
+    width, size, tiled = like.shape[1], blocks + 2 * form.guards, TILED_FORMATS.get(form.layout)
+    elements = tiled.page_bytes(form.tokens) if tiled else form.tokens * width  # with what rounds a page up
+    buffer = poison((size, case.layers, elements), like.dtype, device, case.poison)
+    inside = buffer[form.guards : size - form.guards, -1, : form.tokens * width]
+    return inside.unflatten(1, (form.tokens, width))
+
+
+def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """[B, max blocks] int32; the last columns are past every request's last page.
+
+    Args:
+        case: what it is for.
+        counts: [B] blocks of each request.
+        order: blocks, those of the first request first.
+    """
+    table = tails_of(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
+    table[torch.arange(table.shape[1]) < counts[:, None]] = order[: int(counts.sum())].int()
+    if case.pad:
+        table[-case.pad :] = -1
+    return table
+
+
+def tails_of(case: CachedCase, order: torch.Tensor, requests: int, width: int) -> torch.Tensor:
+    """What stands past the last page of each request."""
+    if case.tails == "stale":
+        return order[(torch.arange(requests)[:, None] + torch.arange(width)) % len(order)].int()
+    filling = {"null": 0, "minus": -1, "huge": _HUGE}[case.tails]
+    return torch.full((requests, width), filling, dtype=torch.int32)

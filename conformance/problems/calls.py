@@ -118,10 +118,6 @@ class KernelCall(ABC):
         """Keys that a query of each request may see."""
         return tuple(stop - start for start, stop in pairwise(self.key_start_loc))
 
-    @property
-    def meant(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.k
-
     def owned(self) -> dict[str, torch.Tensor]:
         """Tensors that a backend may read and must not write, those of the metadata among them, by name."""
         named = {**self.given, **self.named, **(vars(self.metadata) if self.metadata is not None else {})}
@@ -211,8 +207,10 @@ class KernelCall(ABC):
 
     def invoke(self, backend: Any, out: Guarded | None) -> Any:
         """Make the call, on memory as it was before; what the backend returns."""
-        self.reset()
-        written = {name: image.cache for name, image in self.written.items()}
+        written = {}
+        for name, image in self.written.items():
+            image.reset()
+            written[name] = image.cache
         named = {name: x for name, x in self.named.items() if x is not None}
         return getattr(backend, self.entry)(*self.given.values(), **written, **named)
 
@@ -249,27 +247,16 @@ class AttentionCall(KernelCall):
     Attributes:
         v: [S, N, V] or [S, 1, V].
         output_scale: float32 scalar; None where the output is not quantised.
+        merges: of stored results, which the call itself makes.
     """
 
     v: torch.Tensor
     output_scale: torch.Tensor | None = None
-
-    @property
-    def width(self) -> int:
-        return self.v.shape[-1]
+    merges: int = 0
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        return (*self.q.shape[:2], self.width)
-
-    @property
-    def meant(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.k, self.v
-
-    @property
-    def merges(self) -> int:
-        """Merges of stored results that the call itself makes."""
-        return 0
+        return (*self.q.shape[:2], self.v.shape[-1])
 
     @property
     @abstractmethod

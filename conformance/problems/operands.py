@@ -1,16 +1,25 @@
-"""What the inputs of every call are made from: the draw of a case's random numbers, edges, lengths, memory layouts."""
+"""What the inputs of every call are made from: a case's random numbers, data regimes, edges, lengths, memory layouts.
+
+A data regime reveals what N(0,1) hides: a named transform of one call's queries, keys or values. Keys and values are
+transformed as the backend receives them, whatever produced them, so the same regime serves direct calls and keys that
+were up-projected from a paged cache. A dominant key is made by aligning a head's queries with it.
+"""
 
 import hashlib
+import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from mla_conformance.cases.case import CASE_FORMAT, Case, Layout
+from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.regimes import REGIMES, Site
+from mla_conformance.reference.attention import segments as segments
 from mla_conformance.reference.quantization import E4M3_MAX
 
 TORCH_DTYPES: dict[str, torch.dtype | None] = {
@@ -22,6 +31,162 @@ TORCH_DTYPES: dict[str, torch.dtype | None] = {
 }
 _SLICE_MARGIN = 16
 AnyCase = TypeVar("AnyCase", bound=Case)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One request as a regime sees it.
+
+    Attributes:
+        q: [T, N, D] standard normal queries, float32, on any device.
+        k: [S, N, D] keys as the backend receives them, on any device.
+        scale: softmax scale.
+        edges: key positions next to a boundary: sequence ends, pages, chunks, tiles.
+        causal: whether the last row sees all keys, and each row before it one fewer.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    scale: float
+    edges: Sequence[int]
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A named way to make inputs.
+
+    Attributes:
+        sentence: what the regime reveals.
+        queries: new queries of a request.
+        keys: new keys [S, N, D].
+        values: new values [S, N, V].
+        by_element: whether a new query follows from the old one's elements alone, not from keys or other rows.
+    """
+
+    sentence: str
+    queries: Callable[[Site], torch.Tensor] = lambda site: site.q
+    keys: Callable[[torch.Tensor], torch.Tensor] = lambda k: k
+    values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v
+    by_element: bool = True
+
+
+def _aligned(site: Site, above: float) -> torch.Tensor:
+    """Queries to which one edge key has e^``above`` times the mass of all others, about."""
+    if not site.edges:
+        return site.q
+    # [T, N] the key that each row spotlights for each head: another edge that it sees for the next row and head.
+    rows, last = site.q.shape[0], site.k.shape[0] - 1
+    ends = torch.full((rows,), last) if not site.causal else last + 1 - rows + torch.arange(rows)
+    edges = torch.cat((ends.unsqueeze(1), torch.tensor(site.edges).expand(rows, -1)), dim=1)
+    seen = edges <= ends.unsqueeze(1)
+    turn = torch.arange(rows).unsqueeze(1) + torch.arange(site.q.shape[1])
+    places = (~seen).int().argsort(dim=1, stable=True).gather(1, turn % seen.sum(dim=1, keepdim=True))
+    heads, chosen = torch.arange(site.q.shape[1], device=site.k.device), edges.gather(1, places).to(site.k.device)
+    keys = site.k[chosen, heads].float().to(site.q.device)
+    direction = keys / keys.square().sum(-1, keepdim=True).clamp(min=1e-6)
+    return site.q + direction * ((math.log(site.k.shape[0]) + above) / site.scale)
+
+
+_CHANNEL = 400.0
+"""Size of the constant channel of a shifted request; its square moves raw scores by 1.6e5, exact in bf16 and fp16."""
+
+
+def _constant_key(k: torch.Tensor) -> torch.Tensor:
+    return torch.cat([k[..., :-1], torch.full_like(k[..., -1:], _CHANNEL)], dim=-1)
+
+
+def _against_constant_key(sign: float, site: Site) -> torch.Tensor:
+    return torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], sign * _CHANNEL)], dim=-1)
+
+
+_RAMP = 16.0
+
+
+def _ramp(k: torch.Tensor) -> torch.Tensor:
+    """The last channel of the keys rises from -1 to 1 along the key axis."""
+    slope = torch.linspace(-1.0, 1.0, k.shape[0]).view(-1, 1, 1).expand(-1, k.shape[1], 1) if k.shape[0] else k[..., :1]
+    return torch.cat([k[..., :-1] * 0.25, slope.to(k)], dim=-1)
+
+
+def _along_ramp(site: Site) -> torch.Tensor:
+    return torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], _RAMP / site.scale)], dim=-1)
+
+
+def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
+    """Values -2 ... 2, three of four of them 0: products and sums are exact in every dtype."""
+    return torch.where(x.abs() > 1.15, x.round().clamp(-2, 2), torch.zeros_like(x))
+
+
+def _outliers(x: torch.Tensor) -> torch.Tensor:
+    """A mean offset and every sixteenth channel ten times as large."""
+    channel = torch.arange(x.shape[-1], device=x.device) % 16 == 3
+    return torch.where(channel, x * 10.0, x) + 0.5
+
+
+def _low_rank(x: torch.Tensor) -> torch.Tensor:
+    """All rows of a head close to multiples of its first row."""
+    if not x.shape[0]:
+        return x
+    return x[:1] * x[..., :1].sign() + 0.05 * x
+
+
+REGIMES: dict[str, Regime] = {
+    Data.NORMAL: Regime("N(0,1) queries, keys and values"),
+    Data.NEEDLE: Regime(
+        "one dominant key at an edge of a sequence, page, chunk or tile, another for each row and head, over a tail: "
+        "a lost or leaked key changes everything",
+        lambda site: _aligned(site, 4.0),
+        by_element=False,
+    ),
+    Data.HOT_TAIL: Regime(
+        "one key holds more than half of the mass over a diffuse tail: mass lost in the tail",
+        lambda site: _aligned(site, 1.0),
+        by_element=False,
+    ),
+    Data.HOT_ONES: Regime(
+        "a hot key over a diffuse tail with V = 1: the weights must add up",
+        lambda site: _aligned(site, 1.0),
+        values=torch.ones_like,
+        by_element=False,
+    ),
+    Data.LARGE_LOGITS: Regime(
+        "logits × 8: overflow, and a softmax scale applied in low precision", lambda site: site.q * 8.0
+    ),
+    Data.HUGE_LOGITS: Regime("logits × 64: rescaling between tiles", lambda site: site.q * 64.0),
+    Data.EXTREME_LOGITS: Regime("logits × 100", lambda site: site.q * 100.0),
+    Data.NEGATIVE: Regime(
+        "all raw scores near -1.6e5: finite sentinels for masks and maxima",
+        partial(_against_constant_key, -1.0),
+        _constant_key,
+    ),
+    Data.SHIFTED: Regime(
+        "all raw scores near +1.6e5: softmax is shift invariant", partial(_against_constant_key, 1.0), _constant_key
+    ),
+    Data.RISING: Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
+    Data.RISING_ONES: Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),
+    Data.ONES: Regime("V = 1, the output must be 1: normalisation", values=torch.ones_like),
+    Data.INTEGERS: Regime(
+        "sparse small integers, exact in every dtype",
+        lambda site: _sparse_integers(site.q),
+        _sparse_integers,
+        _sparse_integers,
+    ),
+    Data.OUTLIERS: Regime(
+        "a mean offset and outlier channels", lambda site: _outliers(site.q) * 0.1, _outliers, _outliers
+    ),
+    Data.LOW_RANK: Regime(
+        "rows that are nearly multiples of one another",
+        lambda site: _low_rank(site.q),
+        _low_rank,
+        _low_rank,
+        by_element=False,
+    ),
+    Data.TINY_VALUES: Regime("values of size 1e-3: an absolute tolerance accepts zeros", values=lambda v: v * 1e-3),
+    Data.ZERO_KEYS: Regime("all logits equal: the output is the mean of the visible values", keys=torch.zeros_like),
+}
+KEYS = {name: regime.keys for name, regime in REGIMES.items()}
+VALUES = {name: regime.values for name, regime in REGIMES.items()}
 
 
 class ProblemError(ValueError):
@@ -46,9 +211,9 @@ class Draw(Generic[AnyCase]):
         if dtype is None:
             raise ProblemError(f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}")
         self.case, self.device, self.dtype, self.salt = case, device, dtype, salt
-        # The same numbers for every memory layout, chunking and dtype of the same shapes.
-        drawn = (CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
-        self.generator = torch.Generator().manual_seed(_digest((*drawn, salt) if salt else drawn))
+        # What the numbers follow from: of the case's id the same for every memory layout, chunking and dtype.
+        self.key = f"{case.id}|salt={salt}" if salt else case.id
+        self.generator = self.drawing(CASE_FORMAT, case.dims, case.heads, case.q, case.kv, case.seed)
 
     def by_request(
         self, kinds: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, starts: Sequence[int]
@@ -65,14 +230,6 @@ class Draw(Generic[AnyCase]):
         numbered = enumerate(segments(starts))
         return torch.cat([kinds[self.case.data_of(request)](x[rows]) for request, rows in numbered])
 
-    def keys_of(self, k: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-        """[S, N, D] keys as each request's data regime makes them of standard normal ones."""
-        return self.by_request({name: regime.keys for name, regime in REGIMES.items()}, k, starts)
-
-    def values_of(self, v: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-        """[S, N, V] values."""
-        return self.by_request({name: regime.values for name, regime in REGIMES.items()}, v, starts)
-
     def queries_of(self, q: torch.Tensor, sites: Callable[[], Iterable[tuple[slice, Site]]]) -> torch.Tensor:
         """[T, N, D] queries, which may be written over, as each request's data regime makes them over its keys.
 
@@ -80,17 +237,13 @@ class Draw(Generic[AnyCase]):
             q: standard normal ones.
             sites: of all rows, some of one request each; asked for where keys or other rows matter.
         """
-        if len(self.case.regimes) == 1:
-            return REGIMES[self.case.regimes[0]].new_queries(q, self.case.softmax_scale, sites)
+        first, *others = (REGIMES[name] for name in self.case.regimes)
+        if first.by_element and not others:
+            return first.queries(Site(q, q[:0], self.case.softmax_scale, ()))
         starts = start_loc(self.case.q)
         for rows, site in sites():
             q[rows] = REGIMES[self.case.data_of(bisect_right(starts, rows.start) - 1)].queries(site)
         return q
-
-    @property
-    def key(self) -> str:
-        """What the numbers follow from: the case's id, and the salt if there is one."""
-        return f"{self.case.id}|salt={self.salt}" if self.salt else self.case.id
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows on the device, and behind them those of padding, which are poison."""
@@ -100,13 +253,16 @@ class Draw(Generic[AnyCase]):
         # As bytes, since float8 cannot be joined everywhere.
         return torch.cat([x.view(torch.uint8) for x in (rows, behind)]).view(rows.dtype).to(self.device)
 
-    def drawing(self, seed: int) -> torch.Generator:
-        """A generator beside that of the batch, for what is the same in batches of other shapes."""
-        return torch.Generator().manual_seed(self.salted(seed))
+    def drawing(self, *drawn: object) -> torch.Generator:
+        """A generator that is seeded by these, a number alone by itself; by the salt as well, if there is one.
 
-    def salted(self, seed: int) -> int:
-        """A seed of its own for every salt; without one it is itself."""
-        return _digest((seed, self.salt)) if self.salt else seed
+        Beside that of the batch it is for what is the same in batches of other shapes.
+        """
+        drawn = (*drawn, self.salt) if self.salt else drawn
+        seed: Any = drawn[0]
+        if len(drawn) > 1:
+            seed = int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")
+        return torch.Generator().manual_seed(seed)
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -119,14 +275,9 @@ def start_loc(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(lengths, initial=0))
 
 
-def segments(locations: Sequence[int]) -> Iterator[slice]:
-    """One slice per request."""
-    return (slice(a, b) for a, b in pairwise(locations))
-
-
 def rows_of(locations: Sequence[int], requests: Sequence[int]) -> torch.Tensor:
     """[n] int64 numbers of the rows of these requests, one request after another."""
-    rows = list(segments(locations))
+    rows = segments(locations)
     return torch.cat([torch.arange(rows[request].start, rows[request].stop) for request in requests])
 
 
@@ -153,10 +304,6 @@ def lay_out(name: str, x: torch.Tensor, k: torch.Tensor, case: Case) -> torch.Te
     if layout is Layout.HEADS_FIRST and name == "q":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     return x.contiguous()
-
-
-def _digest(drawn: tuple[object, ...]) -> int:
-    return int.from_bytes(hashlib.sha256(repr(drawn).encode()).digest()[:7], "big")
 
 
 COUNTER_SEEDS = 2**23

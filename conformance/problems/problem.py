@@ -1,7 +1,7 @@
 """The problem: a case made concrete on one device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +20,10 @@ class Problem:
         device: where the tensors are.
         calls: the calls to make, in order; all of the same queries.
         whole: attention to the keys of all calls at once, where it was known before they were divided.
+        dtype: of the operands, or of the model behind a cache.
+        output_dtype: of unquantised results, and of the model behind operands in e4m3.
+        query_start_loc: of each call.
+        output_scale: of each call that asks for attention; None where outputs are not quantised.
     """
 
     case: Case
@@ -28,23 +32,19 @@ class Problem:
     calls: tuple[KernelCall, ...]
     whole: AttentionOperands | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the operands, or of the model behind a cache."""
-        return self.calls[0].q.dtype
+    dtype: torch.dtype = field(init=False)
+    output_dtype: torch.dtype = field(init=False)
+    query_start_loc: tuple[int, ...] = field(init=False)
+    output_scale: torch.Tensor | None = field(init=False)
 
-    @property
-    def output_dtype(self) -> torch.dtype:
-        """Dtype of unquantised results, and of the model behind operands in e4m3."""
-        return output_dtype(self.dtype)
-
-    @property
-    def query_start_loc(self) -> tuple[int, ...]:
-        return self.calls[0].query_start_loc
-
-    @property
-    def output_scale(self) -> torch.Tensor | None:
-        return self.attention[0].output_scale
+    def __post_init__(self) -> None:
+        first = self.calls[0]
+        vars(self).update(
+            dtype=first.q.dtype,
+            output_dtype=output_dtype(first.q.dtype),
+            query_start_loc=first.query_start_loc,
+            output_scale=first.output_scale if isinstance(first, AttentionCall) else None,
+        )
 
     @property
     def attention(self) -> tuple[AttentionCall, ...]:
@@ -58,15 +58,8 @@ class Problem:
     def handed(self) -> "Problem":
         return replace(self, calls=tuple(call.handed() for call in self.calls), whole=None)
 
-    @property
-    def memory(self) -> int:
-        """Bytes behind the operands and what they mean."""
-        storages = (tensor.untyped_storage() for tensor in self.tensors())
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
     def tensors(self) -> Iterator[torch.Tensor]:
+        """The operands and what they mean."""
         yield from self.caller_owned.values()
-        for call in self.calls:
-            yield from call.meant
-        if self.whole is not None:
-            yield from (self.whole.q, self.whole.k, self.whole.v)
+        for meant in (*self.calls, *([self.whole] if self.whole else [])):
+            yield from (vars(meant)[name] for name in ("q", "k", "v") if name in vars(meant))

@@ -19,6 +19,7 @@ import torch
 from msgspec.structs import replace as told
 
 from mla_conformance.backends.foreign import cut, one_line
+from mla_conformance.backends.platform import get_device_capability
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.cases.work import operations_of
@@ -175,7 +176,7 @@ def _supported(subject: Subject, shape: Shape, forms: Iterable[Case]) -> tuple[C
         for case in sized(form, shape):
             dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
             kernel = subject.class_of(case.role)
-            reasons = definition_of(case.role).reasons(kernel, case, dtype, subject.capability)
+            reasons = definition_of(case.role).reasons(kernel, case, dtype, get_device_capability(subject.device))
             if not reasons:
                 return case, ""
             said = said or "; ".join(reasons)

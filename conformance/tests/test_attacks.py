@@ -29,9 +29,9 @@ from mla_conformance.report.loading import load_report
 from mla_conformance.tests.cheats.cheat import Cheat, cheats
 from mla_conformance.tests.cheats.report import SALT, deciding_digest, markdown, sentence, stored
 from mla_conformance.tests.unexplained import unexplained
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 
 NEW = ["new_tokens:dims=small;q=[5];lse=0", "new_tokens:dims=small;q=[3]"]
 CHUNKS = [Case.parse(f"context_chunk:call=context_chunk;dims=small;q=[{n}];kv=[9]").id for n in (1, 2, 3, 4)]

@@ -17,9 +17,9 @@ from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.tests.unexplained import unexplained
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.case_files import write_case
 
 CPU = torch.device("cpu")

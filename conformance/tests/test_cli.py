@@ -22,9 +22,9 @@ from mla_conformance.commands.table import COMMANDS
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.outcome import capability_lines
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.trial import Context
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 

@@ -17,10 +17,10 @@ from mla_conformance.judging.needs import Reach, needed_bytes, rows_before
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.far import _spread
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CPU = torch.device("cpu")

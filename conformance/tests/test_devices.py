@@ -26,8 +26,8 @@ from mla_conformance.judging.needs import memory_need, needed_bytes
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials import judge_one as judging
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject, device_reasons
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 CUDA = torch.device("cuda")
@@ -173,7 +173,7 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, named: str, found: tuple[
 
 
 def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Subject, "capability", None)
+    monkeypatch.setattr("mla_conformance.trials.subject.get_device_capability", lambda device: None)
     monkeypatch.setattr(judging, "free_memory", lambda device: 2**20)
     monkeypatch.setattr(judging, "whole_memory", lambda device: 2**36)
     done: list[str] = []
@@ -191,7 +191,7 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
 
 
 def test_a_case_that_no_wait_would_make_fit_is_too_large_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Subject, "capability", None)
+    monkeypatch.setattr("mla_conformance.trials.subject.get_device_capability", lambda device: None)
     monkeypatch.setattr(judging, "wait_for_memory", lambda device, need, seconds: pytest.fail("waited"))
     monkeypatch.setattr(judging, "whole_memory", lambda device: 2**20)
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())

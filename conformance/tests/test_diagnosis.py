@@ -26,8 +26,7 @@ from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import COMPARED, Check
 from mla_conformance.report.causes import causes, symptom
-from mla_conformance.trials.context import Context
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 CONTEXT = Context()
 Base2Lse: Any = vars(suspects)["Base2Lse"]

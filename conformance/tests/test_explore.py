@@ -30,9 +30,9 @@ from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.roles.table import definition_of
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.explore import explore, reachable, region_of
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import listed
 

@@ -13,9 +13,9 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 
 PLAIN, CONTEXT = "new_tokens:dims=small;q=[5,3]", "chunked_context:dims=small;q=[5,3];kv=[40,3];workspace=32"
 OUT, SLICED = "out_tensor:dims=small;q=[5,3];out=1", "strided_inputs:dims=small;q=[5,3];layout=sliced"

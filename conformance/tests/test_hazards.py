@@ -14,9 +14,8 @@ from mla_conformance.files.outputs import Section
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.operands import segments
+from mla_conformance.problems.operands import REGIMES, segments
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.regimes import REGIMES
 from mla_conformance.roles.compress import problem as compress
 from mla_conformance.roles.compress.case import VALUES as STATES
 from mla_conformance.roles.prepare import problem as prepare

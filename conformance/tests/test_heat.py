@@ -24,10 +24,9 @@ from mla_conformance.judging.diagnosis import (
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
 from mla_conformance.report.pages import picture, picture_file, words
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 CASE = "lse:dims=small;heads=2;q=[4,7]"
 SMALL = HeatMap("LSE of new tokens", 2, 3, ("012", "000"))

@@ -15,11 +15,11 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Data
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.regimes import REGIMES, Regime
+from mla_conformance.problems.operands import REGIMES, Regime
 from mla_conformance.tests.drawn import little_work
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 
 CPU = torch.device("cpu")
 CONTEXT = Context()
@@ -278,7 +278,7 @@ def test_a_golden_result_that_is_no_number_is_the_suites_fault(monkeypatch: pyte
 
 
 def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("mla_conformance.trials.context.build_problem")
+    monkeypatch.delattr("mla_conformance.trials.trial.build_problem")
     record = judged(RefusesAtOnce, f"{REFUSED};seed=9")
     assert record.status is Status.HARNESS_ERROR and "build_problem" in record.message
 

@@ -15,9 +15,9 @@ from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.attention import attention
 from mla_conformance.roles.table import build_problem
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 
 CPU = torch.device("cpu")
 CASES = [

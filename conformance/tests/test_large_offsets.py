@@ -15,9 +15,9 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 LARGE = [case.id for case in CAPABILITIES["large_offsets"].cases if not is_due_on_gpu(case)]

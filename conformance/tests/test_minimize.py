@@ -24,9 +24,9 @@ from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.reports import write_run
 from mla_conformance.tests.unexplained import unexplained
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.case_files import read_case, write_case
 
 Capture = pytest.CaptureFixture[str]

@@ -17,7 +17,7 @@ from mla_conformance.cases.work import work_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.reference.index_scores import IndexScores
 from mla_conformance.tests.own_functions import decode_with
-from mla_conformance.trials.context import Context
+from mla_conformance.trials.trial import Context
 
 LSE = "decode_lse:call=decode;heads=2;q=[1x4];kv=[64,9,100,17];page=64"
 SEVERAL = "decode_multi_token:call=decode;q=[3,1,2];kv=[64,5,100];page=64;data=needle"

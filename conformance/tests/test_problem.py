@@ -217,7 +217,7 @@ def test_a_list_names_as_many_keys_as_the_row_sees_and_fit() -> None:
 )
 def test_slots_lead_to_the_keys_that_the_golden_result_is_of(fields: dict[str, Any]) -> None:
     call = call_of(case(dtype="bf16", **fields))
-    assert call.case.kv_lora_rank == call.width
+    assert call.case.kv_lora_rank == call.v.shape[-1]
     named = call.selected >= 0
     held = {**call.given, **call.named}
     entries = gather(held["kv" if "kv" in held else "kv_cache"], call.topk_indices[named].long(), call.case.cache)

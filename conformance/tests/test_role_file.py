@@ -18,9 +18,9 @@ from mla_conformance.cases.case import CLASSES
 from mla_conformance.cli import main
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import DEFINITIONS
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.arrays import SPACES, array_of, kept_arrays
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 

@@ -17,10 +17,10 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.fences import Buffers, MovedCall
 from mla_conformance.roles.table import build_problem
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.session import _small_batches, _steps_of_an_engine
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 
 CPU = torch.device("cpu")
 SELECT = "call=select;q=[1,1];kv=[9,4];topk=4"

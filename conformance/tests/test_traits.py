@@ -26,9 +26,8 @@ from mla_conformance.traits import accuracy as spreads
 from mla_conformance.traits import bitwise
 from mla_conformance.traits.accuracy import accuracy
 from mla_conformance.traits.repeats import repeated
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 CPU = torch.device("cpu")
 

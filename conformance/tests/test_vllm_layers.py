@@ -15,9 +15,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.distributed import main
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.subject import Subject, describe
+from mla_conformance.trials.trial import Context
 
 CPU = torch.device("cpu")
 CONTEXT = Context()
@@ -78,7 +78,7 @@ def test_an_unchanged_backend_passes_as_a_layer(case: str, judged: Any) -> None:
     assert found.evidence["decode"] == "fake_vllm.Impl"
     subject = Subject.of(f"{BACKENDS}:Backend", CPU)
     assert subject.roles == (Role.LAYER,)
-    assert any("reordered" in deviation.adapter for deviation in subject.declaration.deviations)
+    assert any("reordered" in adapter for _, adapter in describe(subject).deviations)
 
 
 def test_a_decode_that_misses_its_newest_key_and_a_prefill_that_drops_its_context_fail(fake: Any, judged: Any) -> None:

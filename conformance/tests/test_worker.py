@@ -17,7 +17,7 @@ from mla_conformance.engine.messages import Judge, TaskReply, WorkerJudged, Work
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.context import Context
+from mla_conformance.trials.trial import Context
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30

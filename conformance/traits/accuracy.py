@@ -11,9 +11,8 @@ from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.judging.traits import ErrorSpread
 from mla_conformance.judging.verdict import Nonconformance
 from mla_conformance.roles.table import measure
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 DATA = ("normal", "needle", "hot_tail", "outliers", "large_logits", "tiny_values")
 _FORMS: tuple[dict[str, Any], ...] = ({"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"cache": "fp8"})
@@ -64,7 +63,7 @@ def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tenso
     subject.executor.begin()
     trial = Trial(subject, case, context)
     trial.require_support()
-    expectation = trial.expect(trial.problem)
+    expectation = trial.context.expect(trial.problem)
     seen = trial.run(trial.backend, trial.problem)
     measured = measure(trial.problem, expectation, seen, trial.declaration) if not seen.error else []
     if not measured:

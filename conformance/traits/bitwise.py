@@ -20,11 +20,10 @@ from mla_conformance.judging.verdict import Nonconformance
 from mla_conformance.problems.operands import rows_of
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.transform import regroup
-from mla_conformance.trials.trial import Trial, invoke, prepare, results
+from mla_conformance.trials.trial import Context, Trial, invoke, prepare, results
 
 _REPEATS = 8
 _TRIES = 24

@@ -67,7 +67,7 @@ def main(told: Sequence[str]) -> None:
     from mla_conformance.backends.platform import describe_device, get_device_capability
     from mla_conformance.cases.case import Case
     from mla_conformance.files.places import search_current_folder
-    from mla_conformance.trials.subject import Subject
+    from mla_conformance.trials.subject import Subject, describe
 
     reference, device, path, most, *ids = told
     with Path(path).open("ab", buffering=0) as file:
@@ -88,7 +88,11 @@ def main(told: Sequence[str]) -> None:
             tell(CallsBegin(environment, unavailable="; ".join(subject.unavailable)))
             return
         chosen, unsupported = _chosen(subject, [Case.parse(each) for each in ids], int(most))
-        tell(CallsBegin(environment, subject.versions(), "", tuple(case.id for case in chosen), tuple(unsupported)))
+        tell(
+            CallsBegin(
+                environment, describe(subject).versions, "", tuple(case.id for case in chosen), tuple(unsupported)
+            )
+        )
         for case in chosen:
             tell(_called(subject, case))
 

@@ -18,9 +18,8 @@ from mla_conformance.judging.traits import Repeated
 from mla_conformance.judging.verdict import Nonconformance, Status
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import judge
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 _AT_ONCE = 16
 """Calls whose results are kept until they are compared, so that nothing stands between their launches."""
@@ -143,7 +142,7 @@ def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Te
     groups = [other[start : start + each] for start in range(0, len(other), each)]
     values = [group[0] if each == 1 else tuple(group) for group in groups]
     observed = Observation(tuple(map(Returned, problem.calls, values)), None, ())
-    verdict = judge(problem, trial.expect(problem), observed, trial.declaration)
+    verdict = judge(problem, trial.context.expect(problem), observed, trial.declaration)
     wrong = "" if verdict.status is Status.PASS else verdict.message
     return Repeated(found.calls, found.seconds, len(numbers), numbers[0], what, wrong, "", found.deterministic)
 

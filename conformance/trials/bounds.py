@@ -18,9 +18,8 @@ from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.cpu_room import noted_faults
 from mla_conformance.problems.fences import OUT, Fence, MovedCall, Side, operands
 from mla_conformance.problems.memory import Guarded, device_lost
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial
 
 _SECONDS = 300
 _BESIDE = {Side.END: "behind the end of", Side.BEGINNING: "before the beginning of"}
@@ -57,7 +56,7 @@ def call_fenced(
 
 def memory_bounds(trial: Trial) -> None:
     """The ends of all operands at once, then their beginnings."""
-    expectation = trial.expect(trial.problem)
+    expectation = trial.context.expect(trial.problem)
     for side in Side:
         seen = trial.run(trial.backend, trial.problem, perform=partial(call_fenced, Fence(side)))
         _require_inside(trial, side, seen)

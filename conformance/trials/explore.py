@@ -13,9 +13,9 @@ from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import CPU_WORK, is_light, work_of
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import BudgetUse, Status, Verdict
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import OnStarted, judge_one
 from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import listed
 from mla_conformance.vocabulary.dense import grid_cases
@@ -110,7 +110,7 @@ def _record_of(subject: Subject, capabilities: tuple[str, ...], found: "list[_Ex
         told = passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), spent).with_fields(cases=len(passed))
     else:
         nothing = Verdict(Status.UNSUPPORTED, "declares nothing of what could be drawn")
-        empty = Record(subject.name, subject.backend.reference, capabilities[0], "", Status.UNSUPPORTED)
+        empty = Record(subject.backend.name, subject.backend.reference, capabilities[0], "", Status.UNSUPPORTED)
         told = judged[0] if judged else empty.with_verdict(nothing, 0.0)
     return told.with_fields(capability=EXPLORED)
 

@@ -42,7 +42,7 @@ def judge_far_away(trial: Trial) -> None:
     device = trial.subject.device
     try:
         near = trial.build(replace(trial.case, far="none"))
-        expectation = trial.expect(near)
+        expectation = trial.context.expect(near)
         if Reach.of(trial.case).operand != "rows":
             seen = trial.run(trial.backend, near, perform=partial(call_far, Reach.of(trial.case)))
         else:

@@ -40,7 +40,7 @@ class Graph:
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, and judge what stands in the captured outputs."""
-        expectation = self._trial.expect(problem)
+        expectation = self._trial.context.expect(problem)
         loaded = _load(self.static, problem)
         value = self._trial.call(f"{step}: the call", partial(_replayed, self._captured, self._trial.backend, loaded))
         # Behind them a prefill may leave anything; the rows of a decode are all there, those of padding among them.

@@ -4,6 +4,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.case import Case
@@ -12,10 +13,9 @@ from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long, memory_n
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
 from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory, whole_memory
-from mla_conformance.trials.context import Context
 from mla_conformance.trials.procedures import PROCEDURES
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Trial
+from mla_conformance.trials.trial import Context, Trial, evidence_of
 from mla_conformance.vocabulary.capabilities import find_capability
 
 MEMORY_PATIENCE = 120.0  # seconds for which a trial waits for a GPU's memory that others hold
@@ -62,10 +62,13 @@ def judged_trial(
         # What a backend says that it lacked does not decide whether a case takes more than this machine has.
         too_large = is_too_long(case, kind) or memory_need(case, kind) > whole_memory(subject.device)
         verdict = replace(verdict, too_large=too_large)
-    seconds = round(time.perf_counter() - began, 4)
+    seconds, evidence = round(time.perf_counter() - began, 4), dict[str, str]()
+    if "backend" in vars(trial):
+        told = subject.executor.query(partial(evidence_of, trial.backend), dict[str, str])
+        evidence = {"kernel_evidence": f"raised {told.error}"} if told.error else told.value
     record = Record(
-        subject.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
-        evidence=trial.evidence(), salt=context.salt, role=case.role.file,
+        subject.backend.name, subject.backend.reference, case.capability, case.id, Status.HARNESS_ERROR,
+        evidence=evidence, salt=context.salt, role=case.role.file,
     )  # fmt: skip
     return trial, record.with_verdict(verdict, seconds)
 

@@ -92,5 +92,5 @@ def loads_packed(trial: Trial) -> None:
     assert isinstance(call, LayerCall)
     packed = replace(trial.problem, calls=(replace(call, packed=True),))
     layer = trial.query(f"{step}: the constructor", partial(trial.subject.create, trial.case))
-    expectation = trial.expect(packed)
+    expectation = trial.context.expect(packed)
     trial.judged(packed, expectation, trial.run(layer, packed), step)

@@ -84,7 +84,7 @@ class LayerGraph:
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with ``problem``, replay, judge."""
-        expectation = self._trial.expect(problem)
+        expectation = self._trial.context.expect(problem)
         call = problem.calls[0]
         assert isinstance(call, LayerCall)
         self._trial.query(f"{step}: the call", partial(CapturedLayer.load, self._captured, call))

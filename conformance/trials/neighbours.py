@@ -93,7 +93,7 @@ def neighbour_keys(trial: Trial) -> None:
 
 def _each_spoiled(trial: Trial, what: str, spoil: Callable[[Problem, int, str], None]) -> None:
     clean = _Clean(trial.conforms(step="as given"))
-    expectation = trial.expect(trial.problem)
+    expectation = trial.context.expect(trial.problem)
     for (request, rows), kind in zip(enumerate(segments(trial.problem.query_start_loc)), cycle(KINDS), strict=False):
         problem = trial.build(trial.case)
         spoil(problem, request, kind)

@@ -79,7 +79,7 @@ def split_invariance(trial: Trial) -> None:
 
 def merge_states(trial: Trial) -> None:
     """The backend's merge of the states that its calls return, then with NaN behind every LSE of -inf."""
-    problem, expectation = trial.problem, trial.expect(trial.problem)
+    problem, expectation = trial.problem, trial.context.expect(trial.problem)
     seen = trial.conforms(step="as the calls return them")
     if not (trial.case.is_merged and trial.case.own_merge):
         return
@@ -152,7 +152,7 @@ def refuses_or_conforms(trial: Trial) -> None:
 def must_refuse(trial: Trial, declared: str) -> None:
     """The backend rejects this configuration, so a call must raise before it launches anything."""
     problem = trial.problem  # built outside: an input that cannot be built is no refusal
-    expectation = trial.expect(problem)
+    expectation = trial.context.expect(problem)
 
     def fail(check: Check, what: str) -> NoReturn:
         trial.fail(check, f"declared unsupported ({declared}), but {what}")

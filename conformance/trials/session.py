@@ -81,7 +81,7 @@ class Session:
             prepare: as for :meth:`Trial.run`.
             in_place: whether its operands stand where those of other such calls stood.
         """
-        trial, expectation = self.trial, self.trial.expect(problem)
+        trial, expectation = self.trial, self.trial.context.expect(problem)
         seen = trial.run(trial.backend, problem, prepare, self._perform() if in_place else None)
         before, self._before = self._before, step
         self._count += 1
@@ -255,7 +255,7 @@ def _second_layer(made: Session) -> None:
     case = other_contents(trial.case)
     assert isinstance(case, LayerCase)
     problem = trial.build(replace(case, model=case.model + 1))
-    layer, expectation = trial.create(problem.case), trial.expect(problem)
+    layer, expectation = trial.create(problem.case), trial.context.expect(problem)
     made.call(trial.problem, "the first of two layers")
     trial.query("a second layer", partial(_lend, trial.backend, layer, problem))
     step = "the second of two layers, over the metadata of the first"

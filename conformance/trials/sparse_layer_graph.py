@@ -60,7 +60,7 @@ class SparseLayerGraph:
 
     def judge(self, problem: Problem, step: str) -> None:
         """Fill the buffers with a batch, replay, and judge what stands in the captured output and in the caches."""
-        expectation, call = self._trial.expect(problem), _call(problem)
+        expectation, call = self._trial.context.expect(problem), _call(problem)
         loaded, reached = self._load(call), [image.cache for image in self._static.written.values()]
         replay = partial(_replayed, self._captured, self._trial.backend, loaded)
         value = cut(self._trial.call(f"{step}: the call", replay, reached), slice(len(call.q)))

@@ -44,7 +44,7 @@ class _Late:
 def side_stream(trial: Trial) -> None:
     """Inputs produced on a side stream, the call and the reading of its result on the same one."""
     problem = trial.problem
-    expectation = trial.expect(problem)
+    expectation = trial.context.expect(problem)
     trial.call("before the stream: the call", partial(prepared_call, trial.backend, problem))
     late = trial.query("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
     value = trial.call("on a side stream: the call", partial(_result, late, 0))
@@ -54,7 +54,7 @@ def side_stream(trial: Trial) -> None:
 def two_streams(trial: Trial, other: Problem) -> None:
     """Two instances, each with its own problem on its own stream, launched one after the other and never waited for."""
     problems, backends = [trial.problem, other], [trial.backend, trial.create()]
-    golden = [trial.expect(problem) for problem in problems]
+    golden = [trial.context.expect(problem) for problem in problems]
     for problem, backend in zip(problems, backends, strict=True):
         # What is compiled or allocated at a first call is no part of the question.
         trial.call("before the streams: the call", partial(prepared_call, backend, problem))

@@ -15,7 +15,7 @@ from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.platform import get_device_capability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
@@ -38,6 +38,7 @@ class Subject:
     device: torch.device  # where it is judged
     executor: Executor = IN_PROCESS  # carries out whatever imports it, asks it or calls it
     _classes: dict[Role, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _missing: dict[Role, list[str]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def of(reference: str, device: torch.device, executor: Executor = IN_PROCESS) -> "Subject":
@@ -46,10 +47,6 @@ class Subject:
     def __reduce__(self) -> tuple[Any, ...]:
         """In the process that imports it, it is one object for all steps."""
         return _here, (self.backend.reference, self.device)
-
-    @property
-    def name(self) -> str:
-        return self.backend.name
 
     @cached_property
     def roles(self) -> tuple[Role, ...]:
@@ -61,76 +58,45 @@ class Subject:
     def class_of(self, role: Role) -> Any:
         """The class that calls of a role go to on this device; of a layer the common one, unless one is named."""
         if role not in self._classes:  # what names it is looked up in files
-            named = resolve_backend(self.backend, self.capability, role)
+            named = resolve_backend(self.backend, get_device_capability(self.device), role)
             common = role is Role.LAYER and not named
             self._classes[role] = mla_backend(*map(self.class_of, _KERNELS_OF_LAYERS)) if common else named
         return self._classes[role]
 
-    def declaration_of(self, role: Role) -> Declaration:
-        return self.declarations[role]
-
     @cached_property
     def declarations(self) -> dict[str, Declaration]:
-        usable = [role for role in self.roles if not self._unavailable[role]]
+        """What the adapters of all roles that can run here declare."""
+        usable = [role for role in self.roles if not self.missing_role(role)]
         return {str(role): definition_of(role).declared(self.class_of(role)) for role in usable}
-
-    @cached_property
-    def declaration(self) -> Declaration:
-        """What the adapters of all roles declare together; the rounding classes are those of the first role."""
-        declared = list(self.declarations.values())
-        return Declaration(
-            rounding=declared[0].rounding,
-            e4m3_rounding=declared[0].e4m3_rounding,
-            deviations=tuple(dict.fromkeys(chain.from_iterable(d.deviations for d in declared))),
-            distributions=tuple(dict.fromkeys(chain.from_iterable(d.distributions for d in declared))),
-            emulated=any(d.emulated for d in declared),
-            deterministic=all(d.deterministic for d in declared),
-            batch_invariant=all(d.batch_invariant for d in declared),
-        )
-
-    @cached_property
-    def capability(self) -> DeviceCapability | None:
-        return get_device_capability(self.device)
 
     @cached_property
     def unavailable(self) -> list[str]:
         """Why the backend cannot run here at all, in any role."""
-        return unavailable_reasons(self.backend, self.capability)
+        return unavailable_reasons(self.backend, get_device_capability(self.device))
 
-    @cached_property
-    def _unavailable(self) -> dict[Role, list[str]]:
-        own = {role: unavailable_reasons(self.backend, self.capability, role) for role in roles_of(self.backend)}
-        composed = [reason for reasons in own.values() for reason in reasons]
-        return own if Role.LAYER in own or Role.LAYER not in self.roles else {**own, Role.LAYER: composed}
-
-    def missing_role(self, case: Case) -> list[str]:
-        """Why no call of ``case`` can be made: the backend has other roles only, or this one cannot run here."""
-        if case.role not in self.roles:
+    def missing_role(self, role: Role) -> list[str]:
+        """Why no call of a role can be made: the backend has other roles only, or this one cannot run here."""
+        if role not in self.roles:
             return [f"{' and '.join(self.roles)} only"]
-        reasons = self._unavailable[case.role]
-        return [f"{case.role} unavailable: {'; '.join(reasons)}"] if reasons else []
-
-    def versions(self) -> dict[str, str]:
-        found = {}
-        for name in self.declaration.distributions:
-            try:
-                found[name] = version(name)
-            except PackageNotFoundError:
-                found[name] = "not installed as a distribution"
-        return found
+        if role not in self._missing:  # what it needs is looked for in files
+            named, capability = roles_of(self.backend), get_device_capability(self.device)
+            needed = (role,) if role in named else named  # of a layer that the others make
+            reasons = [reason for each in needed for reason in unavailable_reasons(self.backend, capability, each)]
+            self._missing[role] = [f"{role} unavailable: {'; '.join(reasons)}"] if reasons else []
+        return self._missing[role]
 
     def unsupported(self, case: Case) -> list[str]:
         """Why no call of ``case`` can be made, or what of it the backend declares unsupported."""
-        if missing := self.missing_role(case):
+        if missing := self.missing_role(case.role):
             return missing
         dtype = TORCH_DTYPES[case.dtype]
         if dtype is None:
             return [f"dtype {case.dtype} needs a torch with float8, this is {torch.__version__}"]
         needs = find_capability(case.capability).needs
-        if needs and not getattr(self.declaration_of(case.role), needs):
+        if needs and not getattr(self.declarations[case.role], needs):
             return [f"not declared {needs}"]
         kernel = self.class_of(case.role)
-        reasons = definition_of(case.role).reasons(kernel, case, dtype, self.capability)
+        reasons = definition_of(case.role).reasons(kernel, case, dtype, get_device_capability(self.device))
         return reasons or device_reasons(case, self.device, kernel)
 
     def create(self, case: Case) -> Any:
@@ -147,7 +113,13 @@ def describe(subject: Subject) -> BackendFacts:
     """The facts of a backend, for a parent that does not import it; one that raises when it is asked is unavailable."""
     try:
         reference, reasons = subject.backend.reference, tuple(subject.unavailable)
-        versions = {} if reasons else subject.versions()
+        declared = [] if reasons else list(subject.declarations.values())
+        versions = {}
+        for name in dict.fromkeys(chain.from_iterable(each.distributions for each in declared)):
+            try:
+                versions[name] = version(name)
+            except PackageNotFoundError:
+                versions[name] = "not installed as a distribution"
         # What tells that a backend is still the same: its file, or its distributions' versions.
         fingerprint = ", ".join(f"{name} {version}" for name, version in versions.items()) or "no distribution"
         if (location := reference.rpartition(":")[0]).endswith(".py"):
@@ -155,21 +127,21 @@ def describe(subject: Subject) -> BackendFacts:
         elif reasons:
             fingerprint = "unavailable"
         if reasons:
-            return BackendFacts(subject.name, reference, reasons, fingerprint=fingerprint)
-        kernels = {role: declared for role, declared in subject.declarations.items() if role != Role.LAYER}
+            return BackendFacts(subject.backend.name, reference, reasons, fingerprint=fingerprint)
+        kernels = {role: each for role, each in subject.declarations.items() if role != Role.LAYER}
         rounding: dict[str, str] = {}  # classes by name; those of a role beside prefill say so
-        for role, declared in (kernels or subject.declarations).items():
+        for role, each in (kernels or subject.declarations).items():
             prefix = f"{role}: " if role != Role.PREFILL and len(kernels) > 1 else ""
-            for operands, classes in (("", declared.rounding), ("e4m3 operands: ", declared.e4m3_rounding)):
+            for operands, classes in (("", each.rounding), ("e4m3 operands: ", each.e4m3_rounding)):
                 named = {} if classes is None else vars(classes)
                 rounding |= {f"{prefix}{operands}{name}": value.value for name, value in named.items()}
-        declaration = subject.declaration
+        deviations = dict.fromkeys(chain.from_iterable(each.deviations for each in declared))
         return BackendFacts(
-            subject.name,
+            subject.backend.name,
             reference,
             versions=versions,
-            emulated=declaration.emulated,
-            deviations=tuple((each.library, each.adapter) for each in declaration.deviations),
+            emulated=any(each.emulated for each in declared),
+            deviations=tuple((each.library, each.adapter) for each in deviations),
             rounding=rounding,
             fingerprint=fingerprint,
         )
@@ -180,7 +152,7 @@ def describe(subject: Subject) -> BackendFacts:
 
 
 def unavailable(subject: Subject, reason: str) -> BackendFacts:
-    return BackendFacts(subject.name, subject.backend.reference, (reason,), fingerprint="unavailable")
+    return BackendFacts(subject.backend.name, subject.backend.reference, (reason,), fingerprint="unavailable")
 
 
 def device_reasons(case: Case, device: torch.device, backend_class: Any) -> list[str]:

@@ -1,9 +1,16 @@
-"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation."""
+"""A trial: one subject on one case, as the procedures see it, and calls without the driver's synchronisation.
 
-from collections.abc import Callable, Iterable
+The trials of a process share inputs and golden results, made once for all backends of a case. Nothing that is kept is
+handed to a backend: each trial gets a copy of the inputs.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -15,7 +22,6 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import (
     Observation,
     Returned,
-    StepResult,
     as_it_is_now,
     parts_of,
     run_calls,
@@ -26,10 +32,77 @@ from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, St
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
-from mla_conformance.roles.table import judge
-from mla_conformance.trials.context import Context
+from mla_conformance.roles.table import build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability
+
+Value = TypeVar("Value")
+
+PROBLEM_BYTES = {"cpu": 2**26, "cuda": 2**30}
+"""Memory that inputs may keep, by type of device; larger ones are built each time."""
+GOLDEN_BYTES = {"cpu": 2**28, "cuda": 2**30}
+"""Memory that golden results may keep, by type of device; the last one is kept in any case."""
+
+
+@dataclass(eq=False)
+class BoundedCache(Generic[Value]):
+    """Values by key and device, within so many bytes; the one that was used longest ago goes first."""
+
+    limits: Mapping[str, int]  # by type of device
+    keeps_large: bool  # whether the last one is kept whatever its size
+    entries: OrderedDict[tuple[str, str], tuple[Value, int]] = field(default_factory=OrderedDict)
+
+    def get(
+        self,
+        key: str,
+        device: torch.device,
+        make: Callable[[], Value],
+        tensors: Callable[[Value], Iterable[torch.Tensor]],
+    ) -> Value:
+        """The value of a key, made if it is not there; ``tensors`` are what it consists of."""
+        place = (key, str(device))
+        if place not in self.entries:
+            value, limit = make(), self.limits[device.type]
+            storages = map(torch.Tensor.untyped_storage, tensors(value))
+            size = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+            if size > limit and not self.keeps_large:
+                return value
+            self.entries[place] = value, size
+            while len(self.entries) > 1 and sum(size for _, size in self.entries.values()) > limit:
+                self.entries.popitem(last=False)
+        self.entries.move_to_end(place)
+        return self.entries[place][0]
+
+
+@dataclass(eq=False)
+class Context:
+    salt: str = ""  # what inputs are drawn with beside their case; empty for none
+    _problems: BoundedCache[Problem] = field(default_factory=partial(BoundedCache, PROBLEM_BYTES, False))
+    _golden: BoundedCache[Golden] = field(default_factory=partial(BoundedCache, GOLDEN_BYTES, True))
+
+    def problem(self, case: Case, device: torch.device) -> Problem:
+        """The inputs that a case stands for, in tensors that nothing else refers to.
+
+        Raises:
+            ProblemError: a regime or dtype that does not exist here.
+            ValueError: the reference's chunk planner or cache refuses the case.
+        """
+        make = partial(build_problem, case, device, self.salt)
+        made = self._problems.get(case.id, device, make, Problem.tensors)
+        kept = (case.id, str(device)) in self._problems.entries
+        return deepcopy(made, {id(made.case): made.case}) if kept else made
+
+    def expect(self, problem: Problem) -> Golden:
+        """The golden result of a problem; asked for before a call, which may change its inputs.
+
+        A kept one is returned without a word to the device, which may be lost.
+        """
+        make = partial(golden_of, problem)
+        return self._golden.get(problem.key, problem.device, make, attrgetter("tensors"))
+
+    def forget(self) -> None:
+        self._problems.entries.clear()
+        self._golden.entries.clear()
 
 
 @dataclass(frozen=True)
@@ -53,40 +126,41 @@ class Trial:
 
     @cached_property
     def problem(self) -> Problem:
-        return self.build()
+        return self.context.problem(self.case, self.subject.device)
 
     def build(self, case: Case | None = None) -> Problem:
         """The inputs of a case, by default the trial's own, on the subject's device."""
         return self.context.problem(case or self.case, self.subject.device)
 
-    def expect(self, problem: Problem) -> Golden:
-        """The golden result; asked for before a call: one that changes its inputs must not change what is expected."""
-        return self.context.expect(problem)
-
     @cached_property
     def declaration(self) -> Declaration:
         """What the adapter declares that the case is for."""
-        question = partial(self.subject.declaration_of, self.case.role)
-        declared: Declaration = self.query("asked what it declares, it", question, Declaration)
+        question = partial(getattr, self.subject, "declarations")
+        declared = self.query("asked what it declares, it", question, dict[str, Declaration])[self.case.role]
+        assert isinstance(declared, Declaration)
         return declared
 
     @cached_property
     def backend(self) -> Any:
         """The instance that all calls of the trial go to: a kernel, or a layer."""
-        return self.create()
+        return self.query("the constructor", partial(self.subject.create, self.case))
 
     def create(self, case: Case | None = None) -> Any:
         return self.query("the constructor", partial(self.subject.create, case or self.case))
 
     def call(self, what: str, call: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> Any:
-        """What a call returned; what it raises, or leaves changed in the process, is the backend's failure."""
-        return self._value(what, self.subject.executor.call(call, reached))
+        """What a call returned; otherwise as :meth:`query`."""
+        return self.query(what, call, reached=reached)
 
-    def query(self, what: str, question: Callable[[], Any], kind: Any = None) -> Any:
-        """Plain data of this type, or what is for later steps; otherwise as :meth:`call`."""
-        return self._value(what, self.subject.executor.query(question, kind))
+    def query(
+        self, what: str, step: Callable[[], Any], kind: Any = None, reached: Iterable[torch.Tensor] | None = None
+    ) -> Any:
+        """Plain data of this type, or what is for later steps.
 
-    def _value(self, what: str, done: StepResult) -> Any:
+        What the step raises, or leaves changed in the process, is the backend's failure.
+        """
+        executor = self.subject.executor
+        done = executor.query(step, kind) if reached is None else executor.call(step, reached)
         self.disturbed = self.disturbed or bool(done.disturbed)
         if done.out_of_memory:
             self.settle(Verdict(Status.UNAVAILABLE, f"out of memory: {done.error}"))
@@ -96,20 +170,13 @@ class Trial:
             self.fail(Check.PROCESS_STATE, f"{what} changed the process: {'; '.join(done.disturbed)}")
         return done.value
 
-    def evidence(self) -> dict[str, str]:
-        """What the instance says of the kernel that served it; empty if none was made or it does not tell."""
-        if "backend" not in self.__dict__:
-            return {}
-        done = self.subject.executor.query(partial(_evidence, self.backend), dict[str, str])
-        return {"kernel_evidence": f"raised {done.error}"} if done.error else done.value
-
     def require_support(self) -> None:
         """Unsupported if the backend has no class, here, that the case could call, or does not declare what it needs.
 
         Where refusals are what is judged, the procedure asks for the second.
         """
         if find_capability(self.case.capability).probes_refusals:
-            reasons = self.query("asked what it is, it", partial(self.subject.missing_role, self.case), list[str])
+            reasons = self.query("asked what it is, it", partial(self.subject.missing_role, self.case.role), list[str])
         else:
             reasons = self.unsupported()
         if reasons:
@@ -131,7 +198,7 @@ class Trial:
             prepare: as for :meth:`run`.
         """
         problem = problem or self.problem
-        expectation = self.expect(problem)
+        expectation = self.context.expect(problem)
         return self.judged(problem, expectation, self.run(self.backend, problem, prepare), step)
 
     def run(
@@ -155,7 +222,7 @@ class Trial:
             difference: how that instance differs from the first, for the message.
         """
         both = [
-            (instance, problem, self.expect(problem))
+            (instance, problem, self.context.expect(problem))
             for instance, problem in ((self.backend, self.problem), (self.create(other.case), other))
         ]
         # In one step, so that metadata that they share are one object wherever it is carried out.
@@ -211,7 +278,8 @@ def _unsupported(subject: Subject, case: Case) -> list[str] | str:
         return str(error)
 
 
-def _evidence(instance: Any) -> dict[str, str]:
+def evidence_of(instance: Any) -> dict[str, str]:
+    """What an instance says of the kernel that served it; empty if it does not tell."""
     tell = getattr(instance, "kernel_evidence", dict)
     return {shortened(str(name)): shortened(str(value)) for name, value in tell().items()}
 

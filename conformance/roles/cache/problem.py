@@ -17,11 +17,10 @@ from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.steps import Form, Steps
 from mla_conformance.judging.verdict import Check, Verdict
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
-from mla_conformance.problems.cached_batch import CachedBatch, int32
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, block_table_of, int32, write_pages
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import ProblemError, edges, segments, start_loc
-from mla_conformance.problems.paging import PageForm, Pages, block_table_of, write_pages
 from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written_entries import WrittenEntries
 from mla_conformance.problems.written_rows import WrittenRows
@@ -77,14 +76,13 @@ class CacheCall(KernelCall):
 class CacheBatch(CachedBatch[CacheCase]):
     """The batch of a cache operation, before its entries are dealt out to ranks."""
 
-    @cached_property
-    def totals(self) -> tuple[int, ...]:
-        """Entries of each request on all ranks; some are behind those that a gather asks for."""
-        case = self.case
-        further = [index % _FURTHER * (case.call in GATHERS) for index in range(len(case.q))]
+    def __init__(self, case: CacheCase, device: torch.device, salt: str = "") -> None:
+        super().__init__(case, device, salt)
+        # Entries of each request on all ranks; some are behind those that a gather asks for.
+        self.totals = tuple((q + kv) // case.ratio for q, kv in zip(case.q, case.kv, strict=True))
         if case.call in GATHERS:
-            return tuple(kv // case.ratio + q + more for q, kv, more in zip(case.q, case.kv, further, strict=True))
-        return tuple((q + kv) // case.ratio for q, kv in zip(case.q, case.kv, strict=True))
+            batch = enumerate(zip(case.q, case.kv, strict=True))
+            self.totals = tuple(kv // case.ratio + q + index % _FURTHER for index, (q, kv) in batch)
 
     @cached_property
     def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,9 +135,8 @@ class CacheBatch(CachedBatch[CacheCase]):
 
     def _write(self, rank: int) -> Arguments:
         """Of the new tokens, in order; rows of padding have no slot, and as many rows more no number."""
-        case, held = self.case, self.held(rank)
-        lengths, stored = self.owned(rank)
-        pages = self._pages(stored, lengths)
+        case, (held, stored) = self.case, self.held(rank)
+        pages = self._pages(stored, list(map(len, held)))
         is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
         image = ExpectedCache(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored])).image()
         slots = torch.full((sum(self.totals),), -1)
@@ -195,7 +192,7 @@ class CacheBatch(CachedBatch[CacheCase]):
 
     def _compute(self, rank: int) -> Arguments:
         """Slots of a table alone: its blocks may have any number, since no cache is there."""
-        held = self.held(rank)
+        held, _ = self.held(rank)
         counts = torch.tensor([-(-len(own) // self.case.page) for own in held] + [0] * self.case.pad)
         order = (
             torch.randperm(int(counts.sum()) + _FURTHER, generator=self.drawing(self.case.seed)) + 1 + self.case.spare

@@ -7,11 +7,10 @@ import torch
 from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeSelectorConfig
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import CachedBatch, int32
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, int32, write_pages
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import lay_out, start_loc
-from mla_conformance.problems.paging import PageForm, write_pages
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
@@ -50,8 +49,9 @@ class DecodeBatch(CachedBatch[DecodeCase]):
 
     def _call(self, rank: int, ql_nope: torch.Tensor, q_pe: torch.Tensor) -> DecodeCall:
         """Of queries ql_nope [T, N, L] and q_pe [T, N, R] in the memory layout of the case."""
-        (lengths, every), case, cpu = self.owned(rank), self.case, torch.device("cpu")
-        pages = write_pages(self, PageForm.of(case), self.entries[every], lengths)
+        (held, every), case, cpu = self.held(rank), self.case, torch.device("cpu")
+        lengths = list(map(len, held))
+        pages = write_pages(self, PageForm(case.cache, case.page), self.entries[every], lengths)
         keys = self.keys[every]
         return DecodeCall(
             q=self.queries,

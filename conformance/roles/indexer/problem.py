@@ -9,10 +9,9 @@ import torch
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Call
-from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, gather_entries, sparse_metadata, write_pages
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.operands import lay_out, start_loc
-from mla_conformance.problems.paging import PageForm, gather_entries, write_pages
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
 from mla_conformance.roles.indexer.case import IndexerCase
 
@@ -47,10 +46,6 @@ class IndexerCall(KernelCall):
     @property
     def result_shape(self) -> tuple[int, ...]:
         return self.q.shape[0], self.case.topk if self.selects else self.metadata.max_seq_len
-
-    @property
-    def meant(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.k, self.weights
 
 
 class IndexerBatch(CachedBatch[IndexerCase]):
@@ -88,7 +83,7 @@ class IndexerBatch(CachedBatch[IndexerCase]):
     def calls(self) -> tuple[IndexerCall]:
         _ = self.entries, self.drawn, self.weights  # drawn in this order, whatever asks first
         if self.case.is_paged:
-            pages = write_pages(self, PageForm.of(self.case), self.entries, self.totals)
+            pages = write_pages(self, PageForm(self.case.cache, self.case.page), self.entries, self.totals)
             k, k_scale = pages.cache, None
         else:
             pages = gather_entries(self.case, self.entries, self.totals, self.device)

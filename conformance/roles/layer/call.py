@@ -47,7 +47,6 @@ class LayerCall(CallOfARank):
     requests: tuple[LayerRequest, ...]  # the batch
     padding: int  # rows of padding behind it; -1 where no graph is used
     padding_counts: bool  # whether the metadata counts these rows, as requests without tokens
-    chunks: int  # context chunks that a prefill merges with its new tokens
     packed: bool = False  # whether ``kv_b_proj`` holds codes under another name
 
     means: ClassVar = {"q": "T", "k": "S", "v": "S", "latents": "S"}
@@ -68,11 +67,6 @@ class LayerCall(CallOfARank):
         case = self.image.case
         assert isinstance(case, LayerCase)
         return case
-
-    @property
-    def merges(self) -> int:
-        """Merges of stored results that a prefill with context takes."""
-        return self.chunks
 
     @property
     def returns_lse(self) -> bool:
@@ -102,13 +96,13 @@ class LayerCall(CallOfARank):
             padding=-1,
             padding_counts=False,
             written={"kv_cache": self.image.with_only(new)},
-            chunks=len(plan_context_chunks(contexts, workspace_tokens=workspace, page_size=page)),
+            merges=len(plan_context_chunks(contexts, workspace_tokens=workspace, page_size=page)),
         )
 
     def output_buffer(self) -> Guarded | None:
         if not self.case.out:
             return None
-        shape = (self.query.shape[0], self.q.shape[1] * self.width)
+        shape = (self.query.shape[0], self.q.shape[1] * self.v.shape[-1])
         return Guarded.allocate(shape, self.query.dtype, self.query.device)
 
     def load(self, backend: LayerDriver) -> None:
@@ -131,13 +125,13 @@ class LayerCall(CallOfARank):
     def operands(self) -> AttentionOperands:
         """Attention over keys and values as a prefill has them; a decode computes the same."""
         starts, case = (self.query_start_loc, self.key_start_loc), self.case
-        value_weights = self.weight[..., -self.width :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
+        value_weights = self.weight[..., -self.v.shape[-1] :].abs().sum(dim=0).clamp(min=1.0).to(self.latents)
         whole = AttentionOperands(
             *(self.q, self.k, self.v, *starts),
             causal=True,
             dequantised=case.holds_codes,
             value_weights=value_weights,
-            plans=tuple(map(self._ends, PLANNERS.values())) if self.chunks and case.ranks == 1 else (),
+            plans=tuple(map(self._ends, PLANNERS.values())) if self.merges and case.ranks == 1 else (),
         )
         if case.weights == "dense":
             return replace(whole, projection=Projection(self.latents, self.weight.to(self.latents)))
@@ -159,10 +153,10 @@ class LayerCall(CallOfARank):
 class RankedCall(CallOnRanks[LayerCall]):
     """What ranks that share the tokens do together: their heads side by side are the result of one rank."""
 
-    @property
-    def merges(self) -> int:
-        """Of stored results: of context chunks in a prefill, of ranks in a decode."""
-        return max(self.parts[0].merges, len(self.parts) - 1)
+    @classmethod
+    def of(cls, parts: tuple[LayerCall, ...]) -> Self:
+        """With the merges of context chunks in a prefill, or of ranks in a decode."""
+        return replace(super().of(parts), merges=max(parts[0].merges, len(parts) - 1))
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: which entries a rank writes goes by the whole batch.
@@ -174,6 +168,6 @@ class RankedCall(CallOnRanks[LayerCall]):
 
     def joined(self, results: Sequence[Any]) -> Any:
         """[T, N, V] of all heads; what a rank returned, if that is not its heads."""
-        expected = (*self.parts[0].q.shape[:2], self.width)
+        expected = (*self.parts[0].q.shape[:2], self.v.shape[-1])
         wrong = [result for result in results if getattr(result, "shape", None) != expected]
         return wrong[0] if wrong else torch.cat(list(results), dim=1)

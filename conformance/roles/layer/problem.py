@@ -10,11 +10,9 @@ from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
 from mla_conformance.problems.cache_bytes import TIE_SLACK, ExpectedCache
-from mla_conformance.problems.cached_batch import CachedBatch
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, write_pages
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import edges, segments, start_loc
-from mla_conformance.problems.paging import PageForm, write_pages
-from mla_conformance.problems.regimes import REGIMES, Site
+from mla_conformance.problems.operands import REGIMES, Site, edges, segments, start_loc
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, up_project
@@ -97,17 +95,6 @@ class LayerBatch(CachedBatch[LayerCase]):
     """The batch of a layer case, before and after its tokens are dealt out to ranks."""
 
     @cached_property
-    def query_lens(self) -> tuple[int, ...]:
-        """New tokens of each request, rows of padding that count last."""
-        return self.case.q + (1,) * (self.case.pad if self.case.padding_counts else 0)
-
-    @cached_property
-    def totals(self) -> tuple[int, ...]:
-        """Tokens of each request after the call; none of a row of padding that counts."""
-        totals = tuple(q + kv for q, kv in zip(self.case.q, self.case.kv, strict=True))
-        return totals + (0,) * (len(self.query_lens) - len(totals))
-
-    @cached_property
     def weight(self) -> torch.Tensor:
         """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU."""
         return draw_weights(self.case, self.drawing(self.case.model) if self.case.model else self.generator)
@@ -177,9 +164,9 @@ class LayerBatch(CachedBatch[LayerCase]):
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
         case, heads = self.case, self.case.heads_of(rank)
-        held, rows = self.held(rank), self.owned(rank)[1]
+        held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
-        pages = write_pages(self, PageForm.of(case), self.entries[rows], lengths)
+        pages = write_pages(self, PageForm(case.cache, case.page), self.entries[rows], lengths)
         new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=False)])
         expected = ExpectedCache(case, pages, new, (self.latents[0][rows], self.latents[1][rows]))
         batch = zip(case.q, case.kv, expected.block_ids, self._prefills, strict=False)
@@ -201,7 +188,7 @@ class LayerBatch(CachedBatch[LayerCase]):
             padding=case.pad or -1,
             padding_counts=self.case.padding_counts,
             written={"kv_cache": expected.image()},
-            chunks=len(chunks),
+            merges=len(chunks),
             rank=rank,
         )
 

@@ -68,7 +68,7 @@ class PrefillCall(AttentionCall):
     def output_buffer(self) -> Guarded | None:
         if self.chunk_idx is not None or self.out_dtype is None:
             return None
-        return Guarded.allocate((*self.q.shape[:2], self.width), self.out_dtype, self.q.device)
+        return Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
 
     def prepare(self, backend: MLAPrefillBackend) -> None:
         """Once for all calls of a problem."""

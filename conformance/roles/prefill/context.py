@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import Draw, start_loc
+from mla_conformance.problems.operands import KEYS, VALUES, Draw, start_loc
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.kv_cache import gather_latents, write_latents
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -47,7 +47,7 @@ def latent_context(draw: Draw[PrefillCase], dtype: torch.dtype) -> LatentContext
 
     def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor, starts: Sequence[int]) -> ContextKeys:
         k, v = _up_project(kv_c, k_pe, weights, dims.qk_nope_head_dim)
-        return draw.keys_of(k, starts), draw.values_of(v, starts)
+        return draw.by_request(KEYS, k, starts), draw.by_request(VALUES, v, starts)
 
     weights = kv_b_proj(weight(dims.qk_nope_head_dim), weight(dims.v_head_dim)).to(device)
     cached, new = latents(sum(case.kv)), latents(sum(case.q))

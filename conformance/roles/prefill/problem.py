@@ -15,8 +15,18 @@ from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
-from mla_conformance.problems.operands import Draw, edges, fill_normal, lay_out, segments, start_loc, stored
-from mla_conformance.problems.regimes import Site
+from mla_conformance.problems.operands import (
+    KEYS,
+    VALUES,
+    Draw,
+    Site,
+    edges,
+    fill_normal,
+    lay_out,
+    segments,
+    start_loc,
+    stored,
+)
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.prefill.case import PrefillCase
@@ -37,7 +47,7 @@ class PrefillBatch(Draw[PrefillCase]):
         locations = start_loc(lengths)
         dims = self.case.dimensions
         k, v = (self._normal(locations[-1], self.case.heads, width) for width in (dims.qk_head_dim, dims.v_head_dim))
-        keys = self._cast((self.keys_of(k, locations), self.values_of(v, locations)))
+        keys = self._cast((self.by_request(KEYS, k, locations), self.by_request(VALUES, v, locations)))
         q = self._queries([keys[0][keys_of] for keys_of in segments(locations)])
         chunks = () if chunk_idx is None else one_chunk(lengths)
         metadata = assemble_metadata(self.case, self.case.q, chunks, self.dtype, self.device)

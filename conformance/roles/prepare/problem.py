@@ -30,10 +30,6 @@ class PrepareCall(KernelCall):
     called: ClassVar = {"k_norm_weight": "norm_weight", "k_norm_bias": "norm_bias"}
 
     @property
-    def meant(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.given["k"]
-
-    @property
     def result_shape(self) -> tuple[int, ...]:
         return tuple(self.q.shape)
 

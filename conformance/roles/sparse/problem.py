@@ -10,12 +10,17 @@ import torch
 from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.backends.sparse import MLASparseSelectorConfig
 from mla_conformance.cases.grammar import Data
-from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
+from mla_conformance.problems.cached_batch import (
+    CachedBatch,
+    PageForm,
+    Pages,
+    gather_entries,
+    sparse_metadata,
+    write_pages,
+)
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import COUNTER_SEEDS, edges, fill_normal, lay_out, start_loc
-from mla_conformance.problems.paging import PageForm, Pages, gather_entries, write_pages
-from mla_conformance.problems.regimes import Site
+from mla_conformance.problems.operands import COUNTER_SEEDS, Site, edges, fill_normal, lay_out, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 from mla_conformance.roles.sparse.call import SparseCall
@@ -103,7 +108,7 @@ class SparseBatch(CachedBatch[SparseCase]):
         """Queries that know no keys; many of them are drawn where they are used, by counters."""
         if math.prod(shape) < _COUNTED_ELEMENTS:
             return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device)
-        seed = self.salted(self.case.seed) % COUNTER_SEEDS
+        seed = self.drawing(self.case.seed).initial_seed() % COUNTER_SEEDS
         return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
 
     @cached_property
@@ -150,7 +155,8 @@ class SparseBatch(CachedBatch[SparseCase]):
         return tuple(self._call(rank, query) for rank in range(self.case.ranks))
 
     def _call(self, rank: int, query: torch.Tensor) -> SparseCall:
-        lengths, every = self.owned(rank)
+        held, every = self.held(rank)
+        lengths = list(map(len, held))
         numbers = torch.full((len(self.entries),), NO_KEY)
         numbers[every] = torch.arange(len(every))
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]

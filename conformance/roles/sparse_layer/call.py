@@ -158,7 +158,7 @@ class SparseLayerCall(CallOfARank):
             return result
         factors, columns = o_proj.abs().max(dim=0).values, o_proj.abs().argmax(dim=0)
         signed = torch.copysign(factors, o_proj.gather(0, columns.unsqueeze(0))[0])
-        return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (-1, self.width))
+        return (result[: len(self.q), columns] / signed.to(result.dtype)).unflatten(1, (-1, self.v.shape[-1]))
 
     def wrong_writes(self) -> str:
         """The first thing that the last call wrote otherwise than it must; empty if there is none."""

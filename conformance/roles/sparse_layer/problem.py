@@ -11,10 +11,9 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache
-from mla_conformance.problems.cached_batch import CachedBatch, sparse_metadata
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, sparse_metadata, write_pages
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
-from mla_conformance.problems.paging import PageForm, Pages, write_pages
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
@@ -117,7 +116,7 @@ class SparseLayerBatch(HiddenStates):
     def _cache(self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]) -> _Cache:
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
-        pages = write_pages(batch, PageForm.of(case), entries, batch.totals)
+        pages = write_pages(batch, PageForm(case.cache, case.page), entries, batch.totals)
         new = torch.cat([torch.arange(q + kv) >= kv for q, kv in zip(case.q, case.kv, strict=True)])
         return _Cache(batch, pages, ExpectedCache(case, pages, new, parts).image())
 

@@ -32,10 +32,6 @@ class TopKCall(KernelCall):
         return "run_pool_top_k_per_row" if self.case.pool > 1 else "run_top_k_per_row"
 
     @property
-    def meant(self) -> tuple[torch.Tensor, ...]:
-        return self.q, self.q
-
-    @property
     def result_shape(self) -> tuple[int, ...]:
         return self.q.shape[0], self.case.places
 
