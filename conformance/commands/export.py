@@ -15,9 +15,8 @@ from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
 from mla_conformance.certificate.records import is_records, kept_records
 from mla_conformance.commands.replay import case_id, chosen_failure
 from mla_conformance.diagnosis.explain import Failure
-from mla_conformance.engine.devices import find_device
 from mla_conformance.engine.explainer import EXPLAINER
-from mla_conformance.engine.limits import how_it_ends
+from mla_conformance.engine.machine import find_device, how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.export.program import NotWritable, TooLong

@@ -15,10 +15,9 @@ from mla_conformance.commands.console import BROKEN, run_and_report, status_of
 from mla_conformance.engine.confirm import NothingToMinimize, minimize
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge, Repeat
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Stopped
+from mla_conformance.engine.supervisor import Limits, Stopped
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
@@ -52,7 +51,7 @@ def replay(options: argparse.Namespace) -> int:
             return _repeat(run, options.repeats)
     if options.dump is not None:
         # Torch is imported before a backend is.
-        from mla_conformance.engine.devices import find_device
+        from mla_conformance.engine.machine import find_device
         from mla_conformance.export.failing import dump, require_empty
         from mla_conformance.files.places import search_current_folder
         from mla_conformance.trials.subject import Subject

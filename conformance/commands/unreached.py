@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import Space
-from mla_conformance.engine.devices import find_device
+from mla_conformance.engine.machine import find_device
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.places import search_current_folder

@@ -16,7 +16,7 @@ from mla_conformance.certificate.records import KeptRecord, change_records, is_r
 from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.signature import SignatureError, signature_of, signer
 from mla_conformance.certificate.verify import not_yet_judged, problems, with_reasons
-from mla_conformance.engine.devices import this_machine
+from mla_conformance.engine.machine import this_machine
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.installed import git_asked_before

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mla_conformance import cli
-from mla_conformance.commands.options import Command, Option
+from mla_conformance.commands.parser import Command, Option
 from mla_conformance.commands.table import COMMANDS
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError

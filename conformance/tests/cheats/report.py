@@ -17,9 +17,9 @@ import msgspec
 
 from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import Limits
 from mla_conformance.expectations.apply import Expectations, shipped
 from mla_conformance.files.inputs import decode
 from mla_conformance.files.installed import meaning_digest
