@@ -28,7 +28,7 @@ from mla_conformance.engine.journal import JOURNAL_NAME, Journal, JournalError, 
 from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
-from mla_conformance.expectations.apply import Expectations, shipped
+from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.outputs import write_output
@@ -79,7 +79,7 @@ def certify(options: argparse.Namespace) -> int:
         return sanitize(request, options)
     for entry, problem in Expectations.load(options.expectations).problems():
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
-    expectations = Expectations.load([shipped(), *options.expectations])
+    expectations = Expectations.load([KNOWN_FAILURES, *options.expectations])
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)

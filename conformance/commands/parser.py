@@ -51,7 +51,7 @@ class Option:
         *names, last = usage.split()
         is_flag = last.startswith("-")
         self.names = (*names, last) if is_flag else tuple(names)
-        self.settings = {"action": "store_true"} if is_flag else {"metavar": last}
+        self.settings: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": last}
         self.settings |= {"help": help_text, **settings}
         self.only_with = tuple(only_with.split())
 

@@ -1,6 +1,7 @@
 """``replay`` and ``minimize``: one case, or one after the other, in processes that may die of them."""
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +54,6 @@ def replay(options: argparse.Namespace) -> int:
         # Torch is imported before a backend is.
         from mla_conformance.engine.machine import find_device
         from mla_conformance.export.failing import dump, require_empty
-        from mla_conformance.files.places import search_current_folder
         from mla_conformance.trials.subject import Subject
 
         require_empty(options.dump)
@@ -65,7 +65,7 @@ def replay(options: argparse.Namespace) -> int:
     if options.dump is not None:
         device = find_device(options.device or "")
         assert device is not None, "the run was on it"
-        search_current_folder()  # in this process nothing else ran before it
+        sys.path.append(str(Path.cwd()))  # in this process nothing else ran before it
         dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
         say(f"operands, results, golden results and errors: {options.dump}")
     return status

@@ -71,6 +71,7 @@ class RunRequest:
     speed: bool = False  # whether those that are right are timed
     is_usual: bool = False  # whether no backend was named, of which those that cannot run here were not asked for
     arrays: tuple[str, ...] = ()  # capabilities whose covering arrays are judged whole, to which cases are fitted
+    triples: bool = False  # whether they are fitted for triples of classes as well
     surely_cpu: bool = False  # whether it is known without torch that no GPU is used
 
     @staticmethod
@@ -119,6 +120,7 @@ class RunRequest:
                 found,
                 is_usual=set(found.backends) in (set(usual_backends()), set(known_backends())),
                 arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
+                triples=found.tier is Tier.NIGHTLY,
                 surely_cpu=device == "cpu" or not may_have_gpu(),
             )
         except (BackendReferenceError, CapabilityError, CaseError) as error:

@@ -4,7 +4,7 @@ import datetime
 import os
 import shlex
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
@@ -39,13 +39,18 @@ from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, UNASKED, Ba
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
-from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, is_right, summarise
+from mla_conformance.report.summary import (
+    BackendSummary,
+    RunSummary,
+    count_by_capability,
+    is_right,
+    judged_pairs,
+    summarise,
+)
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.shapes import KINDS, forms_of
 from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION, __version__
-from mla_conformance.vocabulary.capabilities import Tier
 
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
@@ -144,7 +149,7 @@ class Run:
         """Have every backend imported where it was not yet, and described; one whose process ends is unavailable."""
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        asked = self.request.arrays, self.request.tier is Tier.NIGHTLY, self._examples
+        asked = self.request.arrays, self.request.triples, self._examples
         for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names])):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
@@ -153,15 +158,15 @@ class Run:
             self._missing[reference] = outcome.answer.missing
         self.facts = [found[reference] for reference in names]
         self.available = [facts for facts in self.facts if not facts.reasons]
-        cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
-        self._positions = {case: index for index, case in enumerate(cases)}
-        self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
 
     def begin(self, resumes: bool = False) -> list[int]:
         """Write what the run is before anything of it is launched, or go on with the run that the journal tells of.
 
         Returns: numbers of the journal's lines that no run wrote.
         """
+        cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
+        self._positions = {case: index for index, case in enumerate(cases)}
+        self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
         left_out = list[int]()
         if resumes:
             left_out = self.folder.journal.take_up()
@@ -440,8 +445,9 @@ class Run:
             groups[record.backend].append(self.expectations.apply(record, self._known[record.backend]))
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:
-            records, judged = groups[facts.name], [case.partition(":")[0] for case in request.judged_of(facts)]
-            listed = Counter([*judged, *([EXPLORED] if request.explore else [])])  # one record for all drawn cases
+            # One record stands for all drawn cases.
+            listed = count_by_capability(request.judged_of(facts)) | ({EXPLORED: 1} if request.explore else {})
+            records = groups[facts.name]
             mapped = [each for each in records if (each.reference, each.case) in found.heat and is_mapped(each)]
             about = (
                 () if facts.reasons else summarise(records, listed),
