@@ -20,8 +20,8 @@ from mla_conformance.backends.sparse_layer import MLASparseLayerBackend
 from mla_conformance.backends.topk import MLATopKBackend
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
-from mla_conformance.cli import _parser
-from mla_conformance.commands.options import commands_of
+from mla_conformance.commands.parser import command_line, commands_of
+from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 
@@ -37,7 +37,10 @@ _ROLES = tuple(dict.fromkeys(CLASSES[call] for call in Call))
 
 def commands() -> str:
     with patch.dict(os.environ, {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}):
-        texts = [(name, _NOISE.sub("", parser.format_help()).strip("\n")) for name, parser in commands_of(_parser())]
+        texts = [
+            (name, _NOISE.sub("", parser.format_help()).strip("\n"))
+            for name, parser in commands_of(command_line(COMMANDS, GROUPS))
+        ]
     return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
 
 

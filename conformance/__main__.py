@@ -10,7 +10,13 @@ from mla_conformance.files.places import forget_current_folder
 
 def start() -> NoReturn:
     """Carry out the command line; who ends it while it is imported is told nothing."""
-    _open_streams()
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: a place is held, or the next file would take it, with what cannot be written
+            os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115 - a descriptor
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
     try:
         forget_current_folder()
         begin(sys.argv[1:])
@@ -18,17 +24,6 @@ def start() -> NoReturn:
     except KeyboardInterrupt:
         sys.exit(130)
     command()
-
-
-def _open_streams() -> None:
-    """Hold the place of a standard stream that is closed, or the next file would take it; it cannot be written."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDONLY)  # takes the lowest number that is free
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115 - a descriptor
-    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
 
 
 if __name__ == "__main__":

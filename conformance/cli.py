@@ -3,7 +3,6 @@
 The parser imports nothing heavy; what a command does is imported when it is carried out.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -12,20 +11,13 @@ from typing import NoReturn
 
 from mla_conformance.backends.foreign import ForeignError
 from mla_conformance.backends.references import BackendReferenceError
-from mla_conformance.commands.parser import Parser, add_commands
-from mla_conformance.engine.limits import leave
+from mla_conformance.commands.parser import NAME, USAGE, command_line
+from mla_conformance.commands.table import COMMANDS, GROUPS
+from mla_conformance.engine.machine import leave
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
-from mla_conformance.report.terminal import put, refuse
-from mla_conformance.version import SUITE_VERSION, __version__
+from mla_conformance.report.terminal import refuse
 
-_FIRST = """to begin with:
-  mla-conformance certify --backend TORCH_SDPA                 judge a kernel
-  mla-conformance certify --backend my_backend.py:MyBackend    judge your own
-  mla-conformance backends                                     which can run here
-  mla-conformance --help                                       all commands"""
-_NAME = "mla-conformance"
-_USAGE = 2
 _BROKEN = 3
 _INTERRUPTED = 130
 
@@ -44,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # Where a locale or a pipe takes ASCII only, others are printed as escapes.
             stream.reconfigure(errors="backslashreplace")
     try:
-        options = _parser().parse_args(arguments)
+        options = command_line(COMMANDS, GROUPS).parse_args(arguments)
         if sys.flags.optimize > 1:  # docstrings say what known defects are, which no process of a run can import else
             raise InputError("expected Python with docstrings; leave out its option -OO, or PYTHONOPTIMIZE=2")
         try:
@@ -53,28 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise InputError(f"the current folder: {gone.strerror}; change into one that is there") from gone
         status: int = options.run(options)
     except (InputError, BackendReferenceError, ForeignError) as error:
-        refuse(_NAME, str(error))
-        return _USAGE
+        refuse(NAME, str(error))
+        return USAGE
     except OSError as error:
-        refuse(_NAME, f"{error.filename}: {error.strerror}" if error.filename else str(error))
-        return _USAGE
+        refuse(NAME, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return USAGE
     except RunError as error:
-        refuse(_NAME, str(error))
+        refuse(NAME, str(error))
         return _BROKEN
     except KeyboardInterrupt:
-        refuse(_NAME, "interrupted")
+        refuse(NAME, "interrupted")
         return _INTERRUPTED
     return status
-
-
-def _say_how_to_begin(options: argparse.Namespace) -> int:
-    put(f"{options.parser.format_usage()}\n{options.parser.description}\n\n{_FIRST}", error=True)
-    return _USAGE
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(_NAME, description="Decides whether an MLA kernel is right.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
-    parser.set_defaults(run=_say_how_to_begin, parser=parser)
-    add_commands(parser)
-    return parser

@@ -19,7 +19,7 @@ import torch.distributed
 from mla_conformance.backends.layer.context_parallel import DistributedGroup
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.devices import device_facts, find_device
+from mla_conformance.engine.machine import device_facts, find_device
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from mla_conformance.engine.limits import end_with_parent
+from mla_conformance.engine.machine import end_with_parent
 
 NAME: Final = b"mla_conformance"
 _PRUNED = {"build", "dist", "node_modules", "venv", "__pycache__", "site-packages"}

@@ -9,10 +9,9 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import RunError
+from mla_conformance.engine.supervisor import Limits, RunError
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status

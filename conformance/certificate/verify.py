@@ -23,7 +23,7 @@ from mla_conformance.certificate.digests import (
     seal,
     unlike,
 )
-from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
@@ -166,7 +166,7 @@ def with_reasons(certificate: Certificate, expectations: Expectations, today: da
     """The same record, which has to verify; each failure of it says what these expectations, which foresee it, say."""
     if wrong := problems(certificate, today):
         raise InputError(f"{certificate.backend}: expected a record that verifies; {wrong[0]}")
-    known, findings = facts(certificate.environment, certificate.pins.versions), []
+    known, findings = {**certificate.pins.versions, **certificate.environment}, []
     for finding in certificate.findings:
         status, capability = finding.status or Status.FAIL, finding.case.partition(":")[0]
         failed = Record(certificate.backend, certificate.reference, capability, finding.case, status)

@@ -58,7 +58,7 @@ def _require_device(options: argparse.Namespace) -> None:
     """Refuse a backend that has no kernel for the device here, before minutes of installing."""
     from mla_conformance.backends.loading import unavailable_reasons  # with torch
     from mla_conformance.backends.platform import get_device_capability
-    from mla_conformance.engine.devices import find_device
+    from mla_conformance.engine.machine import find_device
 
     device = find_device(options.device or "")
     if device is None:

@@ -24,11 +24,11 @@ from mla_conformance.certificate.signature import require_key, sign, signature_o
 from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.commands.sanitize import sanitize
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Journal, JournalError, Plan
-from mla_conformance.engine.pool import Limits
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal, JournalError, Plan
 from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.expectations.apply import Expectations, shipped
+from mla_conformance.engine.supervisor import Limits
+from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.outputs import write_output
@@ -49,7 +49,11 @@ _OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", 
 
 
 def certify(options: argparse.Namespace) -> int:
-    began, issuing = time.monotonic(), Issuing.asked(options)
+    began = time.monotonic()
+    kinds = ("certificate", "record", "submission")
+    kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
+    if options.sign:
+        require_key(options.sign)
     if options.role:
         why = "{}: cannot be combined with --role, by whose file nothing is certified or recorded"
         _refuse(options, ("certificate", "submission", "record", "sanitize", "model", "config"), why)
@@ -61,7 +65,10 @@ def certify(options: argparse.Namespace) -> int:
     if plan:
         request = _resumed(options, plan)
     else:
-        request = _deployed(options) if options.model or options.config else _new(options)
+        if options.all and options.backend:
+            raise InputError("--all: cannot be combined with --backend, which names what is judged")
+        named = [backend.name for backend in known_backends()] if options.all else options.backend
+        request = _deployed(options, named) if options.model or options.config else _new(options, named)
     if options.speed:
         why = "{}: cannot be combined with --speed, which times what a whole run of our roles finds right"
         _refuse(options, ("sanitize", "shard", "role"), why)
@@ -72,14 +79,15 @@ def certify(options: argparse.Namespace) -> int:
         return sanitize(request, options)
     for entry, problem in Expectations.load(options.expectations).problems():
         raise InputError(f"{entry.file}: entry {entry.number}: {problem}")
-    expectations = Expectations.load([shipped(), *options.expectations])
+    expectations = Expectations.load([KNOWN_FAILURES, *options.expectations])
     folder = RunFolder.claim(options.resume or options.out, resume=bool(plan), anew=options.fresh)
     ends_at = began + options.deadline if options.deadline else float("inf")
     limits = Limits(options.workers, options.timeout, give_up_after=options.give_up_after, ends_at=ends_at)
     run = Run(request, folder, limits, expectations, explains=not options.no_explain)
     detail = Detail.QUIET if options.quiet else Detail.FULL if options.verbose else Detail.USUAL
-    if not issuing:
+    if not path:
         return run_and_report(run, as_json=options.json, resumed=plan, detail=detail)
+    issuing = Issuing(kind, path, options.sign)
     with git_asked_before():
         status = run_and_report(run, as_json=options.json, resumed=plan, check=issuing.obstacle, detail=detail)
         return issuing.write(run.summary(), status, run.found.code.digests)
@@ -91,7 +99,7 @@ def _refuse(options: argparse.Namespace, names: Sequence[str], why: str) -> None
             raise InputError(why.format(f"--{name}"))
 
 
-def _new(options: argparse.Namespace) -> RunRequest:
+def _new(options: argparse.Namespace, named: list[str]) -> RunRequest:
     cases, chosen = list[str](), options.capability
     if options.cases:
         cases = [case.id for case in read_cases(options.cases) if not chosen or case.capability in chosen]
@@ -99,7 +107,7 @@ def _new(options: argparse.Namespace) -> RunRequest:
         if not cases:
             raise InputError(f"--cases {options.cases}: no case of {', '.join(options.capability)}")
     drawn, tier, salt = options.explore or NOTHING_DRAWN, options.tier or "full", options.salt or ""
-    request = RunRequest.of(_named(options), chosen, tier, options.device, cases, drawn, salt)
+    request = RunRequest.of(named, chosen, tier, options.device, cases, drawn, salt)
     if not options.shard:
         return request
     if request.explore:
@@ -108,24 +116,18 @@ def _new(options: argparse.Namespace) -> RunRequest:
     return replace(request, shard=Shard.of(options.shard, request.case_ids, seconds))
 
 
-def _deployed(options: argparse.Namespace) -> RunRequest:
+def _deployed(options: argparse.Namespace, named: list[str]) -> RunRequest:
     _refuse(options, _OF_THE_LIST, "{}: cannot be combined with --model or --config, which choose the cases")
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
-    request = RunRequest.of(_named(options), device=options.device, cases=cases, salt=options.salt or "")
+    request = RunRequest.of(named, device=options.device, cases=cases, salt=options.salt or "")
     return replace(request, deployment=deployment)
-
-
-def _named(options: argparse.Namespace) -> list[str]:
-    if options.all and options.backend:
-        raise InputError("--all: cannot be combined with --backend, which names what is judged")
-    return [backend.name for backend in known_backends()] if options.all else options.backend
 
 
 def _recorded(folder: Path) -> Plan:
     try:
-        journal = Journal.inside(folder)
+        journal = Journal(folder / JOURNAL_NAME)
         return Plan.recorded(journal)
     except JournalError as error:
         raise InputError(f"--resume: {error}") from error
@@ -157,14 +159,6 @@ class Issuing:
     path: Path  # receives it
     key: Path | None  # of SSH, which signs it; None if it is not signed
     pins: Pins | None = None  # what judges and what is judged, once the run is prepared
-
-    @staticmethod
-    def asked(options: argparse.Namespace) -> "Issuing | None":
-        kinds = ("certificate", "record", "submission")
-        kind, path = next(((kind, getattr(options, kind)) for kind in kinds if getattr(options, kind)), ("", None))
-        if options.sign:
-            require_key(options.sign)
-        return Issuing(kind, path, options.sign) if path else None
 
     def obstacle(self, run: Run) -> str:
         try:

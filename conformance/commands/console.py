@@ -59,7 +59,7 @@ def run_and_report(
         is_quiet = as_json or detail is Detail.QUIET
         if not is_quiet:
             _say_wrapped(*_header(run))
-        broken, status = _judge(run, is_quiet, run.resume_line if keep_report else "")
+        broken, status = _judge(run, is_quiet, keep_report)
         try:
             run.finish()
         except RunError as error:
@@ -68,8 +68,8 @@ def run_and_report(
         report = run.folder.path / REPORT_NAME
         summary = replace(run.summary(), source=str(near(report)) if keep_report else "")
         digest, unwritten = _write(run, report, summary, views=keep_report)  # while the folder is this run's alone
-    if keep_report:
-        _write_step_summary(summary)
+    if keep_report and (path := os.environ.get("GITHUB_STEP_SUMMARY")):
+        _write_step_summary(path, summary)
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
@@ -150,10 +150,11 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
     return None
 
 
-def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
+def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     earlier = run.found.verdicts.values()
-    expected = {facts.name: sum(run.request.expected(facts).values()) for facts in run.available}
+    asked = run.request
+    expected = {facts.name: len(asked.judged_of(facts)) + bool(asked.explore) for facts in run.available}
     progress = Progress(sum(expected.values()), len(earlier), sum(record.failed for record in earlier))
     if len(expected) > 1:
         progress.left = Counter(expected) - Counter(record.backend for record in earlier)
@@ -166,7 +167,7 @@ def _judge(run: Run, silent: bool, resume: str) -> tuple[str, int]:
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
-        return f"ended by {stop}" + (f"; to continue: {resume}" if resume else ""), status_of(stop)
+        return f"ended by {stop}" + (f"; to continue: {run.resume_line}" if keeps else ""), status_of(stop)
     return "", 0
 
 
@@ -192,11 +193,8 @@ def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str,
     return digest, ""
 
 
-def _write_step_summary(summary: RunSummary) -> None:
+def _write_step_summary(path: str, summary: RunSummary) -> None:
     """For a CI job that shows one; it decides nothing."""
-    path = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not path:
-        return
     try:
         # Nobody may read a FIFO.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
@@ -226,12 +224,12 @@ class Progress:
 
     def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
         self.total, self.done, self.failed, self.parts = total, done, failed, parts
-        self._began = time.monotonic()
-        self._before, self._since = done, self._began  # what the pace is counted from
+        self.began = time.monotonic()
+        self._before, self._since = done, self.began  # what the pace is counted from
         self._phase = self._now = self._failure = ""
         self.left = Counter[str]()  # of each of several backends, which are told of when nothing is
         self._found = defaultdict[str, Counter[str]](Counter)
-        self.tell: Callable[[str], None] = say
+        self.tell: Callable[[str], None] = say  # while no line is live
 
     def __call__(self, record: Record) -> None:
         if record.confirmation or record.is_explained:
@@ -247,28 +245,24 @@ class Progress:
         self.left[record.backend] -= 1
         if self.left[record.backend] == 0:
             counts = ", ".join(f"{number:,} {name}" for name, number in found.most_common())
-            self.tell(f"{record.backend}: {counts} · {clock(self.elapsed)}")
+            self.tell(f"{record.backend}: {counts} · {clock(time.monotonic() - self.began)}")
         before, now = ((done * self.parts) // max(1, self.total) for done in (self.done - 1, self.done))
-        if not is_live() and now > before:
+        if self.tell is say and now > before:
             say(f"… {self.line}")
 
     def phase(self, what: str) -> None:
         """Tell what goes on from here, at a pace of its own."""
         self._phase, self._now = what, ""
         self._before, self._since = self.done, time.monotonic()
-        if self.parts and not is_live():
+        if self.parts and self.tell is say:
             for line in f"… {self.line}".splitlines():
                 say(line)
             self._failure = ""
 
     @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._began
-
-    @property
     def line(self) -> str:
         """Judged of all, failed, time since it began, what is left of it at this pace, and what goes on."""
-        told = [f"{self.done}/{self.total} judged", f"{self.failed} failed", clock(self.elapsed)]
+        told = [f"{self.done}/{self.total} judged", f"{self.failed} failed", clock(time.monotonic() - self.began)]
         seconds, judged = time.monotonic() - self._since, self.done - self._before
         if _SOME * judged >= self.total - self._before and self.done < self.total:
             told.append(f"about {clock(seconds * (self.total - self.done) / judged)} left")
@@ -282,15 +276,13 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
-def is_live() -> bool:
-    """Whether a line may be drawn anew: on a terminal that can, and not in the log of a CI job that has one."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and "CI" not in os.environ
-
-
 @contextmanager
 def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
-    """Show a line, kept up to date and gone at the end; nothing where no line is live. It gives what writes others."""
-    if not is_live():
+    """Show a line, kept up to date and gone at the end; it gives what writes others.
+
+    A line is live on a terminal that can draw it anew, and not in the log of a CI job that has one: there nothing is.
+    """
+    if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown") or "CI" in os.environ:
         yield say
         return
     from rich.console import Console

@@ -4,7 +4,9 @@ import argparse
 import os
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -15,16 +17,14 @@ from mla_conformance.certificate.certificate import Shown, read_shown, shown_of
 from mla_conformance.certificate.records import is_records, kept_records
 from mla_conformance.commands.replay import case_id, chosen_failure
 from mla_conformance.diagnosis.explain import Failure
-from mla_conformance.engine.devices import find_device
 from mla_conformance.engine.explainer import EXPLAINER
-from mla_conformance.engine.limits import how_it_ends
+from mla_conformance.engine.machine import find_device, how_it_ends
 from mla_conformance.export.failing import Reproduced, reproduced, require_one_call
 from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, script_of
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
-from mla_conformance.files.places import search_current_folder
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.loading import is_report, load_report, report_file
@@ -93,7 +93,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     device = find_device(options.device or "")
     if device is None:
         raise InputError(f"export: this machine has no device {options.device}")
-    search_current_folder()
+    sys.path.append(str(Path.cwd()))  # where a plug-in's module often is
     subject = Subject.of(options.backend, device)
     if subject.unavailable:
         raise InputError(f"export: expected a backend that runs here: {'; '.join(subject.unavailable)}")

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mla_conformance.backends.references import known_backends, unknown
-from mla_conformance.commands.options import commands_of
+from mla_conformance.commands.parser import commands_of
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import Limits
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 from mla_conformance.models.caselist import cases_of

@@ -1,23 +1,155 @@
-"""From the table of commands to a parser, which says of a word that it does not know which one was meant."""
+"""The command line: what a command and its options are, for the table of all of them, and the parser made of it.
+
+The parser says of a word that it does not know which one was meant.
+"""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from importlib.resources import files
 from itertools import chain
+from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import fill
 from typing import Any, NoReturn
 
 from mla_conformance.backends.references import unknown
-from mla_conformance.commands.options import Command, salt
-from mla_conformance.commands.table import COMMANDS, GROUPS
-from mla_conformance.engine.request import NO_TORCH
+from mla_conformance.engine.machine import machine_cores
+from mla_conformance.engine.request import NO_TORCH, require_salt
 from mla_conformance.files.inputs import InputError
 from mla_conformance.report.terminal import put, refuse, typed, wrapped
+from mla_conformance.version import SUITE_VERSION, __version__
 
+NAME = "mla-conformance"
+USAGE = 2
+_FIRST = """to begin with:
+  mla-conformance certify --backend TORCH_SDPA                 judge a kernel
+  mla-conformance certify --backend my_backend.py:MyBackend    judge your own
+  mla-conformance backends                                     which can run here
+  mla-conformance --help                                       all commands"""
 _WIDTH = 79
 _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST = 366 * 24 * 3600.0
+_WORKERS_PER_CORE = 4  # more would only wait for each other, until a machine has no memory left for them
+
+
+class Option:
+    """An option or an argument, as ``ArgumentParser.add_argument`` takes it.
+
+    Attributes:
+        names: a short one stands before the long one.
+        settings: what else ``add_argument`` is told.
+        only_with: options without any of which it means nothing.
+    """
+
+    def __init__(self, usage: str, help_text: str, only_with: str = "", **settings: Any) -> None:
+        """``usage`` has its names and what stands for its value; an option without that is a flag."""
+        *names, last = usage.split()
+        is_flag = last.startswith("-")
+        self.names = (*names, last) if is_flag else tuple(names)
+        self.settings: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": last}
+        self.settings |= {"help": help_text, **settings}
+        self.only_with = tuple(only_with.split())
+
+
+path, several = partial(Option, type=Path), partial(Option, action="append", default=[])
+
+
+class Command:
+    """What stands behind the program's name, and what carries it out.
+
+    Attributes:
+        options: in the order of the help; of each tuple at most one may be given.
+        headings: what each of these stands under in the help; empty for the usual heading.
+    """
+
+    def __init__(
+        self,
+        words: str,
+        help_text: str,
+        run: str,
+        *options: Option | tuple[Option, ...] | str,
+        examples: tuple[str, ...] = ("",),
+        statuses: str = "0 listed; 2 usage",
+    ) -> None:
+        """A command.
+
+        Args:
+            help_text: one line.
+            run: ``module:function``, imported when it is carried out; takes the options, gives the exit status.
+            options: of those in a tuple of their own at most one may be given; a text is a heading of the next.
+            examples: arguments of calls that make sense.
+            statuses: what each exit status says.
+        """
+        self.words, self.help, self.run, self.examples, self.statuses = words, help_text, run, examples, statuses
+        self.options, self.headings = list[tuple[Option, ...]](), list[str]()
+        heading = ""
+        for each in options:
+            if isinstance(each, str):
+                heading = each
+            else:
+                self.options.append(each if isinstance(each, tuple) else (each,))
+                self.headings.append(heading)
+
+
+def seconds(text: str) -> float:
+    """A positive time in seconds, or with a unit: ``90``, ``90s``, ``40m``, ``2h``."""
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([smh]?)", text)
+    value = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
+    if not 0 < value <= _LONGEST:
+        raise InputError(f"expected a positive time such as 90, 90s, 40m or 2h, of a year at most, got {text!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """What reads a number in these limits, written in ASCII digits; anything else is an InputError."""
+
+    least: int
+    most: int = 10**9
+
+    def __call__(self, text: str) -> int:
+        if not (re.fullmatch("[0-9]{1,10}", text) and self.least <= int(text) <= self.most):
+            raise InputError(f"expected a number of at least {self.least} and at most {self.most:,}, got {text!r}")
+        return int(text)
+
+
+def salt(text: str) -> str:
+    require_salt(text)
+    return text
+
+
+count = Number(1)
+workers = Number(1, _WORKERS_PER_CORE * machine_cores())
+
+
+def drift(text: str) -> float:
+    share = float(text) if re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-[0-9]+)?", text) else -1.0
+    if not 0 <= share <= 1:
+        raise InputError(f"expected a share of the error budget from 0 to 1, got {text!r}")
+    return share
+
+
+def commands_of(parser: argparse.ArgumentParser, words: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """The parsers that carry something out, with the words that lead to each."""
+    rooms = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not rooms:
+        yield words, parser
+    for room in rooms:
+        for word, inner in room.choices.items():
+            yield from commands_of(inner, f"{words} {word}".lstrip())
+
+
+def require_tests(what: str) -> None:
+    """Refuse what stands among the tests where these are not."""
+    if not (files("mla_conformance") / "tests").is_dir():
+        raise InputError(
+            f"{what}: needs a checkout, since no wheel holds the tests; clone the project and: pip install -e ."
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,22 +199,30 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return wrapped(text, width)
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add every command of the table; ``run`` of what is parsed carries it out and gives the exit status."""
+def command_line(commands: Sequence[Command], groups: Mapping[str, str]) -> Parser:
+    """The parser of all commands; ``run`` of what it parses carries one out and gives the exit status.
+
+    Args:
+        groups: words that begin several commands, and what is said of each.
+    """
+    parser = Parser(NAME, description="Decides whether an MLA kernel is right.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
+    parser.set_defaults(run=_say_how_to_begin, parser=parser)
     rooms = {"": parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")}
-    for command in COMMANDS:
+    for command in commands:
         room, _, word = command.words.rpartition(" ")
         if room not in rooms:
-            outer = rooms[""].add_parser(room, help=GROUPS[room], description=_sentence(GROUPS[room]))
+            description = fill(f"{groups[room].capitalize()}.", _WIDTH)
+            outer = rooms[""].add_parser(room, help=groups[room], description=description)
             rooms[room] = outer.add_subparsers(required=True)
-        own = rooms[room].add_parser(word, help=command.help, description=_sentence(command.help))
-        groups: dict[str, argparse._ActionsContainer] = {"": own}
+        description = fill(f"{command.help[0].upper()}{command.help[1:]}.", _WIDTH)
+        own = rooms[room].add_parser(word, help=command.help, description=description)
+        within: dict[str, argparse._ActionsContainer] = {"": own}
         required, given = [], []  # a usage line has the options that have to be given, and the arguments
-        for alternatives in command.options:
-            heading = alternatives[0].group
-            if heading not in groups:
-                groups[heading] = own.add_argument_group(heading)
-            which = groups[heading].add_mutually_exclusive_group() if len(alternatives) > 1 else groups[heading]
+        for heading, alternatives in zip(command.headings, command.options, strict=True):
+            if heading not in within:
+                within[heading] = own.add_argument_group(heading)
+            which = within[heading].add_mutually_exclusive_group() if len(alternatives) > 1 else within[heading]
             for option in alternatives:
                 which.add_argument(*option.names, **option.settings)
                 metavar = option.settings.get("metavar")
@@ -91,7 +231,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
                 elif option.settings.get("required"):
                     required.append(f"{option.names[-1]} {metavar}")
         own.usage = " ".join(["%(prog)s [options]", *required, *given])
-        called = f"{parser.prog} {command.words}"
+        called = f"{NAME} {command.words}"
         calls = [line for call in command.examples for line in typed(f"{called} {call}", _WIDTH, "  ")]
         status = fill(f"exit status: {command.statuses}", _WIDTH, subsequent_indent="  ")
         own.epilog = "\n".join(["examples:", *calls, "", status])
@@ -101,21 +241,20 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
             outer.epilog = "\n\n".join(filter(None, (outer.epilog, f"{word}, {own.epilog}")))
             outer.formatter_class = _Formatter
         own.set_defaults(run=partial(_carry_out, command, own))
+    return parser
 
 
-def _sentence(text: str) -> str:
-    return fill(f"{text[0].upper()}{text[1:]}.", _WIDTH)
+def _say_how_to_begin(options: argparse.Namespace) -> int:
+    put(f"{options.parser.format_usage()}\n{options.parser.description}\n\n{_FIRST}", error=True)
+    return USAGE
 
 
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Import what carries a command out, and have it do so."""
-
-    def is_given(name: str) -> bool:
-        dest = name.lstrip("-").replace("-", "_")
-        return bool(getattr(options, dest) != parser.get_default(dest))
-
+    usual = ((name, parser.get_default(name)) for name in vars(options))
+    given = {f"--{name.replace('_', '-')}" for name, default in usual if getattr(options, name) != default}
     for option in chain(*command.options):
-        if option.only_with and is_given(option.names[-1]) and not any(map(is_given, option.only_with)):
+        if option.names[-1] in given and option.only_with and given.isdisjoint(option.only_with):
             raise InputError(f"{option.names[-1]}: expected together with {' or '.join(option.only_with)}")
     try:
         if file := getattr(options, "role", None):

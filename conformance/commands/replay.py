@@ -1,6 +1,7 @@
 """``replay`` and ``minimize``: one case, or one after the other, in processes that may die of them."""
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +16,9 @@ from mla_conformance.commands.console import BROKEN, run_and_report, status_of
 from mla_conformance.engine.confirm import NothingToMinimize, minimize
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge, Repeat
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Stopped
+from mla_conformance.engine.supervisor import Limits, Stopped
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import require_writable
@@ -52,9 +52,8 @@ def replay(options: argparse.Namespace) -> int:
             return _repeat(run, options.repeats)
     if options.dump is not None:
         # Torch is imported before a backend is.
-        from mla_conformance.engine.devices import find_device
+        from mla_conformance.engine.machine import find_device
         from mla_conformance.export.failing import dump, require_empty
-        from mla_conformance.files.places import search_current_folder
         from mla_conformance.trials.subject import Subject
 
         require_empty(options.dump)
@@ -66,7 +65,7 @@ def replay(options: argparse.Namespace) -> int:
     if options.dump is not None:
         device = find_device(options.device or "")
         assert device is not None, "the run was on it"
-        search_current_folder()  # in this process nothing else ran before it
+        sys.path.append(str(Path.cwd()))  # in this process nothing else ran before it
         dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
         say(f"operands, results, golden results and errors: {options.dump}")
     return status

@@ -15,9 +15,9 @@ from mla_conformance.cases.work import is_light, work_of
 from mla_conformance.certificate.certificate import Certificate, SanitizedKernel, SanitizerFinding
 from mla_conformance.certificate.records import kept_records, write_sanitized
 from mla_conformance.commands.console import BROKEN
-from mla_conformance.engine.devices import this_machine
-from mla_conformance.engine.pool import GPU_TIMEOUT
+from mla_conformance.engine.machine import this_machine
 from mla_conformance.engine.request import RunRequest
+from mla_conformance.engine.supervisor import GPU_TIMEOUT
 from mla_conformance.files.places import place_of
 from mla_conformance.judging.record import Traced, replay_line
 from mla_conformance.judging.verdict import Status

@@ -1,17 +1,15 @@
 """Every command, declared once: what it is called, what it takes, and what carries it out when it is asked for."""
 
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mla_conformance.cases.sharding import Extent
-from mla_conformance.commands.options import (
+from mla_conformance.commands.parser import (
+    Command,
+    Number,
     Option,
-    command,
     count,
     drift,
-    flag,
-    number,
-    option,
     path,
     salt,
     seconds,
@@ -32,40 +30,39 @@ _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"
 _JUDGED = f"0 all judged capabilities hold; 1 one failed; 2 usage; 3 nothing, or not all, could be judged; {_ENDED}"
 
 _WHICH_CASE = "a case's id, or its file"
-_CASE = option("case", "CASE_ID|FILE.json", _WHICH_CASE)
-_CASE_IF_ANY = option("case", "CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
-_DEVICES: dict[str, Any] = {"metavar": "|".join(DEVICES), "choices": DEVICES}
-_DEVICE = option("--device", help_text="by default a GPU, if present", **_DEVICES)
-_BACKEND = option("--backend", "BACKEND", _REFERENCE)
-_NEEDED_BACKEND = option("--backend", "BACKEND", _REFERENCE, required=True)
-_BACKENDS = several("--backend", "BACKEND", f"{_REFERENCE}; by default all but what compiles for minutes")
-_ALL = flag("--all", "also judge what compiles for minutes")
-_CAPABILITIES = several("--capability", "NAME", "judge this capability only; see capabilities")
-_EXPECTATIONS = several("--expectations", "DIR", "known failures, with reasons", type=Path)
-_SALT = option("--salt", "TEXT", "draw other inputs of the same cases, from this text", type=salt)
-_ROLE = option("--role", "FILE.py", "take up the role that this file defines")
+_CASE = Option("case CASE_ID|FILE.json", _WHICH_CASE)
+_CASE_IF_ANY = Option("case CASE_ID|FILE.json", _WHICH_CASE, nargs="?")
+_USES = f"--device {'|'.join(DEVICES)}"
+_DEVICE = Option(_USES, "by default a GPU, if present", choices=DEVICES)
+_BACKEND = Option("--backend BACKEND", _REFERENCE)
+_NEEDED_BACKEND = Option("--backend BACKEND", _REFERENCE, required=True)
+_BACKENDS = several("--backend BACKEND", f"{_REFERENCE}; by default all but what compiles for minutes")
+_ALL = Option("--all", "also judge what compiles for minutes")
+_CAPABILITIES = several("--capability NAME", "judge this capability only; see capabilities")
+_EXPECTATIONS = several("--expectations DIR", "known failures, with reasons", type=Path)
+_SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text", type=salt)
+_ROLE = Option("--role FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
-_REPORT = path("report", "REPORT", "report.json, or a run's folder")
-_TIMEOUT = option("--timeout", "TIME", "end cases that take longer", type=seconds)
-_NO_EXPLAIN = flag("--no-explain", "compare failures with no known mistakes, which takes seconds for each kind of them")
-_JSON = path("--out", "FILE", "also write the outcome as JSON")
-_CASES = path("--cases", "DIR", "judge this folder's case files instead")
-_TIER = option("--tier", _TIERS, "how many cases; by default full", choices=list(Tier))
-_SPEED = flag("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3")
+_REPORT = path("report REPORT", "report.json, or a run's folder")
+_TIMEOUT = Option("--timeout TIME", "end cases that take longer", type=seconds)
+_NO_EXPLAIN = Option(
+    "--no-explain", "compare failures with no known mistakes, which takes seconds for each kind of them"
+)
+_JSON = path("--out FILE", "also write the outcome as JSON")
+_CASES = path("--cases DIR", "judge this folder's case files instead")
+_TIER = Option(f"--tier {_TIERS}", "how many cases; by default full", choices=list(Tier))
+_SPEED = Option("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3")
 _SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
 
 
-def _failure(where: str) -> Option:
-    return option(
-        "--failure", "K", "number of a cause as certify prints it, by default 1", where, type=count, default=1
-    )
+_FAILURE = partial(Option, "--failure K", "number of a cause as certify prints it, by default 1", type=count, default=1)
 
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
 """Words that begin several commands."""
 
 COMMANDS = (
-    command(
+    Command(
         "certify",
         "judge kernels, case by case, and say which are right",
         "mla_conformance.commands.certify:certify",
@@ -77,57 +74,55 @@ COMMANDS = (
         _CASES,
         _ROLE,
         (
-            option("--model", "NAME", "judge what a deployment of this model calls; see models"),
-            path("--config", "PATH", "the same for the model of this config.json"),
+            Option("--model NAME", "judge what a deployment of this model calls; see models"),
+            path("--config PATH", "the same for the model of this config.json"),
         ),
-        option("--tp", "N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
-        option("--kv-cache", "NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
-        option(
-            "--explore",
-            "N|TIME",
+        Option("--tp N", "ranks that share the model's heads; by default 1", "--model --config", type=count),
+        Option("--kv-cache NAME", "the engine's name of the model's cache; by default auto", "--model --config"),
+        Option(
+            "--explore N|TIME",
             "also judge N drawn cases of each role, or for 10m; minimise failing ones",
             type=Extent.of,
         ),
         _SALT,
-        option("--shard", "I/N", "judge this part of the cases; report merge joins the parts"),
-        path("--durations", "REPORT", "balance shards by this earlier run", only_with="--shard"),
+        Option("--shard I/N", "judge this part of the cases; report merge joins the parts"),
+        path("--durations REPORT", "balance shards by this earlier run", only_with="--shard"),
         "where, and for how long",
         _DEVICE,
-        option("-n --workers", "N", "processes that run cases; at most four per core", type=workers),
+        Option("-n --workers N", "processes that run cases; at most four per core", type=workers),
         _TIMEOUT,
-        option("--deadline", "TIME", "end the run after this time, as 40m", type=seconds),
-        option(
-            "--give-up-after",
-            "N",
+        Option("--deadline TIME", "end the run after this time, as 40m", type=seconds),
+        Option(
+            "--give-up-after N",
             "leave out the rest of a call's cases after N crashes, or N timeouts; by default 5",
             type=count,
             default=5,
         ),
         (
-            path("--out", "DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"),
-            path("--resume", "DIR", "continue this folder's interrupted run"),
+            path("--out DIR", "the run's folder; by default a new one in build/mla-conformance, linked as latest"),
+            path("--resume DIR", "continue this folder's interrupted run"),
         ),
-        flag("--fresh", "with --out: set an unfinished run aside", only_with="--out"),
+        Option("--fresh", "with --out: set an unfinished run aside", only_with="--out"),
         "what is reported",
         (
-            flag("-q --quiet", "only a line for each right kernel, and what is wrong with the others"),
-            flag("-v --verbose", "also each capability that passed, what is unsupported, and what is declared"),
+            Option("-q --quiet", "only a line for each right kernel, and what is wrong with the others"),
+            Option("-v --verbose", "also each capability that passed, what is unsupported, and what is declared"),
         ),
         _NO_EXPLAIN,
         _EXPECTATIONS,
-        flag("--bitwise", "also report when a row's bits stay the same"),
-        flag("--accuracy", "also report how errors are spread"),
+        Option("--bitwise", "also report when a row's bits stay the same"),
+        Option("--accuracy", "also report how errors are spread"),
         _SPEED,
-        flag("--json", "print the report as JSON"),
+        Option("--json", "print the report as JSON"),
         "certificates, and other runs",
         (
-            path("--certificate", "FILE", "certify a complete run of one backend"),
-            path("--submission", "FILE", "add its record to FILE.jsonl, to hand in"),
-            path("--record", "FILE", "write a record even if must-pass cases are missing, which it lists"),
+            path("--certificate FILE", "certify a complete run of one backend"),
+            path("--submission FILE", "add its record to FILE.jsonl, to hand in"),
+            path("--record FILE", "write a record even if must-pass cases are missing, which it lists"),
         ),
-        path("--sign", "KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
-        option("--sanitize", "TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
-        flag("--apart", "changes nothing: every kernel runs in a process of its own"),
+        path("--sign KEY", "sign it with this SSH key", only_with="--certificate --submission --record"),
+        Option("--sanitize TOOL", "instead, run small cases under this tool of compute-sanitizer", choices=TOOLS),
+        Option("--apart", "changes nothing: every kernel runs in a process of its own"),
         examples=(
             "--backend TORCH_SDPA",
             "--backend my_backend.py:MyBackend --capability lse --tier smoke",
@@ -135,11 +130,11 @@ COMMANDS = (
         ),
         statuses=_JUDGED,
     ),
-    command(
+    Command(
         "watch",
         "judge a backend whenever its file changes, what failed last first",
         "mla_conformance.commands.watch:watch",
-        option("backend", "file.py:Class", "the class to judge"),
+        Option("backend file.py:Class", "the class to judge"),
         _CAPABILITIES,
         _ROLE,
         _DEVICE,
@@ -148,14 +143,14 @@ COMMANDS = (
         examples=("my_backend.py:MyBackend --capability lse",),
         statuses="130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
-    command(
+    Command(
         "replay",
         "run one case again",
         "mla_conformance.commands.replay:replay",
         _CASE_IF_ANY,
-        path("--report", "FILE", "run the simplest failure of a cause in this report"),
-        _failure("--report"),
-        several("--after", "CASE_ID", "run this case before it, in the same process"),
+        path("--report FILE", "run the simplest failure of a cause in this report"),
+        _FAILURE("--report"),
+        several("--after CASE_ID", "run this case before it, in the same process"),
         _SALT,
         _BACKEND,
         _ROLE,
@@ -163,13 +158,13 @@ COMMANDS = (
         _TIMEOUT,
         _NO_EXPLAIN,
         (
-            option("--repeats", "N", "instead, call it N times and compare the bits, to find a race", type=count),
-            path("--dump", "DIR", "also write operands, result, golden result and error"),
+            Option("--repeats N", "instead, call it N times and compare the bits, to find a race", type=count),
+            path("--dump DIR", "also write operands, result, golden result and error"),
         ),
         examples=("'lse:q=[4]' --backend my_backend.py:MyBackend", "--report build/mla-conformance/latest --failure 2"),
         statuses=_JUDGED,
     ),
-    command(
+    Command(
         "minimize",
         "find the simplest case that fails in the same way",
         "mla_conformance.commands.replay:minimize_case",
@@ -178,210 +173,205 @@ COMMANDS = (
         _NEEDED_BACKEND,
         _ROLE,
         _DEVICE,
-        option("--timeout", "TIME", "a case that takes longer hangs; by default 60", type=seconds, default=60.0),
-        option("--tries", "N", "try at most N candidates; by default 500", type=count, default=500),
-        path("--out", "FILE", "write the case here"),
+        Option("--timeout TIME", "a case that takes longer hangs; by default 60", type=seconds, default=60.0),
+        Option("--tries N", "try at most N candidates; by default 500", type=count, default=500),
+        path("--out FILE", "write the case here"),
         examples=("'lse:q=[64,3]' --backend my_backend.py:MyBackend --out small.json",),
         statuses="0 a simplest case was found; 2 usage, or the case does not fail; 3 no process can be started; "
         + _ENDED,
     ),
-    command(
+    Command(
         "export",
         "write one call as a script that needs torch and the library alone, or a failure as an issue",
         "mla_conformance.commands.export:export",
         _CASE_IF_ANY,
-        path("--issue", "REPORT", "instead, write a cause in this report or record as an issue"),
-        _failure("--issue"),
+        path("--issue REPORT", "instead, write a cause in this report or record as an issue"),
+        _FAILURE("--issue"),
         _BACKEND,
         _DEVICE,
-        path("--out", "FILE", "write here; an issue is printed by default"),
+        path("--out FILE", "write here; an issue is printed by default"),
         examples=(
             "'lse:q=[4]' --backend my_backend.py:MyBackend --out repro.py",
             "--issue build/mla-conformance/latest --failure 2",
         ),
         statuses="0 written; 2 usage, or one call alone does not show it",
     ),
-    command(
+    Command(
         "backends",
         "list the backends that can run here, and what the others lack",
         "mla_conformance.commands.listing:list_backends",
-        option("names", "NAME", "say of these alone, with every reason", nargs="*"),
+        Option("names NAME", "say of these alone, with every reason", nargs="*"),
         _DEVICE,
         examples=("", "FLASHMLA"),
     ),
-    command(
+    Command(
         "capabilities",
         "list the capabilities with their definitions",
         "mla_conformance.commands.listing:list_capabilities",
         (
-            option("--backend", "BACKEND", "instead, list what it declares of each role, and its fitted cases"),
-            flag("--excluded", "instead, list the pairs that no case can hold, with reasons"),
+            Option("--backend BACKEND", "instead, list what it declares of each role, and its fitted cases"),
+            Option("--excluded", "instead, list the pairs that no case can hold, with reasons"),
         ),
         _ROLE,
-        option("--device", help_text="with --backend: where it runs", only_with="--backend", **_DEVICES),
+        Option(_USES, "with --backend: where it runs", "--backend", choices=DEVICES),
         examples=("", "--backend TORCH_SDPA", "--excluded"),
     ),
-    command(
+    Command(
         "models",
         "list the models that certify --model knows, or all of one",
         "mla_conformance.commands.listing:list_models",
-        option("name", "NAME", "show everything about this model", nargs="?"),
-        path("--docs", "FILE", _SECTION),
+        Option("name NAME", "show everything about this model", nargs="?"),
+        path("--docs FILE", _SECTION),
         examples=("", "deepseek-r1"),
         statuses="0 listed; 2 usage",
     ),
-    command(
+    Command(
         "defects",
         "judge the judge: known wrong kernels and honest ones",
         "mla_conformance.commands.defects:run_defects",
-        option("--tier", _TIERS, "by default full", choices=list(Tier), default="full"),
+        Option(f"--tier {_TIERS}", "by default full", choices=list(Tier), default="full"),
         _JSON,
-        path("--page", "FILE", _SECTION),
+        path("--page FILE", _SECTION),
         examples=("--tier smoke",),
         statuses="0 every wrong kernel is found and no honest one; 1 not so; 2 usage",
     ),
-    command(
+    Command(
         "cheats",
         "try kernels that cheat, and say what catches each",
         "mla_conformance.commands.defects:try_cheats",
         _JSON,
-        path("--table", "FILE", _SECTION),
+        path("--table FILE", _SECTION),
         statuses="0 all fare as expected; 1 one does not; 2 usage",
     ),
-    command(
+    Command(
         "gate",
         "decide by reports whether a change may be merged",
         "mla_conformance.commands.reports:gate",
-        path("reports", "REPORT", "reports of one run", nargs="+"),
-        several("--baseline", "REPORT", "report of an earlier run", type=Path),
+        path("reports REPORT", "reports of one run", nargs="+"),
+        several("--baseline REPORT", "report of an earlier run", type=Path),
         _EXPECTATIONS,
-        option(
-            "--require", "BACKEND", "close unless these backends were judged", nargs="+", action="extend", default=[]
-        ),
-        option(
-            "--require-tier",
-            f"{_TIERS}|none",
+        Option("--require BACKEND", "close unless these backends were judged", nargs="+", action="extend", default=[]),
+        Option(
+            f"--require-tier {_TIERS}|none",
             "every case of this tier needs a verdict; by default full",
             choices=[*Tier, "none"],
             default="full",
         ),
-        option(
-            "--must-pass",
-            "FILE|NAME[@VERSION]",
+        Option(
+            "--must-pass FILE|NAME[@VERSION]",
             "what has to pass: the suite's list (shipped), or profiles, which then bind",
             nargs="*",
         ),
-        option("--max-drift", "SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
-        option(
-            "--require-bitwise",
-            "QUESTION",
+        Option("--max-drift SHARE", "close if an error grew by more of its budget", "--baseline", type=drift),
+        Option(
+            "--require-bitwise QUESTION",
             "require these answers of certify --bitwise: repeats, alone, pages …",
             choices=list(Question),
             nargs="+",
             default=[],
         ),
-        several("--allow-suite", "VERSION", "also accept verdicts of this other suite"),
+        several("--allow-suite VERSION", "also accept verdicts of this other suite"),
         examples=(
             "reports/TORCH_SDPA reports/FLASHMLA --require TORCH_SDPA FLASHMLA --must-pass",
             "after/report.json --baseline before/report.json --require-tier smoke",
         ),
         statuses="0 open; 1 closed; 2 usage",
     ),
-    command(
+    Command(
         "expectations update",
         "rewrite a folder of expectations from what a report found",
         "mla_conformance.commands.reports:update_expectations",
         _REPORT,
-        path("--dir", "DIR", "rewrite this folder", required=True),
+        path("--dir DIR", "rewrite this folder", required=True),
         examples=("build/mla-conformance/latest/report.json --dir expectations",),
         statuses="0 rewritten; 2 usage",
     ),
-    command(
+    Command(
         "expectations explain",
         "write reasons that were found after a run into its record, which must be signed again",
         "mla_conformance.commands.verify:write_reasons",
-        path("records", "RECORD", "records that verify", nargs="+"),
+        path("records RECORD", "records that verify", nargs="+"),
         _EXPECTATIONS,
         examples=("fixtures/records/2026.5.jsonl --expectations expectations",),
         statuses="0 written; 2 usage",
     ),
-    command(
+    Command(
         "verify",
         "check certificates and records, and what of them is here",
         "mla_conformance.commands.verify:verify",
-        path("certificates", "FILE", "certificates or files of records", nargs="+"),
-        option("--rerun", "K", "also run K random judged cases of each again", type=number(0), default=0),
-        option("--backend", "BACKEND", "run this backend again; by default the certificate's"),
-        option("--device", help_text="by default a GPU, if present", only_with="--rerun", **_DEVICES),
-        option("--salt", "TEXT", "draw their inputs from this text", only_with="--rerun", type=salt),
-        flag("--signature", "require a signature of one of the --signers", only_with="--signers"),
-        path("--signers", "FILE", "allowed signers, in the format of ssh-keygen"),
+        path("certificates FILE", "certificates or files of records", nargs="+"),
+        Option("--rerun K", "also run K random judged cases of each again", type=Number(0), default=0),
+        Option("--backend BACKEND", "run this backend again; by default the certificate's"),
+        Option(_USES, "by default a GPU, if present", "--rerun", choices=DEVICES),
+        Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun", type=salt),
+        Option("--signature", "require a signature of one of the --signers", only_with="--signers"),
+        path("--signers FILE", "allowed signers, in the format of ssh-keygen"),
         examples=("fixtures/records/2026.5.jsonl", "certificate.json --rerun 20 --device cuda"),
         statuses="0 all hold; 1 one does not; 2 usage",
     ),
-    command(
+    Command(
         "mustpass", "print the must-pass list of this suite version", "mla_conformance.commands.reports:list_must_pass"
     ),
-    command(
+    Command(
         "bump",
         "judge two versions of a library, and list what the new one changes",
         "mla_conformance.commands.bump:bump",
-        option("before", "NAME==OLD", "as flashinfer-python==0.6.13"),
-        option("after", "NAME==NEW", "as flashinfer-python==0.7.2.post1"),
+        Option("before NAME==OLD", "as flashinfer-python==0.6.13"),
+        Option("after NAME==NEW", "as flashinfer-python==0.7.2.post1"),
         *_SELECTION,
         _SPEED,
-        path("--find-links", "DIR", "install from these wheels, without an index"),
-        path("--markdown", "FILE", "also write the outcome for a pull request"),
-        path("--out", "DIR", "a new or empty folder; by default one in build/mla-conformance"),
+        path("--find-links DIR", "install from these wheels, without an index"),
+        path("--markdown FILE", "also write the outcome for a pull request"),
+        path("--out DIR", "a new or empty folder; by default one in build/mla-conformance"),
         examples=("flashinfer-python==0.6.13 flashinfer-python==0.7.2.post1 --backend FLASHINFER",),
         statuses="0 no regression; 1 something got worse; 2 usage; 3 not everything could be judged",
     ),
-    command(
+    Command(
         "report render",
         "show a report: as a page, Markdown, annotations, JUnit XML or text",
         "mla_conformance.commands.reports:render",
         _REPORT,
         _ROLE,
-        option("--format", "FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
-        path("--out", "FILE", "write this file instead of standard output"),
+        Option("--format FORMAT", f"{', '.join(FORMATS)} (default)", choices=FORMATS, default="text"),
+        path("--out FILE", "write this file instead of standard output"),
         examples=("build/mla-conformance/latest/report.json", "report.json --format html --out report.html"),
     ),
-    command(
+    Command(
         "report diff",
         "say what changed between two reports, and whether anything got worse",
         "mla_conformance.commands.reports:diff",
-        path("before", "BEFORE", "report of the earlier run"),
-        path("after", "AFTER", "report of the later run"),
+        path("before BEFORE", "report of the earlier run"),
+        path("after AFTER", "report of the later run"),
         _ROLE,
-        option("--drift", "SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
+        Option("--drift SHARE", "growth of error-budget use that is a regression", type=drift, default=DRIFT),
         examples=("before.json after.json --drift 0.2",),
         statuses="0 no regression; 1 regressions; 2 usage",
     ),
-    command(
+    Command(
         "report merge",
         "make one report of those of all shards",
         "mla_conformance.commands.reports:merge",
-        path("shards", "SHARD", "report of a shard", nargs="+"),
+        path("shards SHARD", "report of a shard", nargs="+"),
         _ROLE,
-        path("--out", "FILE", "write the report here", required=True),
+        path("--out FILE", "write the report here", required=True),
         examples=("1/report.json 2/report.json --out report.json",),
         statuses="0 a verdict on every case; 2 usage, or not shards of one list; 3 cases are missing",
     ),
-    command("report schema", "print the JSON Schema of report.json", "mla_conformance.commands.reports:print_schema"),
-    command(
+    Command("report schema", "print the JSON Schema of report.json", "mla_conformance.commands.reports:print_schema"),
+    Command(
         "scoreboard",
         "write a static site that shows the records of many kernels",
         "mla_conformance.scoreboard.site:scoreboard",
-        path("records", "FILE|DIR", "records, or reports of certify --model; by default our records", nargs="*"),
-        path("--out", "DIR", "write the site here", required=True),
+        path("records FILE|DIR", "records, or reports of certify --model; by default our records", nargs="*"),
+        path("--out DIR", "write the site here", required=True),
         examples=("--out site", "fixtures/records/2026.5.jsonl --out site", "before.json after.json --out site"),
         statuses="0 written; 1 written without records that cannot be read; 2 usage",
     ),
-    command(
+    Command(
         "completion",
         "print a script that completes this command line in a shell",
         "mla_conformance.commands.listing:print_completion",
-        option("shell", "SHELL", ", ".join(_SHELLS), choices=_SHELLS),
+        Option("shell SHELL", ", ".join(_SHELLS), choices=_SHELLS),
         examples=(
             "bash > ~/.local/share/bash-completion/completions/mla-conformance",
             "fish > ~/.config/fish/completions/mla-conformance.fish",

@@ -1,14 +1,15 @@
 """``capabilities --backend``: the part of each role's space that a backend declares, and the cases fitted to it."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import Space
-from mla_conformance.engine.devices import find_device
+from mla_conformance.engine.machine import find_device
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.places import search_current_folder
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject
@@ -21,7 +22,7 @@ def list_unreached(reference: str, device: str | None) -> int:
     found = find_device(request.device)
     if found is None:
         raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
-    search_current_folder()
+    sys.path.append(str(Path.cwd()))  # where a plug-in's module often is
     for backend in request.backends:
         subject = Subject(backend, found)
         if subject.unavailable:

@@ -16,8 +16,8 @@ from mla_conformance.certificate.records import KeptRecord, change_records, is_r
 from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.signature import SignatureError, signature_of, signer
 from mla_conformance.certificate.verify import not_yet_judged, problems, with_reasons
-from mla_conformance.engine.devices import this_machine
-from mla_conformance.expectations.apply import Expectations, shipped
+from mla_conformance.engine.machine import this_machine
+from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.outputs import write_output
@@ -33,7 +33,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def write_reasons(options: argparse.Namespace) -> int:
     """Write into records what is known by now of their failures; the exit status."""
-    known = Expectations.load([shipped(), *options.expectations])
+    known = Expectations.load([KNOWN_FAILURES, *options.expectations])
     for path in options.records:
         if is_records(path):
             change_records(path, lambda records: [_explained(each, known) for each in records])

@@ -15,11 +15,10 @@ from mla_conformance.commands.console import Progress, clock, live, status_of
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Stopped
-from mla_conformance.engine.tasks import Tasks, call_of
+from mla_conformance.engine.supervisor import Limits, RunError, Stopped
+from mla_conformance.engine.tasks import FailureLimit, Tasks, call_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -73,7 +72,7 @@ class _Watch:
                 Path(cache_from_source(self.file)).unlink(missing_ok=True)
                 for place in run.supervisor.places:
                     place.renew()
-                run.facts = run.describe()
+                run.describe()
 
     def _has_changed(self) -> bool:
         return self._state() not in (self._seen, ())
@@ -102,7 +101,7 @@ class _Watch:
             return  # it is judged again at once
         counts = Counts.of(records, len(cases))
         outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
-        told = filter(None, [*of_cases(counts), worst_error(records), clock(progress.elapsed)])
+        told = filter(None, [*of_cases(counts), worst_error(records), clock(time.monotonic() - progress.began)])
         self._say(SIGN[BackendOutcome.FAIL if counts.failed else outcome], " · ".join(told))
         for line in cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records, {})),)), columns()):
             say(line)

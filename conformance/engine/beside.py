@@ -13,12 +13,11 @@ import msgspec
 
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.keeper import start_module
-from mla_conformance.engine.limits import end_with_parent
+from mla_conformance.engine.machine import end_with_parent
 from mla_conformance.engine.messages import Judge, read_line
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import RunError, Stopped
+from mla_conformance.engine.supervisor import Limits, RunError, Stopped
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.judging.record import Record
 

@@ -26,7 +26,7 @@ from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.likeness import Behaviour
 from mla_conformance.engine.keeper import start_module
-from mla_conformance.engine.limits import cause_of
+from mla_conformance.engine.machine import cause_of
 from mla_conformance.engine.messages import read_line
 from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.measured import Measured

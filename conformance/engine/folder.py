@@ -1,32 +1,46 @@
-"""The folder of a run: of its own, in use by one run at a time, and never written over; and the log in it."""
+"""The folder of a run, of its own, in use by one run at a time and never written over; and what the run knows.
+
+That is what its journal tells of its backends and cases, what they loaded, and what decides it.
+"""
 
 import contextlib
 import fcntl
 import os
 import secrets
 import shutil
-import threading
+import sys
+import sysconfig
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
+from mla_conformance.backends.roles import outside
+from mla_conformance.diagnosis.heat_map import HeatMap
+from mla_conformance.driving.loaded import Loaded
+from mla_conformance.engine import journal
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.files.inputs import InputError
+from mla_conformance.files.installed import file_digest, harness_files
+from mla_conformance.files.places import is_file, place_of, sites
+from mla_conformance.judging.record import Record, RecordKey, Traced
+from mla_conformance.judging.traits import Traits
+from mla_conformance.speed.times import Speed
 
 RUNS = Path("build/mla-conformance")  # where runs stand for which no folder was named
 LATEST = "latest"
 REPORT_NAME, PAGE_NAME, LOG_NAME = "report.json", "report.html", "run.log"
 _FILES = (JOURNAL_NAME, LOG_NAME, REPORT_NAME, PAGE_NAME)
-KEPT_BYTES = 16 * 2**20  # of what the processes print
-_BLOCK = 2**16
-_JOIN_SECONDS = 5
-_TAIL_LINES = 12
+_LIBRARIES = ("jinja2", "markupsafe", "msgspec", "packaging", "rich")
+"""What a report and a certificate are made with, beside the harness and Python."""
+_RUN = (".pth", ".py", ".so")
 
 
 @dataclass
 class RunFolder:
     path: Path
-    lock: int  # descriptor that holds it; -1 once it is released
+    lock: int  # descriptor that holds it, to be closed in the end
     fresh: bool  # it was made for this run
     journal: Journal
 
@@ -57,7 +71,7 @@ class RunFolder:
         except BlockingIOError:
             os.close(lock)
             raise InputError(f"--out {path}: another run is writing into it; name another folder") from None
-        folder = RunFolder(path, lock, fresh, Journal.inside(path))
+        folder = RunFolder(path, lock, fresh, Journal(path / JOURNAL_NAME))
         if not (resume or anew) and folder.journal.path.exists() and not folder.journal.is_finished():
             raise InputError(
                 f"--out {path}: it holds an unfinished run; "
@@ -85,55 +99,89 @@ class RunFolder:
         with contextlib.suppress(OSError):
             if self.fresh:
                 self.path.rmdir()
-        self.release()
-
-    def release(self) -> None:
-        if self.lock >= 0:
-            os.close(self.lock)
-            self.lock = -1
 
 
-class BoundedLog:
-    """Reads a pipe that processes print to; the first part of it goes into a file as soon as there is one."""
+@dataclass
+class LoadedCode:
+    """The code that the processes of a run, and of what it goes on with, have loaded, by SHA-256."""
 
-    def __init__(self, pipe: tuple[int, int]) -> None:
-        self._pipe, self.descriptor = pipe
-        self._early, self._path, self._left = b"", None, KEPT_BYTES  # type: bytes, Path | None, int
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._copy, daemon=True)
-        self._thread.start()
+    digests: dict[str, str] = field(default_factory=dict)
+    conflicts: set[str] = field(default_factory=set)  # paths of which processes have loaded different bytes
+    # that modules are looked for in; asked for when the run begins, since the current one may go
+    folders: list[Path] = field(default_factory=lambda: [Path.cwd(), *(Path(entry).resolve() for entry in sys.path)])
 
-    def write_to(self, path: Path) -> None:
-        """Keep what was printed before, and from now on, in a file."""
-        with self._lock:
-            self._path = path
-            self._append(self._early)
-            self._early = b""
+    def add(self, loaded: Loaded) -> None:
+        """What a process has loaded; of what was generated meanwhile, only whether it replaced a file that counts."""
+        found = [(path, digest, self.digests.setdefault(path, digest)) for path, digest in loaded.found.items()]
+        made = [(path, digest, self.digests.get(path, digest)) for path, digest in loaded.generated.items()]
+        self.conflicts |= {path for path, digest, before in (*found, *made) if digest != before}
+
+    def changed(self) -> list[str]:
+        """The paths whose bytes on disk differ from those that were loaded, or that are gone."""
+        return [x for x, old in self.digests.items() if (file_digest(Path(x)) if is_file(Path(x)) else None) != old]
 
     @property
-    def tail(self) -> str:
-        with self._lock:
-            text = self._early if self._path is None else self._path.read_bytes()
-        return "\n".join(text.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])
+    def own(self) -> dict[str, str]:
+        """SHA-256, by place, of the modules that are neither the harness's nor in a folder of wheels.
 
-    def _copy(self) -> None:
-        while block := os.read(self._pipe, _BLOCK):
-            with self._lock:
-                kept = block[: self._left]
-                self._left -= len(kept)
-                if self._path is None:
-                    self._early += kept
-                else:
-                    self._append(kept)
-        os.close(self._pipe)
+        Their place is in the deepest folder that modules are looked for in, so that it is called alike wherever it is.
+        """
+        shipped, found = {path.resolve() for path in harness_files().values()}, dict[str, str]()
+        for path, digest in sorted((Path(path), digest) for path, digest in self.digests.items()):
+            if not (".so" in path.suffixes or path in shipped or any(path.is_relative_to(site) for site in sites())):
+                around = [folder for folder in self.folders if path.is_relative_to(folder)]
+                deepest = max(around, key=lambda folder: len(folder.parts), default=None)
+                found[place_of(path, deepest and deepest / "_")] = digest
+        return found
 
-    def _append(self, block: bytes) -> None:
-        assert self._path is not None
-        if block:
-            with contextlib.suppress(OSError), self._path.open("ab") as file:  # a full disk costs the log, not the run
-                file.write(block)
 
-    def close(self) -> None:
-        """Wait for what was printed last."""
-        os.close(self.descriptor)
-        self._thread.join(_JOIN_SECONDS)
+def deciding_files(before: Mapping[Path, str | int] = MappingProxyType({})) -> dict[Path, str | int]:
+    """The files that decide: SHA-256 of each; of those beside packages when each was changed last, in nanoseconds.
+
+    They are the harness's, and those that are loaded of its libraries, or were ``before``. Beside packages are those of
+    Python's library, and of the folders of wheels. What decides is loaded before a backend is; a file that is written
+    over changes nothing of the run that goes on. The run is refused all the same: what is written over by chance may
+    have been read by halves, and what Python runs at its start would decide the next one.
+    """
+    loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] in _LIBRARIES]
+    others = [Path(file) for module in loaded if (file := getattr(module, "__file__", None))]
+    others += [Path(outside().partition("@")[0])] if outside() else []
+    if before:
+        others = [path for path, held in before.items() if isinstance(held, str)]
+    held = {path: file_digest(path) for path in (*harness_files().values(), *others) if path.is_file()}
+    folders: list[str | Path] = [*sites()]
+    for folder, inner, _ in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = set(inner) - {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+        folders.append(folder)
+    beside = (entry for folder in folders for entry in os.scandir(folder) if entry.name.endswith(_RUN))
+    return {Path(entry.path): entry.stat(follow_symlinks=False).st_ctime_ns for entry in beside} | held
+
+
+@dataclass
+class Findings:
+    """What is known of each backend, by its reference, and of each case."""
+
+    verdicts: dict[RecordKey, Record] = field(default_factory=dict)
+    code: LoadedCode = field(default_factory=LoadedCode)  # what the processes of backends have loaded
+    traced: dict[str, Traced] = field(default_factory=dict)  # what was seen to run
+    traits: dict[str, Traits] = field(default_factory=dict)  # when bits are the same, and how errors are spread
+    speed: dict[str, Speed] = field(default_factory=dict)  # times of those that are right
+    heat: dict[RecordKey, HeatMap] = field(default_factory=dict)  # where the errors of failures are
+    given_up: dict[str, str] = field(default_factory=dict)  # why the rest of a backend's cases is not run
+
+    def keep(self, event: journal.JournalEvent) -> None:
+        if isinstance(event, journal.Judgement):
+            self.verdicts[event.record.record_key] = event.record
+        elif isinstance(event, journal.WasTraced):
+            self.traced[event.backend] = event.traced
+        elif isinstance(event, journal.Examined):
+            self.traits[event.backend] = event.traits
+        elif isinstance(event, journal.WasTimed):
+            self.speed[event.backend] = event.speed
+        elif isinstance(event, journal.HeatShown):
+            self.heat[event.backend, event.case] = event.heat
+        elif isinstance(event, journal.CodeLoaded):
+            self.code.add(event.loaded)
+        elif isinstance(event, journal.GaveUp):
+            earlier = self.given_up.get(event.backend)
+            self.given_up[event.backend] = f"{earlier}; {event.reason}" if earlier else event.reason

@@ -122,10 +122,6 @@ class Journal:
     path: Path
     _last: str = ""
 
-    @staticmethod
-    def inside(directory: Path) -> "Journal":
-        return Journal(directory / JOURNAL_NAME)
-
     def append(self, event: JournalEvent) -> None:
         """Write one event behind those that this object wrote or took up, and hand it to the system."""
         # ASCII: half a line is still text, and nothing but a newline ends one.

@@ -55,7 +55,7 @@ def start_module(name: str, descriptor: int, **options: Any) -> "subprocess.Pope
 
 def main(descriptor: int, supervisor: int) -> None:
     """Keep a worker at the other end of a socket until the supervisor closes its own end."""
-    from mla_conformance.engine.limits import THREADS, adopt_orphans, end_children, end_with_parent, hide_memory
+    from mla_conformance.engine.machine import ADOPTS_ORPHANS, DUMPABLE, THREADS, end_children, end_with_parent, prctl
     from mla_conformance.engine.messages import Ended, Setup, decode, encode, read_line
     from mla_conformance.files.places import forget_current_folder, refuse_written_since
 
@@ -67,7 +67,7 @@ def main(descriptor: int, supervisor: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, end)
     end_with_parent(supervisor, signal.SIGTERM)
-    adopt_orphans()
+    prctl(ADOPTS_ORPHANS, 1)
     forget_current_folder()
     gc.disable()  # nothing of what is imported is garbage, and each look at it takes a tenth of a second
     from torch import set_num_threads
@@ -85,7 +85,7 @@ def main(descriptor: int, supervisor: int) -> None:
     load_all(setup)
     gc.freeze()  # or each worker would look at it after all, and get a copy of it by that
     gc.enable()
-    hide_memory()
+    prctl(DUMPABLE, 0)
     refuse_written_since(setup.began)
     while True:
         with contextlib.suppress(BlockingIOError):

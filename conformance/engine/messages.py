@@ -45,10 +45,6 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
     # what other failures of the backend look like; only whether this one does as well is to be told
     reported: tuple[str, ...] = ()
 
-    @property
-    def record_key(self) -> RecordKey:
-        return self.reference, self.case
-
 
 class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
     """Judge so many drawn cases of each role on a backend, or for so long; 0 where the other one decides."""
@@ -57,10 +53,7 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
     draws: int
     seconds: int
     capabilities: tuple[str, ...]
-
-    @property
-    def record_key(self) -> RecordKey:
-        return self.reference, EXPLORED
+    case: str = EXPLORED  # what its record is kept as
 
 
 class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):

@@ -1,4 +1,4 @@
-"""One place of a run as the supervisor sees it: a keeper, its worker of the moment, and the task that it has."""
+"""One place of a run as the supervisor sees it: a keeper, its worker of the moment, its task, and the log."""
 
 import contextlib
 import os
@@ -7,12 +7,14 @@ import select
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from mla_conformance.engine import keeper
-from mla_conformance.engine.limits import LACKED_MEMORY, cause_of, end_of, how, programs_below
+from mla_conformance.engine.machine import LACKED_MEMORY, cause_of, end_of, how, programs_below
 from mla_conformance.engine.messages import (
     Ended,
     Given,
@@ -36,6 +38,9 @@ EXPLAIN_SECONDS = 300.0
 _STACK_SECONDS = 1.0
 _END_SECONDS = 10.0
 _READ = 2**16
+KEPT_BYTES = 16 * 2**20  # of what the processes print
+_BLOCK = 2**16
+_TAIL_LINES = 12
 _MOST_STACKS = 2**10
 _COMPILERS = {"cc1plus", "cicc", "clang", "clang++", "cudafe++", "g++", "gcc", "ld", "ninja", "nvcc", "ptxas"}
 _IN_COMPILER = re.compile(
@@ -51,6 +56,40 @@ class RunError(RuntimeError):
     """A run that could not go on; what it had judged is in the journal."""
 
 
+class BoundedLog:
+    """Reads a pipe that processes print to; the first part of it goes into a file as soon as there is one."""
+
+    def __init__(self, pipe: tuple[int, int]) -> None:
+        self._pipe, self.descriptor = pipe
+        self._early, self._path, self._left = b"", None, KEPT_BYTES  # type: bytes, Path | None, int
+        self._lock = threading.Lock()
+        self.reader = threading.Thread(target=self._copy, daemon=True)
+        self.reader.start()
+
+    def _copy(self) -> None:
+        while block := os.read(self._pipe, _BLOCK):
+            with self._lock:
+                self._early += block[: self._left]
+                self._left -= min(len(block), self._left)
+            if self._path:
+                self.write_to(self._path)
+        os.close(self._pipe)
+
+    def write_to(self, path: Path) -> None:
+        """Keep what was printed before, and from now on, in a file."""
+        with self._lock:
+            self._path, block, self._early = path, self._early, b""
+            if block:
+                with contextlib.suppress(OSError), path.open("ab") as file:  # a full disk costs the log, not the run
+                    file.write(block)
+
+    @property
+    def tail(self) -> str:
+        with self._lock:
+            text = self._early if self._path is None else self._path.read_bytes()
+        return "\n".join(text.decode("utf-8", "replace").splitlines()[-_TAIL_LINES:])
+
+
 @dataclass(eq=False)
 class WorkerSlot:
     number: int
@@ -61,6 +100,7 @@ class WorkerSlot:
     early: keeper.EarlyKeeper | None = None  # a keeper that was started before there was a place for it
     hello: Hello | None = None  # what the worker of the moment said of itself; None while there is none
     task: Task | None = None  # what it is doing
+    deadline: float = 0.0  # when something has to be done about it unless it is idle, on the monotonic clock
     # (backend reference, case id) of everything that the worker of the moment was given to judge; without a case
     # where it was asked what the backend is
     history: list[tuple[str, str]] = field(default_factory=list)
@@ -69,7 +109,6 @@ class WorkerSlot:
     _judged: Record | None = None
     _stacks: list[bytes] = field(default_factory=list)
     _buffer: bytes = b""
-    _deadline: float = 0.0
     _asked: bool = False
     _programs: set[str] = field(default_factory=set)
     _killed: bool = False
@@ -87,31 +126,28 @@ class WorkerSlot:
             remote.close()
         self.ends = end_of(self.keeper.pid)
         self.hello, self._buffer = None, b""
-        self._wait(START_SECONDS)
-        self._send(self.setup)
+        self.deadline = time.monotonic() + START_SECONDS
+        with contextlib.suppress(OSError):
+            self.connection.sendall(encode(self.setup))
 
     @property
     def is_idle(self) -> bool:
         return self.hello is not None and self.task is None and not self._makes_room
 
-    @property
-    def deadline(self) -> float:
-        """When something has to be done about it, on the monotonic clock."""
-        return float("inf") if self.is_idle else self._deadline
+    def give(self, task: Task | None, share: int | None = None) -> None:
+        """Have the worker carry out a task, a case in no more than its share of a GPU's memory.
 
-    def give(self, task: Task, share: int | None = None) -> None:
-        """Have the worker carry out a task, a case in no more than its share of a GPU's memory."""
-        self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
-        self._wait(self.timeout)
-        if isinstance(task, Unrecorded):
-            self.history.append((task.reference, ""))
-        self._send(Given(self._process, task, share))
-
-    def make_room(self) -> None:
-        """Have the worker give back what it holds of its GPU for cases to come."""
-        self._makes_room = True
-        self._wait(self.timeout)
-        self._send(Given(self._process))
+        Without one it gives back what it holds of its GPU for cases to come.
+        """
+        if task is None:
+            self._makes_room = True
+        else:
+            self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
+            if isinstance(task, Unrecorded):
+                self.history.append((task.reference, ""))
+        self.deadline = time.monotonic() + self.timeout
+        with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
+            self.connection.sendall(encode(Given(self._process, task, share)))
 
     def renew(self) -> None:
         """Have the worker replaced by one that has judged nothing, whatever it is doing."""
@@ -126,8 +162,8 @@ class WorkerSlot:
             # A process that a backend left may hold the other end open: a keeper is lost when it says nothing more.
             data = self.connection.recv(_READ, socket.MSG_DONTWAIT)
         if not data:
-            self._close()
             self.keeper.kill()
+            self.end()
             status = self.keeper.wait()
             self._signal(signal.SIGKILL)
             if self._served:
@@ -164,20 +200,20 @@ class WorkerSlot:
             self._started, judged = event.record, (event.record.reference, event.record.case)
             if self.history[-1:] != [judged]:  # told twice where it waited for memory
                 self.history.append(judged)
-            self._wait(self.timeout)
+            self.deadline = time.monotonic() + self.timeout
         elif isinstance(event, WorkerJudged):
             self._judged = event.record
-            self._wait(EXPLAIN_SECONDS)
+            self.deadline = time.monotonic() + EXPLAIN_SECONDS
         elif isinstance(event, WorkerExplored):
-            self._wait(self.timeout)
+            self.deadline = time.monotonic() + self.timeout
         else:
             self._makes_room = False
             if isinstance(event, Ended):
                 self.hello, self._process = None, 0
-                self._wait(START_SECONDS)
+                self.deadline = time.monotonic() + START_SECONDS
             elif event.leaves:
                 self.hello = None
-                self._wait(_END_SECONDS)
+                self.deadline = time.monotonic() + _END_SECONDS
 
     def why(self, status: int) -> str:
         return f"no answer within {self.timeout:g} s" if self._killed else how(status)
@@ -205,21 +241,21 @@ class WorkerSlot:
             self._programs = programs_below(self._process)
             self._signal(signal.SIGUSR1)
             self._signal(signal.SIGCONT)  # it may have stopped itself
-            self._wait(_STACK_SECONDS)
+            self.deadline = time.monotonic() + _STACK_SECONDS
         elif self.hello is not None:
             self._end_worker()
         else:
             self.keeper.kill()
-            self._wait(_END_SECONDS)
+            self.deadline = time.monotonic() + _END_SECONDS
 
     def _end_worker(self) -> None:
         self.hello = None
-        self._wait(_END_SECONDS)
+        self.deadline = time.monotonic() + _END_SECONDS
         self._signal(signal.SIGKILL)
         self.keeper.send_signal(signal.SIGCONT)  # which its worker may have stopped
 
     def end(self) -> None:
-        """Wait for the end of the keeper, which was told to end."""
+        """Wait for the end of the keeper, which was told to end, or killed."""
         if self.ends:
             select.select(self.ends, [], [], _END_SECONDS)  # a wait with a limit sleeps between two looks
         try:
@@ -227,22 +263,12 @@ class WorkerSlot:
         except subprocess.TimeoutExpired:
             self.keeper.kill()
             self.keeper.wait()
-        self._close()
-
-    def _close(self) -> None:
         self.connection.close()
         for descriptor in self.ends:
             os.close(descriptor)
         self.ends = []
 
-    def _send(self, message: Setup | Given) -> None:
-        with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
-            self.connection.sendall(encode(message))
-
     def _signal(self, number: int) -> None:
         if self._process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._process, number)
-
-    def _wait(self, seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds

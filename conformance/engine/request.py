@@ -4,7 +4,8 @@ import ast
 import re
 import sys
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,11 +21,11 @@ from mla_conformance.backends.references import (
 )
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.sharding import Extent, Shard
+from mla_conformance.engine.machine import may_have_gpu
 from mla_conformance.engine.messages import Explore, Judge
 from mla_conformance.files.inputs import InputError
-from mla_conformance.judging.record import EXPLORED, BackendFacts, RecordKey
+from mla_conformance.judging.record import BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.summary import count_by_capability
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import (
     CAPABILITIES,
@@ -68,6 +69,10 @@ class RunRequest:
     bitwise: bool = False  # whether each backend is asked, too, when its bits are the same
     accuracy: bool = False  # whether it is measured how its errors are spread
     speed: bool = False  # whether those that are right are timed
+    is_usual: bool = False  # whether no backend was named, of which those that cannot run here were not asked for
+    arrays: tuple[str, ...] = ()  # capabilities whose covering arrays are judged whole, to which cases are fitted
+    triples: bool = False  # whether they are fitted for triples of classes as well
+    surely_cpu: bool = False  # whether it is known without torch that no GPU is used
 
     @staticmethod
     def of(
@@ -110,8 +115,14 @@ class RunRequest:
                         f"two backends named '{each.name}': {other.reference} and {each.reference}; "
                         "judge them in two runs, or rename a class"
                     )
-            distinct = tuple(named.values())
-            return RunRequest(distinct, chosen, find_tier(tier), device or "", parsed, explore, salt)
+            found = RunRequest(tuple(named.values()), chosen, find_tier(tier), device or "", parsed, explore, salt)
+            return replace(
+                found,
+                is_usual=set(found.backends) in (set(usual_backends()), set(known_backends())),
+                arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
+                triples=found.tier is Tier.NIGHTLY,
+                surely_cpu=device == "cpu" or not may_have_gpu(),
+            )
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 
@@ -122,12 +133,7 @@ class RunRequest:
             return tuple(case for case in self.cases if case.capability == capability)
         return find_capability(capability).select(self.tier)
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether no backend was named, of which those that cannot run here were not asked for."""
-        return set(self.backends) in (set(usual_backends()), set(known_backends()))
-
-    @property
+    @cached_property
     def case_ids(self) -> tuple[str, ...]:
         return tuple(case.id for name in self.capabilities for case in self.cases_of(name))
 
@@ -139,23 +145,10 @@ class RunRequest:
         """Ids of the cases that are to be judged on a backend: those, and behind them its fitted ones."""
         return (*self.judged_ids, *(self.shard.share(facts.fitted) if self.shard else facts.fitted))
 
-    def expected(self, facts: BackendFacts) -> dict[str, int]:
-        """Records of a backend by capability: one for each of its cases, one for all drawn cases."""
-        return count_by_capability(self.judged_of(facts)) | ({EXPLORED: 1} if self.explore else {})
-
-    @property
-    def arrays(self) -> tuple[str, ...]:
-        """The capabilities whose covering arrays are judged whole, to which cases are fitted."""
-        return () if self.cases or self.tier is Tier.SMOKE else self.drawn
-
     @property
     def is_traced(self) -> bool:
         """Whether it is looked which kernels run, for which a profiler takes seconds to start."""
         return self.deployment is not None or not (self.cases or self.tier is Tier.SMOKE)
-
-    @property
-    def triples(self) -> bool:
-        return self.tier is Tier.NIGHTLY
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -176,7 +169,7 @@ class RunRequest:
         if self.explore:
             drawn = self.explore.draws, self.explore.seconds, self.drawn
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
-        left = ([task for task in group if task.record_key not in told] for group in groups)
+        left = ([task for task in group if (task.reference, task.case) not in told] for group in groups)
         return list(filter(None, left))
 
 

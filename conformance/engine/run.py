@@ -1,6 +1,7 @@
 """A run: places for its workers, what its backends are, every verdict, and the confirmation of what failed."""
 
 import datetime
+import os
 import shlex
 import time
 from collections import defaultdict
@@ -17,24 +18,35 @@ from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
-from mla_conformance.engine.devices import ALONE, WHOLE, GpuPart
-from mla_conformance.engine.findings import Findings, Installation, LoadedCode
-from mla_conformance.engine.folder import LOG_NAME, RunFolder
-from mla_conformance.engine.limits import FORBIDS_PIPES, hide_memory, landlock
+from mla_conformance.engine.folder import LOG_NAME, Findings, LoadedCode, RunFolder, deciding_files
+from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDLOCK, WHOLE, GpuPart, prctl
 from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, TakeTimes, Trace
-from mla_conformance.engine.pool import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, surely_cpu
 from mla_conformance.engine.request import RunRequest, compiles
-from mla_conformance.engine.supervisor import FailureLimit, RunError, Supervisor
-from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks, alike, call_of, judged_on_gpu, rounds_of
-from mla_conformance.expectations import apply
+from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
+from mla_conformance.engine.tasks import (
+    ENOUGH,
+    FailureLimit,
+    TaskOutcome,
+    Tasks,
+    alike,
+    call_of,
+    judged_on_gpu,
+    rounds_of,
+)
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.places import load_all_again, refuse_written_since
-from mla_conformance.judging.record import NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
+from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, UNASKED, BackendFacts, Record, RecordKey
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
-from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, is_right, summarise
+from mla_conformance.report.summary import (
+    BackendSummary,
+    RunSummary,
+    count_by_capability,
+    is_right,
+    judged_pairs,
+    summarise,
+)
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.shapes import KINDS, forms_of
 from mla_conformance.speed.times import Speed
@@ -54,7 +66,9 @@ class Run:
     limits: Limits = field(default_factory=Limits)
     expectations: Expectations = field(default_factory=Expectations)
     environment: dict[str, str] = field(default_factory=dict)  # where and with what it takes place, once it is prepared
-    facts: list[BackendFacts] = field(default_factory=list)  # of its backends, once it is prepared
+    # of its backends, once it is prepared, and of those that can run here
+    facts: list[BackendFacts] = field(default_factory=list)
+    available: list[BackendFacts] = field(default_factory=list)
     explains: bool = True  # whether failures are compared with known mistakes
     before: Sequence[str] = ()  # cases that each process runs before each of its own
     found: Findings = field(default_factory=Findings)  # what it found so far
@@ -68,11 +82,11 @@ class Run:
     _on_phase: Callable[[str], None] = lambda what: None
 
     def __post_init__(self) -> None:
-        timeout = self.limits.timeout or (CPU_TIMEOUT if surely_cpu(self.request) else GPU_TIMEOUT)
+        timeout = self.limits.timeout or (CPU_TIMEOUT if self.request.surely_cpu else GPU_TIMEOUT)
         self.supervisor = Supervisor(timeout, self.limits.ends_at)
 
     def __enter__(self) -> "Run":
-        hide_memory()
+        prctl(DUMPABLE, 0)
         refuse_written_since(time.time())
         self.supervisor.__enter__()
         return self
@@ -80,12 +94,8 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.supervisor.__exit__()
         load_all_again()
-        self.folder.release()
-        hide_memory(False)
-
-    @property
-    def available(self) -> list[BackendFacts]:
-        return [facts for facts in self.facts if not facts.reasons]
+        os.close(self.folder.lock)
+        prctl(DUMPABLE, 1)
 
     def prepare(self) -> None:
         """Start the workers, and have them tell what the backends are.
@@ -95,7 +105,7 @@ class Run:
             RunError: no process can be started.
             Stopped: by a signal or the deadline.
         """
-        self._installation = Installation.now()
+        self._deciding = deciding_files()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         # While they import torch; of a role whose case cannot be called no other case need be.
         examples = {case.role: case.id for case in map(Case.parse, reversed(self.request.judged_ids))}
@@ -108,10 +118,10 @@ class Run:
             "salt": self.request.salt,
             "judge": APART,
             "role": outside(),
-            "journal": "" if landlock() >= FORBIDS_PIPES else UNSEALED,
+            "journal": "" if LANDLOCK >= FORBIDS_PIPES else UNSEALED,
         }
         self.environment = {**reported, **{name: value for name, value in asked.items() if value}, **hello.facts}
-        self.facts = self.describe()
+        self.describe()
         self.plan = journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
     def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
@@ -135,8 +145,8 @@ class Run:
                     record = record.with_verdict(failed(Check.CALL, what), record.seconds)
             yield replace(outcome, answer=msgspec.structs.replace(outcome.answer, record=record))
 
-    def describe(self) -> list[BackendFacts]:
-        """The facts of every backend, imported where it was not yet; one whose process ends over it is unavailable."""
+    def describe(self) -> None:
+        """Have every backend imported where it was not yet, and described; one whose process ends is unavailable."""
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
         asked = self.request.arrays, self.request.triples, self._examples
@@ -146,13 +156,17 @@ class Run:
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
             found[reference] = outcome.answer.facts or gone
             self._missing[reference] = outcome.answer.missing
-        return [found[reference] for reference in names]
+        self.facts = [found[reference] for reference in names]
+        self.available = [facts for facts in self.facts if not facts.reasons]
 
     def begin(self, resumes: bool = False) -> list[int]:
         """Write what the run is before anything of it is launched, or go on with the run that the journal tells of.
 
         Returns: numbers of the journal's lines that no run wrote.
         """
+        cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
+        self._positions = {case: index for index, case in enumerate(cases)}
+        self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
         left_out = list[int]()
         if resumes:
             left_out = self.folder.journal.take_up()
@@ -205,16 +219,8 @@ class Run:
                 on_phase(f"judging {counted(len(pending), 'failure')} again{told if explained else ''}")
                 for record in self._confirmed(pending):
                     self._write(journal.Judgement(record))
-            groups = grouped(self.found.failures, lambda record: record.backend).values()
-            if tasks := [[task] for group in groups for task in comparisons(group)]:
-                on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
-            for outcome in self._judged(Tasks(tasks)):  # do they look like another one of their backend?
-                assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-                failure = self.found.verdicts[outcome.task.record_key]
-                if outcome.answer.heat and outcome.answer.record.check == failure.check:
-                    self._write(journal.HeatShown(*outcome.task.record_key, outcome.answer.heat))
-                if found := compared(failure, outcome.answer.record):
-                    self._write(journal.Judgement(found))
+            if any(record.failed for record in self.found.verdicts.values()):
+                self._compare_failures()
             without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
             if without and (self.request.bitwise or self.request.accuracy):
                 on_phase("asking when bits are the same, and how errors are spread")
@@ -240,7 +246,7 @@ class Run:
             RunError: it is not, so that nothing that was judged counts.
         """
         self.supervisor.end()
-        if changed := self._installation.changed():
+        if changed := sorted({path for path, _ in self._deciding.items() ^ deciding_files(self._deciding).items()}):
             raise RunError(
                 f"{counted(len(changed), 'file')} of this installation changed while the run judged, such as "
                 f"{changed[0]}; there is no report: restore the installation and start the run anew"
@@ -250,6 +256,20 @@ class Run:
                 f"{counted(len(conflicts), 'file')} of the backends changed while the run judged, such as "
                 f"{min(conflicts)}; there is no report: start the run anew"
             )
+
+    def _compare_failures(self) -> None:
+        """See which failures look like another one of their backend that is explained."""
+        failures = [record for record in self.found.verdicts.values() if record.failed]
+        groups = grouped(failures, lambda record: record.backend).values()
+        if tasks := [[task] for group in groups for task in comparisons(group)]:
+            self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
+        for outcome in self._judged(Tasks(tasks)):
+            assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
+            key = outcome.task.reference, outcome.task.case
+            if outcome.answer.heat and outcome.answer.record.check == self.found.verdicts[key].check:
+                self._write(journal.HeatShown(*key, outcome.answer.heat))
+            if found := compared(self.found.verdicts[key], outcome.answer.record):
+                self._write(journal.Judgement(found))
 
     def _keep_explored(self, record: Record) -> None:
         """Tell of an exploration that goes on, and keep that for the case that the run ends before it does."""
@@ -313,14 +333,15 @@ class Run:
         for outcome in self._judged(tasks):
             record, task = outcome.answer.record, outcome.task
             assert record is not None and isinstance(task, Judge | Explore)
+            key = task.reference, task.case
             others = dict.fromkeys(reference for reference, _ in outcome.history if reference != task.reference)
             if isinstance(task, Judge) and not task.fresh and others and record.status is Status.CRASH:
                 # Backends share the kernel's process, so that the crash may be another one's: then the case alone
                 # counts, in a process of its own, and if it passes there the crash is charged to nobody.
-                shared[task.record_key] = f"{record.message}; {', '.join(others)} had used the process before"
+                shared[key] = f"{record.message}; {', '.join(others)} had used the process before"
                 tasks.groups.append([msgspec.structs.replace(task, fresh=True)])
                 continue
-            if (crashed := shared.get(task.record_key)) and not record.failed:
+            if (crashed := shared.get(key)) and not record.failed:
                 said = f"{crashed}, and in one of its own it is {record.status}: the crash is charged to nobody"
                 record = record.with_fields(message=said, confirmation=UNREPEATED)
             self._write(journal.Judgement(record))
@@ -366,7 +387,7 @@ class Run:
         # Of cases that were declared unsupported the kernel was not called.
         refused = {key for key, record in self.found.verdicts.items() if record.status is Status.UNSUPPORTED}
         found: list[FailureConfirmation] = []
-        for record in self._in_order(self.found.failures):
+        for record in self._in_order(record for record in self.found.verdicts.values() if record.failed):
             key = (record.reference, record.capability)
             if key in done or record.record_key in self._tried:
                 continue
@@ -396,7 +417,7 @@ class Run:
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
                 if outcome.answer.heat:
-                    self._write(journal.HeatShown(*outcome.task.record_key, outcome.answer.heat))
+                    self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
                 if settled := confirmation.settled(outcome.task, outcome.answer.record):
                     yield settled
                 else:
@@ -407,7 +428,7 @@ class Run:
         self.folder.journal.append(event)
         self.found.keep(event)
         if isinstance(event, journal.Judgement):
-            self._on_record(self._expected(event.record))
+            self._on_record(self.expectations.apply(event.record, self._known[event.record.backend]))
 
     @property
     def resume_line(self) -> str:
@@ -421,13 +442,15 @@ class Run:
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
                 record = record.with_fields(explanation=UNASKED if self.explains else UNWANTED)
-            groups[record.backend].append(self._expected(record))
+            groups[record.backend].append(self.expectations.apply(record, self._known[record.backend]))
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:
+            # One record stands for all drawn cases.
+            listed = count_by_capability(request.judged_of(facts)) | ({EXPLORED: 1} if request.explore else {})
             records = groups[facts.name]
             mapped = [each for each in records if (each.reference, each.case) in found.heat and is_mapped(each)]
             about = (
-                () if facts.reasons else summarise(records, request.expected(facts)),
+                () if facts.reasons else summarise(records, listed),
                 found.given_up.get(facts.reference, ""),
                 found.traced.get(facts.reference, NOTHING_TRACED),
                 {record.case: found.heat[record.reference, record.case] for record in mapped},
@@ -441,12 +464,4 @@ class Run:
 
     def _in_order(self, records: Iterable[Record]) -> list[Record]:
         """Records as their cases stand in the list; drawn cases stand behind it."""
-        cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
-        positions = {case: index for index, case in enumerate(cases)}
-        return sorted(records, key=lambda record: positions.get(record.case, len(positions)))
-
-    def _expected(self, record: Record) -> Record:
-        if not self.expectations.entries:
-            return record
-        versions = next(facts.versions for facts in self.facts if facts.name == record.backend)
-        return self.expectations.apply(record, apply.facts(self.environment, versions))
+        return sorted(records, key=lambda record: self._positions.get(record.case, len(self._positions)))

@@ -1,21 +1,40 @@
-"""The supervisor: deals tasks to places, watches them from outside, and tells what came of each."""
+"""The supervisor: deals tasks to places, watches them from outside, and tells what came of each.
+
+And the pool of places: how many there are, and what each is given of a machine's cores, memory and GPUs.
+"""
 
 import os
 import select
 import signal
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.devices import WHOLE, GpuPart
-from mla_conformance.engine.folder import BoundedLog
 from mla_conformance.engine.keeper import begun
-from mla_conformance.engine.limits import LACKED_MEMORY, adopt_orphans, children, end_children, how
+from mla_conformance.engine.machine import (
+    ADOPTS_ORPHANS,
+    LACKED_MEMORY,
+    MOST_ON_GPU,
+    THREADS,
+    VISIBLE,
+    WHOLE,
+    GpuPart,
+    ahead_on,
+    children,
+    end_children,
+    how,
+    machine_cores,
+    machine_memory,
+    part_of,
+    prctl,
+    workers_on,
+)
 from mla_conformance.engine.messages import (
     Ended,
     Explore,
@@ -30,14 +49,38 @@ from mla_conformance.engine.messages import (
     WorkerExplored,
     WorkerStarted,
 )
-from mla_conformance.engine.place import DIED, RunError, WorkerSlot
-from mla_conformance.engine.tasks import TaskOutcome, Tasks, call_of
-from mla_conformance.judging.record import COMPILING, EXPLORED, Record
+from mla_conformance.engine.place import DIED, BoundedLog, RunError, WorkerSlot
+from mla_conformance.engine.request import RequestError, RunRequest
+from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
+from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.vocabulary.arrays import array_of
+from mla_conformance.vocabulary.arrays import SPACES, array_of
 
+CPU_TIMEOUT = 300.0
+GPU_TIMEOUT = 1800.0
+LEAST_MEMORY = 2 * 2**30
+GIVE_UP_AFTER = 5
+_MOST_ON_CPU = 4
+_WORTH = 20
+"""Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 _MOST_STARTS = 3
+_JOIN_SECONDS = 5
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Limits:
+    # processes that run cases; by default one for every 20 pairs of a case and a backend, at most one per core
+    # and four, and as many on each GPU as its memory is enough for
+    workers: int | None = None
+    # seconds that a case may take; by default five minutes, on a GPU thirty, since kernels are compiled
+    timeout: float | None = None
+    # bytes that a worker may allocate; by default its share of the machine, without a limit on a GPU
+    memory: int | None = None
+    # equal failures of a backend's process after which the rest of its cases is not run
+    give_up_after: int = GIVE_UP_AFTER
+    ends_at: float = float("inf")  # when the run is ended, on the monotonic clock
 
 
 @contextmanager
@@ -84,7 +127,7 @@ class Supervisor:
         self._before = children()
         self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._heeding.__enter__()
-        adopt_orphans()
+        prctl(ADOPTS_ORPHANS, 1)
         return self
 
     def _note(self, number: int, _: object) -> None:
@@ -108,8 +151,9 @@ class Supervisor:
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        adopt_orphans(False)
-        self.log.close()
+        prctl(ADOPTS_ORPHANS, 0)
+        os.close(self.log.descriptor)
+        self.log.reader.join(_JOIN_SECONDS)  # for what was printed last
         self._heeding.__exit__(None, None, None)
         for descriptor in self._told:
             os.close(descriptor)
@@ -125,12 +169,8 @@ class Supervisor:
         while not (said := [place.hello for place in self.places if place.hello]) or (
             of_all and len(said) < len(self.places)
         ):
-            self._wait()
+            deque(self._events(), 0)  # nothing was given that has an outcome
         return said[0]
-
-    def _wait(self) -> None:
-        for _ in self._events():
-            pass
 
     def run(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
@@ -149,9 +189,9 @@ class Supervisor:
             # new process loads libraries again, which takes seconds.
             for place in self.places[self.gpus :]:
                 if place.is_idle:  # others begin anew already
-                    (place.renew if part.is_cleared else place.make_room)()
+                    place.renew() if part.is_cleared else place.give(None)
             while not all(place.is_idle for place in self.places):
-                self._wait()
+                deque(self._events(), 0)
         while True:
             for place in self.places[: self.gpus] if part.is_alone else self.places:
                 while place.is_idle:
@@ -174,16 +214,17 @@ class Supervisor:
 
     def _events(self) -> Iterator[TaskOutcome]:
         """Wait for what comes next, or for a deadline; outcomes of tasks."""
-        until = min((self.ends_at, *(place.deadline for place in self.places)))
+        until = min((self.ends_at, *(place.deadline for place in self.places if not place.is_idle)))
         seconds = None if until == inf else max(0.0, until - time.monotonic())
         listened = {number: place for place in self.places for number in (place.connection.fileno(), *place.ends)}
         ready, _, _ = select.select([*listened, self._told[0]], [], [], seconds)
         self.require_going_on()
         speaking = [place for place in self.places if place in map(listened.get, ready)]
         # What was said in time counts, however late it is read.
-        late = [place for place in self.places if place not in speaking and place.deadline <= time.monotonic()]
-        for place in late:
-            place.expire()
+        now = time.monotonic()
+        for place in [place for place in self.places if not place.is_idle and place.deadline <= now]:
+            if place not in speaking:
+                place.expire()
         for place in speaking:
             for event in place.read():
                 yield from self._outcomes(place, event)
@@ -248,19 +289,75 @@ class Supervisor:
             raise Stopped
 
 
-@dataclass
-class FailureLimit:
-    """How many equal failures of its process a call of a backend has, which is given up after the ``most``."""
+class Pool:
+    """The places of a run, which the supervisor has; those that there are in any case are started at once."""
 
-    most: int
-    _failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
+        self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
+        self.beside = WHOLE  # what a worker has of its GPU beside the others
+        self._on_cpu, self._most_on_cpu = request.surely_cpu, min(_MOST_ON_CPU, machine_cores())
+        workers = limits.workers
+        if not workers and self._on_cpu:
+            worth = len(request.judged_ids) * len(request.backends) // _WORTH
+            workers = self._most_on_cpu if request.explore else max(1, min(self._most_on_cpu, worth))
+        workers = workers or min(MOST_ON_GPU, machine_cores())
+        self._add_place(request.device, workers)  # imports torch while the cases are counted
+        self._most = max(1, len(request.judged_ids))  # have something to do
+        for _ in range(1, limits.workers or min(workers, self._most)):
+            self._add_place(request.device, workers)
+        self.workers = len(supervisor.places)  # how many judge; further places compile ahead
 
-    def exhausted(self, record: Record) -> str:
-        """Why the call of a record's case is given up; empty if it is not."""
-        if record.status not in (Status.CRASH, Status.TIMEOUT) and record.message != COMPILING:
-            return ""
-        call = call_of(record.case)
-        self._failures[failure := (record.reference, call, record.message)] += 1
-        if self._failures[failure] < self.most:
-            return ""
-        return f"gave up on {call} after {self.most} equal failures of its process: {record.message}"
+    def settle(self) -> Hello:
+        """Have as many places as the device is enough for, or as were asked for; what the first says of it.
+
+        The GPUs are shared out among them. Those that may compile ahead start as well: what decides is there before a
+        backend is imported.
+
+        Raises:
+            RequestError: the device that was asked for is not there.
+            RunError: no process can be started.
+            Stopped: by a signal or the deadline.
+        """
+        self._hello = hello = self.supervisor.hello()
+        if not hello.device:
+            raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
+        if self._on_cpu:
+            return hello
+        gpus = len(hello.gpus) or 1
+        workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
+        self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
+        self.workers = workers
+        may_compile = hello.gpus and not self.limits.workers and self._most > ENOUGH
+        places = workers + (ahead_on(gpus, hello.memory, workers) if may_compile else 0)
+        for number in range(len(self.supervisor.places), places):
+            self._add_place(hello.device, places, hello.gpus[number % gpus])
+        if hello.gpus:
+            self.supervisor.gpus = gpus
+            self._share_memory(workers)
+        return hello
+
+    def get_ahead(self) -> int:
+        """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
+        workers, places = self.workers, len(self.supervisor.places)
+        self._share_memory(places)
+        return workers if places > workers else workers - workers // 4
+
+    def _share_memory(self, places: int) -> None:
+        self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
+
+    def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
+        """Start one of so many, with its share of the cores, on a CPU of the memory, too.
+
+        What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
+        write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
+        """
+        threads = {THREADS: max(1, machine_cores() // workers)}
+        own = threads if self._on_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
+        variables = {name: str(number) for name, number in own.items() if name not in os.environ}
+        share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or self._most_on_cpu))
+        memory = self.limits.memory or share if self._on_cpu else None
+        request = self.request
+        array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
+        asked = request.salt, bool(request.explore), self.began, outside(), array
+        setup = Setup(device, memory, *asked, variables, request.speed)
+        self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

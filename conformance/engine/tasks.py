@@ -2,14 +2,16 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 import msgspec
 
 from mla_conformance.cases.case import Case
-from mla_conformance.engine.devices import ALONE, CLEARED, GpuPart
+from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart
 from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
+from mla_conformance.judging.record import COMPILING, Record
+from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import counted
 
 _NOBODY = -1  # stands for a place while none has begun with what is to follow
@@ -56,7 +58,8 @@ class Tasks:
             own = self._own.setdefault(place, [])
             while own:
                 task = own.pop(0)
-                if not (isinstance(task, Judge) and (task.reference, call_of(task.case)) in self.dropped):
+                gone = self.dropped and isinstance(task, Judge) and (task.reference, call_of(task.case)) in self.dropped
+                if not gone:
                     return task
             self.taken[place] = 0
             self._early.discard(place)
@@ -127,6 +130,24 @@ def _divided(groups: Iterable[list[Task]]) -> list[deque[list[Task]]]:
 
 def call_of(case: str) -> str:
     return str(Case.parse(case).call)
+
+
+@dataclass
+class FailureLimit:
+    """How many equal failures of its process a call of a backend has, which is given up after the ``most``."""
+
+    most: int
+    _failures: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def exhausted(self, record: Record) -> str:
+        """Why the call of a record's case is given up; empty if it is not."""
+        if record.status not in (Status.CRASH, Status.TIMEOUT) and record.message != COMPILING:
+            return ""
+        call = call_of(record.case)
+        self._failures[failure := (record.reference, call, record.message)] += 1
+        if self._failures[failure] < self.most:
+            return ""
+        return f"gave up on {call} after {self.most} equal failures of its process: {record.message}"
 
 
 def judged_on_gpu(

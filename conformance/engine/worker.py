@@ -1,14 +1,17 @@
 """A worker: judges what it is told, in a process that may die of it.
 
-The backends are in a process beside it, which is forked before a GPU is used.
+The backends, and the operands that they are called with, are in a process beside it, which is forked before a GPU is
+used.
 """
 
 import contextlib
 import faulthandler
 import os
+import resource
 import select
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +19,8 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 import msgspec
@@ -30,10 +35,26 @@ from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, Reported
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving.driver import Executor, Observation, Returned
-from mla_conformance.driving.loaded import Loaded, newly_loaded
-from mla_conformance.engine.devices import device_facts, find_device, may_have_gpu, visible_gpus
-from mla_conformance.engine.kernel_process import start_kernel_process
-from mla_conformance.engine.limits import LACKED_MEMORY, allocated_memory, leave, limit_memory
+from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
+from mla_conformance.driving.remote import RemoteExecutor
+from mla_conformance.driving.remote import serve as call_kernels
+from mla_conformance.driving.shared import Shared
+from mla_conformance.engine.machine import (
+    DUMPABLE,
+    LACKED_MEMORY,
+    allocated_memory,
+    device_facts,
+    end_as,
+    end_of,
+    end_with_parent,
+    find_device,
+    leave,
+    machine_memory,
+    may_have_gpu,
+    prctl,
+    renounce_rights,
+    visible_gpus,
+)
 from mla_conformance.engine.messages import (
     Describe,
     Examine,
@@ -41,6 +62,7 @@ from mla_conformance.engine.messages import (
     Given,
     Hello,
     Judge,
+    Repeat,
     Setup,
     TakeTimes,
     Task,
@@ -54,6 +76,7 @@ from mla_conformance.engine.messages import (
     encode,
     read_line,
 )
+from mla_conformance.files.places import load_all_again
 from mla_conformance.judging.needs import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
@@ -75,6 +98,9 @@ from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import load_lists
 
 Send = Callable[[WorkerEvent], None]
+_STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05
+_MOST_STACKS = 2**16
+_STANDARD = 2
 _AT_ONCE = 0.05  # seconds within which a process is given something that others wait for
 _KEPT = PROBLEM_BYTES["cuda"] + GOLDEN_BYTES["cuda"]  # bytes of a GPU that a process has use for beside those of a case
 _USUAL = "lse:q=[4]"
@@ -108,10 +134,11 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
         connection.sendall(encode(event))
 
     try:
-        process, executor = os.getpid(), start_kernel_process(setup, connection)
+        process = os.getpid()
+        if setup.memory and sys.platform == "linux":  # beyond it allocations fail, in the kernel's process as well
+            resource.setrlimit(resource.RLIMIT_DATA, (setup.memory, setup.memory))
+        executor = start_kernel_process(setup, connection)
         faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
-        if setup.memory:
-            limit_memory(setup.memory)
         if device := find_device(setup.device):
             gpus = visible_gpus() if device.type == "cuda" else ()
             send(Hello(process, device.type, device_facts(device), gpus, whole_memory(device)))
@@ -136,6 +163,47 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
         traceback.print_exc()
         leave(LACKED_MEMORY)
     leave(0)
+
+
+def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecutor:
+    # The memory between two processes must be there before they part.
+    shared, (stacks, reported), (mine, theirs) = Shared(machine_memory()), os.pipe(), socket.socketpair()
+    judge, kernel = os.getpid(), os.fork()
+    if not kernel:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        end_with_parent(judge, signal.SIGKILL)
+        for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            if number > _STANDARD and number not in (theirs.fileno(), reported):
+                with contextlib.suppress(OSError):  # the folder's own
+                    os.close(number)
+        try:  # nothing that is raised may lead back into what the process that forked was doing
+            load_all_again()
+            LOADED.watch(setup.began)  # which trusts the folders of wheels that are searched so far
+            sys.path.append(str(Path.cwd()))  # last: a plug-in's module often is there, and a kernel may write there
+            prctl(DUMPABLE, 1)
+            renounce_rights()
+            faulthandler.register(signal.SIGUSR1, file=reported, all_threads=True)
+            call_kernels(theirs, shared)
+        except BaseException as error:
+            traceback.print_exc()
+            leave(LACKED_MEMORY if out_of_memory(error) else 1)
+        leave(0)
+    theirs.close()
+    os.close(reported)
+    signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
+    prctl(DUMPABLE, 0)
+    return RemoteExecutor(mine, shared, partial(end_as, kernel), end_of(kernel))
+
+
+def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
+    """Where the kernel's process is, in lines that are no message."""
+    os.kill(kernel, number)
+    os.kill(kernel, signal.SIGCONT)
+    told, patience = b"", _STACK_SECONDS
+    while len(told) < _MOST_STACKS and select.select([stacks], [], [], patience)[0]:
+        told, patience = told + os.read(stacks, _MOST_STACKS), _PIECE_SECONDS
+    supervisor.sendall(b"".join(b"kernel | " + line + b"\n" for line in told.splitlines()))
 
 
 class Worker:
@@ -178,11 +246,16 @@ class Worker:
             part = 1.0 if share is None else share / whole_memory(self._device)
             torch.cuda.set_per_process_memory_fraction(part, self._device)
             self._held_to = share
-        need = memory_need(Case.parse(task.case), self._device.type) if isinstance(task, Judge) else 0
-        if isinstance(task, Judge) and not self._has_room(task, need, share):
-            return TaskReply(wants=need + _KEPT)
+        need = 0
+        if isinstance(task, Judge) and (share is not None or self._device.type == "cuda"):
+            need = memory_need(Case.parse(task.case), self._device.type)
+            if not self._has_room(task, need, share):
+                return TaskReply(wants=need + _KEPT)
         self._last = task.case if isinstance(task, Judge) else ""
-        done = self._done(task)
+        if isinstance(task, Judge):
+            done = self._judged(task)
+        else:
+            done = self._described(task) if isinstance(task, Describe) else self._asked(task)
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
             self._executor.make_room()
@@ -200,9 +273,7 @@ class Worker:
             if task.case != self._last and need + torch.cuda.memory_allocated(self._device) > share:
                 self._make_room()  # what is kept of a case itself is counted with it
             return need <= free_memory(self._device)
-        if self._device.type != "cuda" or task.fresh or need > whole_memory(self._device):
-            return True
-        if need <= free_memory(self._device):
+        if task.fresh or need > whole_memory(self._device) or need <= free_memory(self._device):
             return True
         self._make_room()
         return need <= free_memory(self._device)
@@ -213,9 +284,7 @@ class Worker:
         self._executor.make_room()
         torch.cuda.empty_cache()
 
-    def _done(self, task: Task) -> TaskReply:
-        if isinstance(task, Judge):
-            return self._judged(task)
+    def _asked(self, task: Explore | Trace | Examine | Repeat | TakeTimes) -> TaskReply:
         if isinstance(task, Trace):  # by a process that has not imported the backend before
             traced = Subject.of(task.reference, self._device, self._executor)
             seen = self._executor.query(partial(trace_all, traced, task.cases), Traced)
@@ -225,8 +294,6 @@ class Worker:
             done = self._executor.query(partial(import_module(_TIMING).time_kernel, timed, task.forms), Speed)
             return TaskReply(speed=done.value or Speed(why=cut(f"its times are lost: {done.error}")), leaves=True)
         subject = self._subject(task.reference)
-        if isinstance(task, Describe):
-            return self._described(subject, task)
         if isinstance(task, Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
             asked = task.draws, task.seconds, task.capabilities
@@ -268,7 +335,8 @@ class Worker:
         del trial  # it keeps tensors
         return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 
-    def _described(self, subject: Subject, task: Describe) -> TaskReply:
+    def _described(self, task: Describe) -> TaskReply:
+        subject = self._subject(task.reference)
         done = self._executor.query(partial(describe, subject), BackendFacts)
         if not done.error and done.value.reasons:
             return TaskReply(facts=done.value)

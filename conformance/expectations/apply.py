@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from functools import cache, cached_property
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from mla_conformance.report.summary import RunSummary
 from mla_conformance.version import SUITE_VERSION
 
 _SUITE = re.compile(r"[0-9]{4}(\.[0-9]{1,9}){1,4}")
+KNOWN_FAILURES = Path(str(files("mla_conformance.fixtures"))) / "expectations"
 _MOST_BYTES, _LONGEST_LINE = 2**20, 2048  # reading TOML takes the square of the length of a key
 
 
@@ -49,7 +50,7 @@ _CHOICES: dict[str, list[str]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Expectation:
     backend: str  # name in reports, or ``*``
     case: str | tuple[str, ...]  # query of the cases that fail, or several of them
@@ -69,31 +70,21 @@ class Expectation:
             if getattr(self, name) not in allowed:
                 expected = ", ".join(filter(None, allowed))
                 raise ValueError(f"{name}: expected one of {expected}, got {getattr(self, name)!r}")
-        for name, parsed in _PARSED.items():
-            try:
-                getattr(self, parsed)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return (self.case,) if isinstance(self.case, str) else self.case
-
-    @cached_property
-    def queries(self) -> tuple[CaseQuery, ...]:
-        if not self.case:
-            raise ValueError("expected a case query, or a list of some, got none")
-        return tuple(map(CaseQuery.parse, self.texts))
-
-    @cached_property
-    def condition(self) -> Condition:
-        return Condition.parse(self.when)
-
-    @cached_property
-    def _end(self) -> Version | datetime.date | None:
-        if _SUITE.fullmatch(self.until):
-            return Version(self.until)
-        return datetime.date.fromisoformat(self.until) if self.until else None
+        self.texts = (self.case,) if isinstance(self.case, str) else self.case
+        where = "case"
+        try:
+            if not self.case:
+                raise ValueError("expected a case query, or a list of some, got none")
+            self.queries = tuple(map(CaseQuery.parse, self.texts))
+            where = "when"
+            self.condition = Condition.parse(self.when)
+            where = "until"
+            self.end: Version | datetime.date | None = None
+            if self.until:
+                is_suite = _SUITE.fullmatch(self.until)
+                self.end = Version(self.until) if is_suite else datetime.date.fromisoformat(self.until)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     @property
     def source(self) -> str:
@@ -111,7 +102,7 @@ class Expectation:
 
         A registered name is that of the registered backend: a class of a file may be called so, too.
         """
-        another = record.backend in _registered() and record.reference != record.backend
+        another = record.reference != record.backend and record.backend in _registered()
         named = self.backend == "*" or (self.backend == record.backend and not another)
         if not named or not self.condition.holds(facts):
             return False
@@ -122,9 +113,9 @@ class Expectation:
         return record.status == self.status and self.check in ("", record.check)
 
     def is_expired(self, today: datetime.date) -> bool:
-        if isinstance(self._end, Version):
-            return Version(SUITE_VERSION) >= self._end
-        return self._end is not None and today > self._end
+        if isinstance(self.end, Version):
+            return Version(SUITE_VERSION) >= self.end
+        return self.end is not None and today > self.end
 
 
 @cache
@@ -132,8 +123,6 @@ def _registered() -> frozenset[str]:
     return frozenset(backend.name for backend in (*known_backends(), *known_variants()))
 
 
-_PARSED = {"case": "queries", "when": "condition", "until": "_end"}
-"""Fields in grammars of their own, and what they are parsed as."""
 FIELDS = tuple(field.name for field in fields(Expectation) if field.name not in ("file", "number"))
 
 
@@ -165,15 +154,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     expectation: list[dict[str, Any]] = []
 
 
-def facts(environment: Mapping[str, str], versions: Mapping[str, str]) -> dict[str, str]:
-    """What conditions compare with: a report's environment and a backend's libraries."""
-    return {**versions, **environment}
-
-
-def shipped() -> Path:
-    return Path(str(files("mla_conformance.fixtures"))) / "expectations"
-
-
 @dataclass(frozen=True)
 class Expectations:
     entries: tuple[Expectation, ...] = ()  # in the order in which they are tried
@@ -189,7 +169,10 @@ class Expectations:
         return Expectations(tuple(found))
 
     def apply(self, record: Record, known: Mapping[str, str]) -> Record:
-        """The record as these expectations see it, of which an earlier one is undone; ``known`` are :func:`facts`."""
+        """The record as these expectations see it, of which an earlier one is undone.
+
+        What is ``known`` is what conditions compare with: a report's environment and a backend's libraries.
+        """
         record = record.as_judged
         today = self.today or datetime.date.today()
         covering = [each for each in self.entries if each.covers(record, known) and not each.is_expired(today)]
@@ -240,7 +223,7 @@ def plan_update(report: RunSummary, folder: Path) -> Update:
     paths = sorted(folder.glob("*.toml")) if folder.is_dir() else []
     existing = [entry for path in paths for entry in read_expectations(path, reasons_required=False)]
     run = [
-        (record.as_judged, facts(report.environment, b.facts.versions)) for b in report.backends for record in b.records
+        (record.as_judged, {**b.facts.versions, **report.environment}) for b in report.backends for record in b.records
     ]
     kept, removed = list[Expectation](), list[Expectation]()
     for entry in existing:

@@ -18,7 +18,7 @@ from mla_conformance.judging.verdict import ARITHMETIC, Status
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import Draw
 from mla_conformance.problems.problem import Problem
-from mla_conformance.report.pages import picture_file
+from mla_conformance.report.html import picture_file
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.roles.prefill.case import PrefillCase

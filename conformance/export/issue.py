@@ -12,8 +12,8 @@ from mla_conformance.judging.record import Record, replay_line
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 from mla_conformance.report.causes import Cause, causes
 from mla_conformance.report.ci_views import inline
+from mla_conformance.report.html import definition
 from mla_conformance.report.outcome import from_here
-from mla_conformance.report.pages import definition
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown_line
 from mla_conformance.version import __version__

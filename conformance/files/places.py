@@ -10,12 +10,12 @@ import contextlib
 import os
 import sys
 import sysconfig
-from functools import cache
 from importlib.machinery import ExtensionFileLoader, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 _OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
+_with_wheels: dict[tuple[str, ...], tuple[Path, ...]] = {}
 
 
 def place_of(path: Path, beside: Path | None = None) -> str:
@@ -53,14 +53,6 @@ def is_of_the_machine(name: str) -> bool:
     return compiled or name.startswith(_OF_A_MACHINE)
 
 
-def search_current_folder() -> None:
-    """Look for modules in the current folder as well, last: a plug-in's module often is there.
-
-    For the process that imports a backend, and no other: a kernel may write into that folder.
-    """
-    sys.path.append(str(Path.cwd()))
-
-
 def forget_current_folder() -> None:
     """Look for modules in folders that are named whole, and not where `python -m` looks first: the current folder."""
     sys.path[:] = [entry for entry in sys.path if Path(entry).is_absolute()]
@@ -71,13 +63,11 @@ def forget_current_folder() -> None:
 
 def sites() -> tuple[Path, ...]:
     """The folders that modules are imported from and wheels are unpacked into, in this order."""
-    return _with_wheels(tuple(sys.path))
-
-
-@cache
-def _with_wheels(entries: tuple[str, ...]) -> tuple[Path, ...]:
-    folders = dict.fromkeys(Path(entry).resolve() for entry in entries)
-    return tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None))
+    entries = tuple(sys.path)
+    if entries not in _with_wheels:
+        folders = dict.fromkeys(Path(entry).resolve() for entry in entries)
+        _with_wheels[entries] = tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None))
+    return _with_wheels[entries]
 
 
 _ENCODINGS = ("ascii", "latin_1", "unicode_escape")  # beside UTF-8, modules that are loaded when they are used first

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import nearest
-from mla_conformance.expectations.apply import Expectations, facts
+from mla_conformance.expectations.apply import Expectations
 from mla_conformance.files.inputs import InputError
 from mla_conformance.gating.mustpass import MustPass, Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
@@ -224,7 +224,7 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
     known: dict[str, BackendFacts] = {}
     for report in reports:
         for backend in report.backends:
-            found, here = joined.setdefault(backend.name, {}), facts(report.environment, backend.facts.versions)
+            found, here = joined.setdefault(backend.name, {}), {**backend.facts.versions, **report.environment}
             if backend.name not in known or not backend.reasons:
                 known[backend.name] = backend.facts
             for record in backend.records:

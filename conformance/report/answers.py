@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 
 from mla_conformance.backends.roles import ROLES
@@ -11,28 +10,9 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary
-
-
-class Group(StrEnum):
-    """What a backend is for a deployed model, in the order in which it is told."""
-
-    RIGHT = "right"
-    EMULATED = "right, but emulated, which is no evidence"
-    WRONG = "wrong"
-    WAIVED = "wrong, as an expectation says"
-    INCOMPLETE = "incomplete"
-    REFUSED = "unsupported"
-    UNTESTED = "untested"
-
+from mla_conformance.report.summary import BackendSummary, Counts, Group, RunSummary
 
 _PARTS: Mapping[str, str] = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
-_GROUPS = {
-    BackendOutcome.FAIL: Group.WRONG,
-    BackendOutcome.NOT_RUN: Group.INCOMPLETE,
-    BackendOutcome.UNAVAILABLE: Group.INCOMPLETE,
-    BackendOutcome.UNSUPPORTED: Group.REFUSED,
-}
 _OTHER_ROLES = tuple(f"{role} only" for role in ROLES)
 """How what is said of a case ends whose role a backend does not have."""
 
@@ -46,18 +26,6 @@ def _part_of(case: str) -> str:
 @dataclass(frozen=True)
 class ModelAnswer:
     backend: BackendSummary
-
-    @property
-    def group(self) -> Group:
-        """The group that it belongs to; right only if something was judged and all of that held."""
-        if self.backend.reasons:
-            return Group.UNTESTED
-        if not self.backend.capabilities:
-            return Group.INCOMPLETE
-        if self.backend.outcome is BackendOutcome.PASS and self.backend.counts.waived:
-            return Group.WAIVED
-        right = Group.EMULATED if self.backend.facts.emulated else Group.RIGHT
-        return _GROUPS.get(self.backend.outcome, right)
 
     @cached_property
     def _records(self) -> dict[str, list[Record]]:
@@ -100,10 +68,10 @@ class ModelAnswer:
 
 def answers(run: RunSummary) -> list[ModelAnswer]:
     found = [ModelAnswer(backend) for backend in run.backends]
-    return sorted(found, key=lambda answer: list(Group).index(answer.group))
+    return sorted(found, key=lambda answer: list(Group).index(answer.backend.group))
 
 
 def uncovered(run: RunSummary, found: Sequence[ModelAnswer]) -> tuple[str, ...]:
     """The parts that the deployed model calls and that no real kernel is right for here."""
-    right = {part for answer in found if answer.group is Group.RIGHT for part in answer.covered}
+    right = {part for answer in found if answer.backend.group is Group.RIGHT for part in answer.covered}
     return tuple(part for part in dict.fromkeys(map(_part_of, run.cases)) if part not in right)

@@ -173,7 +173,7 @@ def _form(form: type[_F], *sources: Any, **own: Any) -> _F:
 
 def _backend(backend: BackendSummary) -> BackendForm:
     evidence, causes = backend.evidence, []
-    for cause in backend.causes:
+    for cause in backend.causes if backend.counts.failed else ():
         cases, example = tuple(record.case for record in cause.failures), cause.example
         causes.append(_form(CauseForm, cause, cases=cases, example=example.case, replay=example.replay))
     places = {frozenset(each.items()): place for place, each in enumerate(evidence)}

@@ -29,8 +29,14 @@ from mla_conformance.report.json_report import (
     report_form,
     said_of,
 )
-from mla_conformance.report.pairs import JudgedPairs, judged_pairs
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import (
+    BackendSummary,
+    JudgedPairs,
+    RunSummary,
+    count_by_capability,
+    judged_pairs,
+    summarise,
+)
 from mla_conformance.report.terminal import shown
 from mla_conformance.version import SUITE_VERSION
 

@@ -12,24 +12,26 @@ from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import BackendFacts, Record, Traced, detection
+from mla_conformance.judging.traits import ASKED, Answer, Question, Traits
 from mla_conformance.judging.verdict import FAILED, Status
-from mla_conformance.report.answers import Group, ModelAnswer, answers, uncovered
+from mla_conformance.report.answers import answers, uncovered
 from mla_conformance.report.causes import Cause, advice, grouped, raised_at
-from mla_conformance.report.pages import traits_lines
-from mla_conformance.report.pairs import JudgedPairs, right_on, total
 from mla_conformance.report.summary import (
     FORESEEN,
     SIGN,
     BackendOutcome,
     BackendSummary,
-    CapabilitySummary,
     Counts,
+    Group,
+    JudgedPairs,
     RunSummary,
+    right_on,
     summarise,
+    total,
     worst,
 )
 from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
-from mla_conformance.speed.times import remarks_of, table_of
+from mla_conformance.speed.times import Kernels, remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
 
 _INDENT = " " * 7
@@ -49,7 +51,7 @@ _BACKENDS = {
 
 def closing_line(run: RunSummary) -> str:
     """Every backend and every case is counted once."""
-    found = Counter(ModelAnswer(backend).group for backend in run.backends)
+    found = Counter(backend.group for backend in run.backends)
     groups = [group for group in Group if found[group]]
     backends = [f"{counted(found[group], 'backend')} {_BACKENDS[group]}" for group in groups[:1]]
     backends += [f"{found[group]} {_BACKENDS[group]}" for group in groups[1:]]
@@ -72,9 +74,9 @@ def worst_of_passes(records: Iterable[Record]) -> float:
 
 def worst_error(records: Sequence[Record]) -> str:
     """How much of its budget the largest error of a passed case used; empty without a pass."""
-    if not any(record.status is Status.PASS for record in records):
-        return ""
-    return f"worst passing error {worst_of_passes(records):.2f} of its budget"
+    passed = [record for record in records if record.status is Status.PASS]
+    share = worst(share for record in passed for share in record.shares.values())
+    return f"worst passing error {share:.2f} of its budget" if passed else ""
 
 
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
@@ -145,23 +147,24 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
     reported = replace(run, backends=tuple(backend for backend in run.backends if backend not in absent))
     found = answers(reported) if run.deployment else []
     timed = [backend for backend in reported.backends if backend.speed and backend.speed.has_times]
-    yield from speed_lines(reported, width, detail)
+    if kernels := [(backend.name, backend.speed) for backend in reported.backends if backend.speed]:
+        yield from _speed_lines(kernels, width, detail)
 
     def told(group: Group, head: str) -> Iterator[str]:
         listed = timed if group is Group.RIGHT and detail is not Detail.FULL else []  # in the table
-        of_group = [answer for answer in found if answer.group is group and answer.backend not in listed]
+        of_group = [answer for answer in found if answer.backend.group is group and answer.backend not in listed]
         yield from [head] if of_group else []
         for answer in of_group:
             yield from wrapped(f"{answer.backend.name}  {answer.reported}", width, "  ", _INDENT)
 
     if run.deployment:
-        if all(answer.group is not Group.RIGHT for answer in found):
+        if all(answer.backend.group is not Group.RIGHT for answer in found):
             yield f"right for {run.deployment}: none of the backends that can run here"
         for group in (Group.RIGHT, Group.EMULATED):
             yield from told(group, f"{group} for {run.deployment}:")
         if missing := uncovered(reported, found):
             yield f"nothing right for: {', '.join(missing)}"
-    yield from cause_lines(reported, width)
+    yield from cause_lines(reported, width) if reported.counts.failed else ()
     if run.deployment:
         yield from told(Group.WRONG, f"{Group.WRONG}, part by part:")
         for group in (Group.WAIVED, Group.INCOMPLETE, Group.REFUSED, Group.UNTESTED):
@@ -175,9 +178,8 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
         yield fitting(head, [backend.name for backend in absent], width)
 
 
-def speed_lines(run: RunSummary, width: int, detail: Detail = Detail.FULL) -> Iterator[str]:
-    """The table of what was timed, and what is to be said of the times; nothing where no backend was."""
-    kernels = [(backend.name, backend.speed) for backend in run.backends if backend.speed]
+def _speed_lines(kernels: Kernels, width: int, detail: Detail) -> Iterator[str]:
+    """The table of what was timed, and what is to be said of the times."""
     rows = table_of(kernels)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for number, (name, *cells) in enumerate(rows):
@@ -198,6 +200,7 @@ _UNROUNDED = {Role.TOPK, Role.PREPARE, Role.COMPRESS, Role.CACHE}
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE, *FAILED)
 _SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])
 """In the order in which capabilities are listed."""
+ANSWER_SIGN = {Answer.YES: "✔", Answer.NO: "✘", Answer.NOT_APPLICABLE: "–"}
 
 
 def backend_lines(
@@ -207,7 +210,7 @@ def backend_lines(
 
     With reasons it is said why cases are unsupported or unavailable, if not in full of roles alone that it has.
     """
-    sign = f"{backend.name} {_sign(backend)}"
+    sign = f"{backend.name} {backend.sign}"
     if backend.reasons:
         yield from wrapped(f"{sign} unavailable: {cut('; '.join(backend.reasons))}", width, further=2 * _DETAIL)
         return
@@ -219,7 +222,7 @@ def backend_lines(
     begun = [each for each in applicable if each.counts.not_run < each.counts.listed]
     for sign in _SIGNS if is_full else _SIGNS[:-1]:
         texts = []
-        for each in (each for each in begun if _sign(each) == sign):
+        for each in (each for each in begun if each.sign == sign):
             # ``name 12``, or ``name 12 of 15`` where three do not count; ``name 11/12``, of judged, if one failed
             counts = each.counts
             rest = f" of {counts.listed}" if counts.passed < counts.listed else ""
@@ -249,22 +252,18 @@ def backend_lines(
             f"{counted(len(chosen), 'case')} judged by chosen rows, at least {least['rows']} of {least['of']} with "
             f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
         )
-    remarks += [*ran(backend.traced), *traits_lines(backend.traits)]
+    remarks += ran(backend.traced) if backend.traced.kernels else ()
+    remarks += traits_lines(backend.traits) if backend.traits.bitwise or backend.traits.accuracy else ()
     remarks += ["an emulated kernel: judged, never certified"] if backend.facts.emulated else []
     for remark in remarks:
         yield from wrapped(remark, width, _DETAIL, 2 * _DETAIL)
-
-
-def _sign(summary: BackendSummary | CapabilitySummary) -> str:
-    """The sign of an outcome, as on the page; what fails as expected does not hold."""
-    return FORESEEN if summary.outcome is BackendOutcome.PASS and summary.counts.waived else SIGN[summary.outcome]
 
 
 def _verdict(backend: BackendSummary, applicable: int) -> str:
     """What is said of the kernel, and of how much."""
     if not applicable:
         return "unsupported"
-    counts, held = backend.counts, sum(_sign(each) == SIGN[BackendOutcome.PASS] for each in backend.capabilities)
+    counts, held = backend.counts, sum(each.sign == SIGN[BackendOutcome.PASS] for each in backend.capabilities)
     capabilities = f"{held}/{applicable} capabilities"
     if backend.outcome is not BackendOutcome.PASS:
         return f"passed {counts.passed}/{counts.judged} cases, {capabilities}"
@@ -317,6 +316,20 @@ def ran(traced: Traced) -> Iterator[str]:
         yield f"kernels seen: {', '.join(names[:_SHOWN_KERNELS])}{more}"
     elif traced.kernels:
         yield "only generic kernels of torch were seen to run, none of a library"
+
+
+def traits_lines(traits: Traits) -> Iterator[str]:
+    """A line for each question, with counterexamples, and one for each role and dtype."""
+    for question in Question if traits.bitwise else ():
+        answers = traits.answers(question)
+        reported = ", ".join(f"{role} {ANSWER_SIGN[each.answer]}" for role, each in answers.items())
+        yield f"same bits {ASKED[question]}: {reported}"
+        yield from (f"  {role}: {each.why}" for role, each in answers.items() if each.answer is Answer.NO)
+    for (role, dtype), spreads in grouped(traits.accuracy, lambda each: (each.role, each.dtype)).items():
+        most = max(spreads, key=lambda each: each.budget[-1])  # of the regimes, the one with the largest error
+        median, tail, worst = most.budget
+        said = f"{worst:.2g} of the budget at worst, 99 % within {tail:.2g}, median {median:.2g} ({most.data})"
+        yield f"errors of {role} {dtype}: {said}"
 
 
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:

@@ -1,24 +1,34 @@
-"""The outcome of a run, counted: per backend and capability, with the denominator. No torch."""
+"""The outcome of a run, counted: per backend and capability, with the denominator. No torch.
+
+And how much "right" is said of: pairs of classes, claimed and judged; roles, and the page of their caches.
+"""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Case
+from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.sharding import Shard
+from mla_conformance.cases.space import Row
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.profile import Deployment
 from mla_conformance.report.causes import Cause, causes
-from mla_conformance.report.pairs import JudgedPairs
 from mla_conformance.speed.times import Speed
+from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, counts
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -91,40 +101,57 @@ SIGN = {
 FORESEEN = "!"  # the sign of what failed as an expectation says
 
 
-@dataclass(frozen=True)
+class Group(StrEnum):
+    """What a backend is for a deployed model, in the order in which it is told."""
+
+    RIGHT = "right"
+    EMULATED = "right, but emulated, which is no evidence"
+    WRONG = "wrong"
+    WAIVED = "wrong, as an expectation says"
+    INCOMPLETE = "incomplete"
+    REFUSED = "unsupported"
+    UNTESTED = "untested"
+
+
+_GROUPS = {
+    BackendOutcome.FAIL: Group.WRONG,
+    BackendOutcome.NOT_RUN: Group.INCOMPLETE,
+    BackendOutcome.UNAVAILABLE: Group.INCOMPLETE,
+    BackendOutcome.UNSUPPORTED: Group.REFUSED,
+}
+
+
+@dataclass
 class CapabilitySummary:
     name: str  # the capability
     listed: int  # cases that the run's list holds for it; drawn ones are not among them
     records: tuple[Record, ...]  # what was run
+    counts: Counts = field(init=False)
+    failures: tuple[Record, ...] = field(init=False)  # what failed in whatever way, for a fault of the harness as well
+    outcome: BackendOutcome = field(init=False)
+    sign: str = field(init=False)  # of the outcome; what fails as expected does not hold
 
-    @cached_property
-    def counts(self) -> Counts:
-        return Counts.of(self.records, self.listed)
-
-    @property
-    def failures(self) -> tuple[Record, ...]:
-        """Cases that failed, crashed, hung, or could not be judged for a fault of the harness."""
-        return tuple(record for record in self.records if record.failed)
-
-    @property
-    def outcome(self) -> BackendOutcome:
+    def __post_init__(self) -> None:
         """A failure decides; then a case that was not run, or could not be judged; then whether anything was judged.
 
         A case that is too large for the device by the suite's own estimate takes nothing from those that are not.
         """
-        counts = self.counts
+        counts = self.counts = Counts.of(self.records, self.listed)
+        self.failures = tuple(record for record in self.records if record.failed)
         if counts.failed:
-            return BackendOutcome.FAIL
-        if counts.not_run:
-            return BackendOutcome.NOT_RUN
-        if any(record.is_unjudged for record in self.records):
-            return BackendOutcome.UNAVAILABLE
-        if counts.passed or counts.waived:
-            return BackendOutcome.PASS
-        return BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
+            self.outcome = BackendOutcome.FAIL
+        elif counts.not_run:
+            self.outcome = BackendOutcome.NOT_RUN
+        elif any(record.is_unjudged for record in self.records):
+            self.outcome = BackendOutcome.UNAVAILABLE
+        elif counts.passed or counts.waived:
+            self.outcome = BackendOutcome.PASS
+        else:
+            self.outcome = BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
+        self.sign = FORESEEN if self.outcome is BackendOutcome.PASS and counts.waived else SIGN[self.outcome]
 
 
-@dataclass(frozen=True)
+@dataclass
 class BackendSummary:
     facts: BackendFacts  # what it is here
     capabilities: tuple[CapabilitySummary, ...] = ()  # one entry per selected capability; none if it is unavailable
@@ -133,56 +160,45 @@ class BackendSummary:
     # where the errors of a failure are, by case, of those that were explained
     heat: Mapping[str, HeatMap] = field(default_factory=dict)
     # by role, the pairs of classes that were claimed and judged, where the covering arrays were asked
-    pairs: Mapping[str, JudgedPairs] = field(default_factory=dict)
+    pairs: Mapping[str, "JudgedPairs"] = field(default_factory=dict)
     traits: Traits = NO_TRAITS  # what was found beside verdicts, where that was asked for
     speed: Speed | None = None  # its times, if it is right and was timed
+    name: str = field(init=False)
+    reasons: tuple[str, ...] = field(init=False)  # why it is unavailable; empty if it was run
+    records: list[Record] = field(init=False)
+    counts: Counts = field(init=False)
+    not_run: str = field(init=False)  # how many cases have no verdict and why, in words; empty if all have one
+    evidence: list[dict[str, str]] = field(init=False)  # what the library says of its kernels, each once
+    outcome: BackendOutcome = field(init=False)  # unavailable, or the worst of the capabilities that apply
+    sign: str = field(init=False)  # of the outcome; what fails as expected does not hold
+    group: Group = field(init=False)  # for a deployed model; right only if something was judged and all of that held
 
-    @property
-    def name(self) -> str:
-        return self.facts.name
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why it is unavailable; empty if it was run."""
-        return self.facts.reasons
-
-    @property
-    def counts(self) -> Counts:
-        return sum((capability.counts for capability in self.capabilities), Counts())
-
-    @property
-    def not_run(self) -> str:
-        """How many cases have no verdict and why, in words; empty if all have one."""
-        missing = self.counts.not_run
-        return f"{missing} NOT RUN" + (f": {self.stopped}" if self.stopped else "") if missing else ""
-
-    @property
-    def records(self) -> list[Record]:
-        return [record for capability in self.capabilities for record in capability.records]
+    def __post_init__(self) -> None:
+        self.name, self.reasons = self.facts.name, self.facts.reasons
+        self.records = [record for capability in self.capabilities for record in capability.records]
+        counts = self.counts = sum((capability.counts for capability in self.capabilities), Counts())
+        why = f": {self.stopped}" if self.stopped else ""
+        self.not_run = f"{counts.not_run} NOT RUN{why}" if counts.not_run else ""
+        self.evidence = list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
+        outcomes = {capability.outcome for capability in self.capabilities}
+        if any(pairs.not_judged for pairs in self.pairs.values()):
+            outcomes.add(BackendOutcome.NOT_RUN)
+        decisive = (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS)
+        found = next((outcome for outcome in decisive if outcome in outcomes), BackendOutcome.UNSUPPORTED)
+        self.outcome = BackendOutcome.UNAVAILABLE if self.reasons else found
+        is_waived = self.outcome is BackendOutcome.PASS and counts.waived
+        self.sign = FORESEEN if is_waived else SIGN[self.outcome]
+        right = Group.EMULATED if self.facts.emulated else Group.RIGHT
+        self.group = Group.WAIVED if is_waived else _GROUPS.get(self.outcome, right)
+        if self.reasons or not self.capabilities:
+            self.group = Group.UNTESTED if self.reasons else Group.INCOMPLETE
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
         return causes(self.records)
 
-    @property
-    def evidence(self) -> list[dict[str, str]]:
-        return list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
 
-    @property
-    def outcome(self) -> BackendOutcome:
-        """Unavailable, or the worst of the capabilities that apply."""
-        if self.reasons:
-            return BackendOutcome.UNAVAILABLE
-        outcomes = {capability.outcome for capability in self.capabilities}
-        if any(pairs.not_judged for pairs in self.pairs.values()):
-            outcomes.add(BackendOutcome.NOT_RUN)
-        for decisive in (BackendOutcome.FAIL, BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE, BackendOutcome.PASS):
-            if decisive in outcomes:
-                return decisive
-        return BackendOutcome.UNSUPPORTED
-
-
-@dataclass(frozen=True)
+@dataclass
 class RunSummary:
     environment: dict[str, str]  # device, versions and suite, as the header shows them
     backends: tuple[BackendSummary, ...]  # one entry per backend of the run
@@ -193,22 +209,25 @@ class RunSummary:
     date: str = ""  # ISO date on which it ended, or empty if the report does not tell
     # SHA-256, by place, of the modules that its backends loaded and no wheel holds
     code: Mapping[str, str] = field(default_factory=dict)
+    records: list[Record] = field(init=False)
+    counts: Counts = field(init=False)
+    judged_cases: tuple[str, ...] = field(init=False)
+    # 0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete
+    exit_status: int = field(init=False)
 
-    @property
-    def records(self) -> list[Record]:
-        return [record for backend in self.backends for record in backend.records]
+    def __post_init__(self) -> None:
+        self.records = [record for backend in self.backends for record in backend.records]
+        self.counts = sum((backend.counts for backend in self.backends), Counts())
+        self.judged_cases = self.shard.cases if self.shard else self.cases
+        outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
+        is_whole = outcomes.isdisjoint({BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE})
+        self.exit_status = 0 if BackendOutcome.PASS in outcomes and is_whole else 3
+        if BackendOutcome.FAIL in outcomes:
+            self.exit_status = 1
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
         return tuple(cause for backend in self.backends for cause in backend.causes)
-
-    @property
-    def counts(self) -> Counts:
-        return sum((backend.counts for backend in self.backends), Counts())
-
-    @property
-    def judged_cases(self) -> tuple[str, ...]:
-        return self.shard.cases if self.shard else self.cases
 
     def keys_of(self, backend: BackendSummary) -> tuple[str, ...]:
         """Keys of the records that a backend has if every case of the list was judged, in all shards."""
@@ -221,15 +240,6 @@ class RunSummary:
         for record in self.records:
             total[record.case] = total.get(record.case, 0.0) + record.seconds
         return total
-
-    @property
-    def exit_status(self) -> int:
-        """0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete."""
-        outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
-        if BackendOutcome.FAIL in outcomes:
-            return 1
-        is_whole = outcomes.isdisjoint({BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE})
-        return 0 if BackendOutcome.PASS in outcomes and is_whole else 3
 
 
 def worst(shares: Iterable[float]) -> float:
@@ -253,3 +263,90 @@ def is_right(backend: BackendSummary, by_default: bool) -> bool:
     """Whether a backend is timed: something passed and nothing failed; an emulation if it was named."""
     held = backend.outcome is BackendOutcome.PASS and not backend.counts.waived
     return held and not (by_default and backend.facts.emulated)
+
+
+@dataclass(frozen=True)
+class JudgedPairs:
+    claimed: int  # of the cases that the backend declares
+    judged: int  # of those that have a verdict
+    not_judged: tuple[str, ...]  # the others, each as ``dimension=class · dimension=class``
+
+    def __str__(self) -> str:
+        return f"pairs of classes claimed {self.claimed:,}, judged {self.judged:,}"
+
+
+def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, JudgedPairs]:
+    """By role; nothing of roles whose covering array was not asked, or of which nothing is declared."""
+    by_role: dict[str, list[tuple[Sequence[Row], Status]]] = {space.role: [] for space in SPACES.values()}
+    counted = [record for record in records if record.capability != EXPLORED and counts(record.capability)]
+    arrays = {record.capability for record in counted}
+    for record in counted:
+        if record.status is not Status.UNSUPPORTED:  # most are, and to parse a case takes longer than all else here
+            role, held = _placed(record.case)
+            by_role[role].append((held, record.status))
+    rows, found = list(map(_placed, fitted)), {}
+    for space in (space for name, space in SPACES.items() if name in arrays):
+        declared, without = by_role[space.role], (Status.UNAVAILABLE, Status.HARNESS_ERROR)
+        judged = Pairs(space, (row for held, status in declared if status not in without for row in held))
+        of_cases = (*(held for held, _ in declared), *(held for role, held in rows if role is space.role))
+        every = Pairs(space, chain.from_iterable(of_cases))
+        if every:
+            left = tuple(" · ".join(map("=".join, pair)) for pair in every - judged)
+            found[str(space.role)] = JudgedPairs(len(every), len(judged), left)
+    return found
+
+
+@lru_cache(maxsize=2**14)
+def _placed(case_id: str) -> tuple[Role, Sequence[Row]]:
+    """The role of a case and the classes that it holds, which are asked for again with each backend and each report."""
+    case = Case.parse(case_id)
+    space = next(space for space in SPACES.values() if space.role is case.role)
+    return case.role, tuple(space.rows((case,)))
+
+
+def total(pairs: Mapping[str, JudgedPairs]) -> JudgedPairs:
+    """Over all roles; each pair that was not judged stands behind its role."""
+    missing = tuple(f"{role} {pair}" for role, each in pairs.items() for pair in each.not_judged)
+    claimed, judged = (sum(getattr(each, name) for each in pairs.values()) for name in ("claimed", "judged"))
+    return JudgedPairs(claimed, judged, missing)
+
+
+OTHER_ROLE = "other"  # of an id that an older suite wrote in another way, or that names no case, nothing is known
+
+
+def right_on(records: Iterable[Record]) -> str:
+    """On which cases a kernel is right, role by role, of records of which none failed; empty if it passed none.
+
+    Cases of roles of which nothing was judged do not apply: they are counted apart, as no part of what it is right on.
+    """
+    by_role: dict[str, Counter[str]] = {}
+    pages, others = set[int](), 0
+    for record in records:
+        role, page = _role_and_page(record.case)
+        due = record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU)
+        by_role.setdefault(role, Counter())[DUE_ON_GPU if due else record.status] += record.cases
+        pages |= {page} if page and record.status is Status.PASS else set()
+    said = []
+    for role, found in by_role.items():
+        passed, listed = found.pop(Status.PASS, 0), found.total()
+        if not passed:
+            others += listed
+            continue
+        rest = f" ({', '.join(f'{number:,} {why}' for why, number in found.items())})" if found else ""
+        said.append(f"{f'{passed:,} of {passed + listed:,}' if found else f'all {passed:,}'} {role} cases{rest}")
+    said += [f"page {page} only" for page in pages if len(pages) == 1]
+    return ", ".join(said) + (f"; {others:,} of other roles do not apply" if others and said else "")
+
+
+def role_of(case: str) -> str:
+    return _role_and_page(case)[0]
+
+
+@lru_cache(8192)
+def _role_and_page(case: str) -> tuple[str, int]:
+    """With the tokens of a page of its cache, 0 without one."""
+    try:
+        parsed = Case.parse(case)
+    except ValueError:
+        return OTHER_ROLE, 0
+    return str(parsed.role), parsed.page if isinstance(parsed, CachedCase) else 0

@@ -31,8 +31,19 @@ from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, p
 from mla_conformance.files.inputs import InputError, convert
 from mla_conformance.judging.record import Record
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.pairs import OTHER_ROLE, JudgedPairs, judged_pairs, right_on, role_of, total
-from mla_conformance.report.summary import CapabilitySummary, Counts, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import (
+    OTHER_ROLE,
+    CapabilitySummary,
+    Counts,
+    JudgedPairs,
+    RunSummary,
+    count_by_capability,
+    judged_pairs,
+    right_on,
+    role_of,
+    summarise,
+    total,
+)
 from mla_conformance.version import SUITE_VERSION
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)

@@ -15,9 +15,9 @@ from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model, model_names
-from mla_conformance.report.answers import Group, answers
+from mla_conformance.report.answers import answers
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.summary import RunSummary
+from mla_conformance.report.summary import Group, RunSummary
 from mla_conformance.scoreboard.board import Board, Entry, versions_of
 from mla_conformance.version import SUITE_VERSION
 
@@ -142,8 +142,8 @@ def answered(run: RunSummary) -> dict[str, dict[str, Any]]:
     found = {}
     for answer in answers(run):
         found[answer.backend.name] = {
-            "says": str(answer.group),
-            "style": styles.get(answer.group, "unavailable"),
+            "says": str(answer.backend.group),
+            "style": styles.get(answer.backend.group, "unavailable"),
             "judged": answer.reported,
             "versions": versions_of(answer.backend.facts.versions),
         }

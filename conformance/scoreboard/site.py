@@ -18,9 +18,9 @@ from mla_conformance.files.outputs import write_output
 from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
+from mla_conformance.report.html import VIEW, Cell, cell, definition, pages
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.loading import is_report, load_report
-from mla_conformance.report.pages import VIEW, Cell, cell, definition, render
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
 from mla_conformance.scoreboard.board import (
@@ -80,9 +80,8 @@ def page(board: Board) -> str:
     # The ids of the page's parts with their names, for links to them.
     parts = [("kernels", "Kernels"), *([("models", "Models by kernel")] if board.deployed else [])]
     parts += [("engines", "What engines pick"), *((f"role-{role}", role) for role, _, _ in board.roles)]
-    return render(
-        "mla_conformance.scoreboard",
-        "board.html.j2",
+    board_page = pages("mla_conformance.scoreboard").get_template("board.html.j2")
+    return board_page.render(
         board=board,
         parts=[*parts, ("failures", "Failures"), ("history", "History")],
         shown_cases=_SHOWN_CASES,

@@ -38,24 +38,20 @@ def short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
 
 
-def _decodes(call: Call, requests: Iterable[int], totals: Iterable[int], new: int = 1) -> Iterator[Shape]:
-    return (Shape(call, number, new, total - new) for total, number in product(totals, requests))
-
-
 _K = 1024
 _DECODES = (Call.DECODE, Call.SPARSE_DECODE)
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "cuda": (
-        *(shape for call in _DECODES for shape in _decodes(call, (64,), (8 * _K,))),
+        *(Shape(call, 64, 1, 8 * _K - 1) for call in _DECODES),
         *(Shape(Call.NEW_TOKENS, 1, new, 0) for new in (4 * _K, 512, 16 * _K)),
         Shape(Call.CONTEXT_CHUNK, 1, 4 * _K, 32 * _K),
         Shape(Call.SPARSE_PREFILL, 1, 4 * _K, 32 * _K),
-        *(shape for call in _DECODES for shape in _decodes(call, (1, 8, 256), (8 * _K,))),
-        *(shape for call in _DECODES for shape in _decodes(call, (1, 8, 64, 256), (_K, 64 * _K))),
-        *(shape for call in _DECODES for shape in _decodes(call, (64,), (8 * _K,), new=2)),
+        *(Shape(call, requests, 1, 8 * _K - 1) for call in _DECODES for requests in (1, 8, 256)),
+        *(Shape(call, n, 1, total - 1) for call, total, n in product(_DECODES, (_K, 64 * _K), (1, 8, 64, 256))),
+        *(Shape(call, 64, 2, 8 * _K - 2) for call in _DECODES),
     ),
     "cpu": (
-        *(shape for call in _DECODES for shape in _decodes(call, (8, 1), (_K,))),
+        *(Shape(call, requests, 1, _K - 1) for call in _DECODES for requests in (8, 1)),
         *(Shape(Call.NEW_TOKENS, 1, new, 0) for new in (256, 64)),
         Shape(Call.CONTEXT_CHUNK, 1, 64, 512),
         Shape(Call.SPARSE_PREFILL, 1, 16, 512),

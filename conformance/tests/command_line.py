@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import pytest
 
 from mla_conformance import cli
-from mla_conformance.commands.options import Command, Option
+from mla_conformance.commands.parser import Command, Option
 from mla_conformance.commands.table import COMMANDS
 from mla_conformance.engine.supervisor import RunError
 from mla_conformance.files.inputs import InputError
@@ -68,7 +68,7 @@ def without_work(patch: pytest.MonkeyPatch) -> None:
         raise InputError("no work, in a test")
 
     for module in ("certify", "reports", "verify"):
-        patch.setattr(f"mla_conformance.commands.{module}.shipped", Path.cwd)  # which holds none
+        patch.setattr(f"mla_conformance.commands.{module}.KNOWN_FAILURES", Path.cwd())  # which holds none
     patch.setattr("mla_conformance.engine.run.Run.prepare", no_process)
     patch.setattr("mla_conformance.commands.defects.deciding_digest", no_work)
     patch.setattr("mla_conformance.tests.cheats.report.run_cheats", no_work)

@@ -14,7 +14,7 @@ import torch
 
 from mla_conformance.cli import main
 from mla_conformance.engine import keeper
-from mla_conformance.engine.limits import machine_cores
+from mla_conformance.engine.machine import machine_cores
 from mla_conformance.judging.record import Record
 from mla_conformance.tests.nursery import Nursery
 from mla_conformance.tests.reports import write_run

@@ -210,14 +210,14 @@ def _fork_module(connection: socket.socket) -> bool:
 
 def _serve(module: Any, descriptor: int, parent: int) -> NoReturn:
     """What a module does as a program."""
-    from mla_conformance.engine import beside, keeper, limits
+    from mla_conformance.engine import beside, keeper, machine
 
     if module is keeper:
         module.main(descriptor, parent)
     else:
         if module is beside:  # which has keepers
             _fork_modules(_nursery_of_its_own())
-            limits.end_with_parent(parent, signal.SIGTERM)
+            machine.end_with_parent(parent, signal.SIGTERM)
         module.main(socket.socket(fileno=descriptor))
     os._exit(0)
 

@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.engine.journal import Journal
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 
 
 def write_sealed(folder: Path, lines: Iterable[str]) -> None:
     """Write a journal of these lines, whatever they follow where they come from, with its seal."""
-    journal = Journal.inside(folder)
+    journal = Journal(folder / JOURNAL_NAME)
     journal.path.unlink(missing_ok=True)
     for line in lines:
         event: Any = json.loads(line)

@@ -14,13 +14,13 @@ from mla_conformance.commands import certify
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.answers import Group, ModelAnswer
+from mla_conformance.report.answers import ModelAnswer
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import outcome_lines
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import BackendSummary, Group, RunSummary, count_by_capability, summarise
 from mla_conformance.tests.sealing import write_sealed
 
 PREFILL, DECODE = "new_tokens:q=[64]", "decode:q=[1];kv=[64]"
@@ -92,7 +92,7 @@ GROUPS: dict[str, tuple[BackendSummary, Group, str]] = {
 def test_a_backend_is_what_its_verdicts_say(what: str) -> None:
     summary, group, reported = GROUPS[what]
     answer = ModelAnswer(summary)
-    assert answer.group is group and reported in answer.reported
+    assert answer.backend.group is group and reported in answer.reported
 
 
 def test_the_lines_answer_first_and_say_what_nothing_is_right_for() -> None:

@@ -11,16 +11,15 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.commands import options
+from mla_conformance.commands import parser
 from mla_conformance.commands.console import run_and_report
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Completed, Journal, Reported
-from mla_conformance.engine.limits import LACKED_MEMORY
+from mla_conformance.engine.journal import JOURNAL_NAME, Completed, Journal, Reported
+from mla_conformance.engine.machine import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, Setup
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Supervisor
+from mla_conformance.engine.supervisor import Limits, Supervisor
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.record import Record
@@ -123,8 +122,8 @@ def test_a_report_is_final(folder: Path, run: tuple[Records, str]) -> None:
     assert left and not [process for process in left if Path("/proc", process).exists()]
     digest = hashlib.sha256((folder / "out" / "report.json").read_bytes()).hexdigest()
     assert printed.splitlines()[-1].endswith(f"report.json beside it, SHA-256 {digest}")
-    assert list(Journal.inside(folder / "out").events())[-2:] == [Completed(), Reported(digest)]
-    assert Journal.inside(folder / "out").is_finished()
+    assert list(Journal(folder / "out" / JOURNAL_NAME).events())[-2:] == [Completed(), Reported(digest)]
+    assert Journal(folder / "out" / JOURNAL_NAME).is_finished()
 
 
 def test_a_process_that_ends_before_its_case_begins_is_not_started_for_ever(run: tuple[Records, str]) -> None:
@@ -149,7 +148,7 @@ RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/thr
 def test_where_there_are_no_tests_it_is_said_where_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(options, "files", lambda package: tmp_path)
+    monkeypatch.setattr(parser, "files", lambda package: tmp_path)
     assert main(["cheats"]) == 2
     assert "pip install -e ." in capsys.readouterr().err
 

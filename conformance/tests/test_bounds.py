@@ -11,7 +11,7 @@ from mla_conformance.backends.foreign import LINE, MESSAGE, AnswerError, one_lin
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
-from mla_conformance.commands.options import workers
+from mla_conformance.commands.parser import workers
 from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.outputs import require_writable, write_output
 from mla_conformance.judging.verdict import Status

@@ -26,8 +26,8 @@ from mla_conformance.certificate.verify import problems
 from mla_conformance.cli import main
 from mla_conformance.commands.certify import Issuing
 from mla_conformance.driving.loaded import judging_sources
-from mla_conformance.engine.devices import device_facts
-from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement, Plan, Planned
+from mla_conformance.engine.machine import device_facts
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
@@ -382,7 +382,7 @@ def all_but_two(folder: Path) -> None:
     subject = Subject.of("TORCH_SDPA", device)
     fitted = tuple(case.id for space in SPACES.values() for case in region_of(subject, space).cases)
     facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
-    journal = Journal.inside(folder)
+    journal = Journal(folder / JOURNAL_NAME)
     journal.append(Planned(msgspec.to_builtins(Plan.of(request, "cpu", device_facts(device), facts))))
     for entry in (*RECORDS[2:], *map(record, fitted)):
         verdict = record(entry.case) if entry.case == WAIVED else entry

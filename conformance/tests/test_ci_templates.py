@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import _parser
+from mla_conformance.commands.parser import command_line
+from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.tests.nursery import UNEXPLAINED
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +55,7 @@ def test_every_command_is_one_that_exists(path: Path) -> None:
     found = list(commands(shell))
     assert found
     for arguments in found:
-        options, extra = _parser().parse_known_args(arguments)
+        options, extra = command_line(COMMANDS, GROUPS).parse_known_args(arguments)
         assert callable(options.run) and (not extra or ("certify" in arguments and extra == ["${certify[@]}"])), (
             arguments
         )
@@ -65,7 +66,7 @@ def test_the_commands_of_the_page_of_findings_can_be_given() -> None:
     found = [" ".join(span.split()) for span in re.findall(r"`([^`]*)`", page) if "mla-conformance " in span]
     assert len(found) > 25
     for name, *arguments in map(shlex.split, found):
-        options = _parser().parse_args(arguments)
+        options = command_line(COMMANDS, GROUPS).parse_args(arguments)
         assert name == "mla-conformance" and callable(options.run)
         assert options.command != "replay" or Case.parse(options.case)
 

@@ -16,9 +16,9 @@ import torch
 from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.cli import _parser, main
-from mla_conformance.commands.options import commands_of
-from mla_conformance.commands.table import COMMANDS
+from mla_conformance.cli import main
+from mla_conformance.commands.parser import command_line, commands_of
+from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.outcome import capability_lines
@@ -155,11 +155,11 @@ def test_without_a_command_it_is_told_how_to_begin(capsys: pytest.CaptureFixture
     printed = refused(capsys)
     assert printed.startswith("usage: mla-conformance ") and "--backend my_backend.py:MyBackend " in printed
     for line in re.findall("^  mla-conformance (.*?)  +", printed, re.MULTILINE)[:-1]:
-        assert callable(_parser().parse_args(shlex.split(line)).run)
+        assert callable(command_line(COMMANDS, GROUPS).parse_args(shlex.split(line)).run)
 
 
 def test_every_command_ends_its_help_with_examples_that_parse_and_its_exit_status() -> None:
-    found = dict(commands_of(_parser()))
+    found = dict(commands_of(command_line(COMMANDS, GROUPS)))
     examples = {command.words: command.examples for command in COMMANDS}
     assert found.keys() == examples.keys() and len(found) == len(COMMANDS)
     for words, command in found.items():
@@ -167,7 +167,7 @@ def test_every_command_ends_its_help_with_examples_that_parse_and_its_exit_statu
         calls = re.findall(rf"^  mla-conformance ({words}\b.*)$", re.sub(r" \\\n +", " ", command.epilog), re.MULTILINE)
         assert len(calls) == len(examples[words]) >= 1
         for call in calls:
-            assert callable(_parser().parse_args(shlex.split(call.partition(" > ")[0])).run)
+            assert callable(command_line(COMMANDS, GROUPS).parse_args(shlex.split(call.partition(" > ")[0])).run)
 
 
 def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -179,7 +179,7 @@ def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser
 
 def test_every_option_is_described_and_help_keeps_to_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for parser in parsers(_parser()):
+    for parser in parsers(command_line(COMMANDS, GROUPS)):
         given = (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
         assert [action.dest for action in given if not action.help] == [], parser.prog
         assert [line for line in parser.format_help().splitlines() if len(line) > 80] == [], parser.prog

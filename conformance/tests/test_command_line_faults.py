@@ -5,15 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from mla_conformance import cli
-from mla_conformance.commands.options import Command, salt
-from mla_conformance.commands.table import COMMANDS
+from mla_conformance.commands.parser import Command, command_line, salt
+from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.files import inputs
 from mla_conformance.tests.command_line import MINE, STATUSES, call, options_of, outcome, without_work
 
@@ -27,7 +26,7 @@ VALUES = {
     "digit": "٣",
     "nowhere": "/dev/null/nope",
 }
-parser = cache(cli._parser)
+parser = command_line(COMMANDS, GROUPS)
 commands = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.words)
 
 
@@ -65,7 +64,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     Path("mine.py").write_text(MINE)
     without_work(monkeypatch)
     monkeypatch.setattr(inputs, "MOST_MEBIBYTES", 8)
-    monkeypatch.setattr(cli, "_parser", parser)
+    monkeypatch.setattr(cli, "command_line", lambda *_: parser)
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(MOST_SECONDS)
     yield

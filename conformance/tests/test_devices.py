@@ -13,14 +13,14 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.engine import limits, pool
+from mla_conformance.engine import machine, supervisor
 from mla_conformance.engine import run as running
-from mla_conformance.engine.devices import VISIBLE, GpuPart, part_of, visible_gpus
 from mla_conformance.engine.folder import RunFolder
+from mla_conformance.engine.machine import VISIBLE, GpuPart, part_of, visible_gpus
 from mla_conformance.engine.messages import Hello, Judge, Setup, TaskReply
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import TaskOutcome, Tasks
 from mla_conformance.judging.needs import memory_need, needed_bytes
 from mla_conformance.judging.record import BackendFacts, Record
@@ -68,7 +68,7 @@ def with_cores(monkeypatch: pytest.MonkeyPatch, cores: Collection[int], quota: P
     """A machine on which this process may use these cores, in a control group with this quota."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(cores), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: len(cores))
-    monkeypatch.setattr(limits, "_CGROUP_CPU", quota)
+    monkeypatch.setattr(machine, "_CGROUP_CPU", quota)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no process is told which cores it may use")
@@ -80,13 +80,13 @@ def test_a_container_has_the_cores_of_its_quota(
 ) -> None:
     (tmp_path / "cpu.max").write_text(quota, encoding="ascii")
     with_cores(monkeypatch, range(16), tmp_path / "cpu.max")
-    assert limits.machine_cores() == cores
+    assert machine.machine_cores() == cores
 
 
 @pytest.fixture
 def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Places]:
     """The places of a run on a machine of 16 cores, by its GPUs."""
-    monkeypatch.setattr("mla_conformance.engine.pool.may_have_gpu", lambda: True)
+    monkeypatch.setattr("mla_conformance.engine.request.may_have_gpu", lambda: True)
     with_cores(monkeypatch, range(16))
     for name in ("OMP_NUM_THREADS", VISIBLE):
         monkeypatch.delenv(name, raising=False)
@@ -140,7 +140,7 @@ def test_beside_those_that_judge_as_many_compile_as_cores_and_memory_are_left_fo
 ) -> None:  # fmt: skip
     monkeypatch.setattr(running, "compiles", lambda facts: True)
     monkeypatch.setattr(running, "ENOUGH", 0)
-    monkeypatch.setattr(pool, "ENOUGH", 0)
+    monkeypatch.setattr(supervisor, "ENOUGH", 0)
     places = with_gpus(Places(*gpus, memory=memory * GIB), asked)
     assert len(places.environments) == judging + compiling
     places.run_of.begin()

@@ -13,9 +13,9 @@ import pytest
 
 from mla_conformance.engine import keeper
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.pool import Limits
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
@@ -72,7 +72,7 @@ def test_the_first_worker_of_a_run_comes_from_it_with_the_threads_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("mla_conformance.engine.pool.machine_cores", lambda: 3)
+    monkeypatch.setattr("mla_conformance.engine.supervisor.machine_cores", lambda: 3)
     (tmp_path / "tells.py").write_text(TELLS_THREADS, encoding="utf-8")
     keeper.begin(["certify"])
     process = keeper.begun[0].process

@@ -16,8 +16,10 @@ import torch
 from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.cli import _parser, main
+from mla_conformance.cli import main
 from mla_conformance.commands import export as command
+from mla_conformance.commands.parser import command_line
+from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.export.failing import dump, reproduced
@@ -203,7 +205,7 @@ def test_a_case_that_is_too_large_gets_the_commands_that_come_next(
     said = capsys.readouterr().err
     assert f" characters, a script has room for {MOST_BYTES}; a smaller case may fit: " in said
     commands = [text.rstrip(";") for text in re.findall(r"mla-conformance (\w+ .*?)(?= && |; |$)", said, re.MULTILINE)]
-    small, export, dump = (_parser().parse_args(shlex.split(text)) for text in commands)
+    small, export, dump = (command_line(COMMANDS, GROUPS).parse_args(shlex.split(text)) for text in commands)
     assert (small.case, small.out, dump.case) == (case, Path(export.case), case)
     assert {given.backend + given.device for given in (small, export, dump)} == {"TORCH_SDPAcpu"} and export.out == out
 

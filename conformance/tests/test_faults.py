@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from mla_conformance.commands.console import run_and_report
-from mla_conformance.engine.folder import KEPT_BYTES, LOG_NAME, RunFolder
-from mla_conformance.engine.pool import Limits
+from mla_conformance.engine.folder import LOG_NAME, RunFolder
+from mla_conformance.engine.place import KEPT_BYTES
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import Limits
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.loading import load_report

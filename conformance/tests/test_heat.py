@@ -23,7 +23,7 @@ from mla_conformance.judging.diagnosis import (
 )
 from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
-from mla_conformance.report.pages import picture, picture_file, words
+from mla_conformance.report.html import picture, picture_file, words
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial

@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.engine import findings
-from mla_conformance.engine.findings import Installation
+from mla_conformance.engine import folder
+from mla_conformance.engine.folder import deciding_files
 from mla_conformance.files.installed import harness_files
 from mla_conformance.files.places import load_all_again, refuse_written_since
 from mla_conformance.tests.unexplained import unexplained
@@ -94,7 +95,7 @@ def test_an_installation_that_is_another_at_the_end_has_no_report(
     )
     decides = tmp_path / "decides.toml"
     decides.touch()
-    monkeypatch.setattr(findings, "harness_files", lambda: {"decides.toml": decides})
+    monkeypatch.setattr(folder, "harness_files", lambda: {"decides.toml": decides})
     asked = [f"--backend={tmp_path / 'kernel.py'}:Wrong", "--capability=new_tokens", "--tier=smoke", "--device=cpu"]
     with unexplained():
         assert main(["certify", *asked, "-n1", f"--out={tmp_path / 'out'}"]) == 3
@@ -107,8 +108,7 @@ def test_what_judges_is_in_memory_before_a_backend_is(tmp_path: Path) -> None:
     code = f"""
 import socket, sys, time, torch
 from mla_conformance.engine.messages import Describe, Explore, Judge, Setup
-from mla_conformance.engine.kernel_process import start_kernel_process
-from mla_conformance.engine.worker import Worker, load_all
+from mla_conformance.engine.worker import Worker, load_all, start_kernel_process
 from mla_conformance.files.places import refuse_written_since
 load_all(setup := Setup("cpu", draws=True))
 refuse_written_since(time.time())
@@ -128,28 +128,32 @@ print(sorted(set(sys.modules) - before))
     assert done.stdout.split("\n")[:5] == ["fail", "fail", "unsupported", "fail", "[]"], done.stdout + done.stderr
 
 
+def changed_since(before: Mapping[Path, str | int]) -> list[Path]:
+    return sorted({path for path, _ in before.items() ^ deciding_files(before).items()})
+
+
 def test_a_file_that_changed_went_or_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = {name: tmp_path / name for name in ("same", "changed", "gone")}
     for path in paths.values():
         path.write_text("before")
-    monkeypatch.setattr(findings, "harness_files", lambda: {p.name: p for p in tmp_path.iterdir()})
-    before = Installation.now()
-    assert before.changed() == []
+    monkeypatch.setattr(folder, "harness_files", lambda: {p.name: p for p in tmp_path.iterdir()})
+    before = deciding_files()
+    assert deciding_files(before) == before
     paths["changed"].write_text("after")
     paths["gone"].unlink()
     (tmp_path / "came").touch()
-    assert before.changed() == [tmp_path / name for name in ("came", "changed", "gone")]
+    assert changed_since(before) == [tmp_path / name for name in ("came", "changed", "gone")]
 
 
 def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "of-a-wheel.dist-info").mkdir()
     (tmp_path / "package.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    before = Installation.now()
+    before = deciding_files()
     for name in ("left.pth", "sitecustomize.py", "data.txt"):
         (tmp_path / name).touch()
     (tmp_path / "package.py").write_text("forged")
-    assert before.changed() == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]
+    assert changed_since(before) == [tmp_path / name for name in ("left.pth", "package.py", "sitecustomize.py")]
 
 
 def test_what_is_written_while_a_run_judges_is_not_loaded_by_what_decides(

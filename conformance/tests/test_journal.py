@@ -8,7 +8,7 @@ import pytest
 
 from mla_conformance.cli import main
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.journal import Completed, GaveUp, Journal, Judgement, Resumed
+from mla_conformance.engine.journal import JOURNAL_NAME, Completed, GaveUp, Journal, Judgement, Resumed
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -17,7 +17,7 @@ AWKWARD = "line\u2028separator, next line\x85, 1.5 × its budget, half a pair \u
 
 
 def test_a_journal_cut_at_any_byte_keeps_its_whole_lines_and_is_written_on(tmp_path: Path) -> None:
-    journal = Journal.inside(tmp_path)
+    journal = Journal(tmp_path / JOURNAL_NAME)
     record = Record("EAGER", "EAGER", "lse", "lse:q=[4]", Status.PASS, message=AWKWARD)
     journal.append(Judgement(record))
     whole, (seal,) = journal.path.read_bytes(), journal.seals
@@ -44,7 +44,7 @@ NO_EVENTS += [b'{"event": "resume", "after": ""}']
 
 @pytest.mark.parametrize("line", NO_EVENTS, ids=range(len(NO_EVENTS)))
 def test_a_line_of_another_is_left_out_wherever_it_stands(tmp_path: Path, line: bytes) -> None:
-    journal = Journal.inside(tmp_path)
+    journal = Journal(tmp_path / JOURNAL_NAME)
     for event in (Resumed(), Completed()):
         with journal.path.open("ab") as file:
             file.write(line + b"\n")
@@ -57,7 +57,7 @@ def test_a_line_of_another_is_left_out_wherever_it_stands(tmp_path: Path, line: 
 
 
 def test_a_run_that_was_killed_between_line_and_seal_goes_on(tmp_path: Path) -> None:
-    journal = Journal.inside(tmp_path)
+    journal = Journal(tmp_path / JOURNAL_NAME)
     journal.append(Resumed())
     (sealed,) = journal.seals
     journal.append(GaveUp("EAGER", AWKWARD))
@@ -68,7 +68,7 @@ def test_a_run_that_was_killed_between_line_and_seal_goes_on(tmp_path: Path) -> 
 
 
 def test_files_named_as_seals_that_come_and_go_end_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = Journal.inside(tmp_path)
+    journal = Journal(tmp_path / JOURNAL_NAME)
     gone = tmp_path / f".{journal.path.name}-gone"
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone]))
     journal.append(Completed())
@@ -104,8 +104,8 @@ def test_the_second_of_two_runs_into_one_folder_is_refused(tmp_path: Path, capsy
     assert main([*CERTIFY, "--out", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and f"--out {tmp_path}: another run is writing into it" in printed.err
-    first.release()
-    RunFolder.claim(tmp_path).release()
+    os.close(first.lock)
+    os.close(RunFolder.claim(tmp_path).lock)
 
 
 @pytest.mark.parametrize("wrong", [["--nonsense"], ["--workers=0"], ["--backend=NOPE"], ["--expectations=/nowhere"]])

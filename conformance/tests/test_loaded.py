@@ -12,7 +12,7 @@ import torch
 
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.driving.loaded import Loaded
-from mla_conformance.engine.findings import LoadedCode
+from mla_conformance.engine.folder import LoadedCode
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
 from mla_conformance.files.installed import file_digest

@@ -24,7 +24,17 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
 from mla_conformance.commands import certify, replay, reports
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.engine.journal import CaseStarted, GaveUp, HeatShown, Journal, Judgement, Plan, Planned, WasTraced
+from mla_conformance.engine.journal import (
+    JOURNAL_NAME,
+    CaseStarted,
+    GaveUp,
+    HeatShown,
+    Journal,
+    Judgement,
+    Plan,
+    Planned,
+    WasTraced,
+)
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, to_toml
@@ -81,7 +91,7 @@ def certificate() -> str:
 
 def journal(folder: Path) -> str:
     """Of a run that was interrupted behind its first verdict."""
-    written = Journal.inside(folder)
+    written = Journal(folder / JOURNAL_NAME)
     request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
     plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
@@ -284,7 +294,7 @@ def test_a_mutated_file_is_answered_or_refused(
     folder.mkdir()
     (tmp_path / "VALID").write_text(_report(tmp_path), encoding="utf-8")
     file, valid = folder / called, text(tmp_path)
-    for seal in Journal.inside(tmp_path).seals:
+    for seal in Journal(tmp_path / JOURNAL_NAME).seals:
         seal.rename(folder / seal.name)
     command = [{"@": str(file), "@@": str(folder)}.get(word, word) for word in line.split()]
     seen: set[bytes] = set()

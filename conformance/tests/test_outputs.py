@@ -69,8 +69,7 @@ def test_a_step_summary_that_cannot_be_written_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     os.mkfifo(place := tmp_path / "summary.md")
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(place))
-    _write_step_summary(load_report(write_report("a.json", [PASSED])))
+    _write_step_summary(str(place), load_report(write_report("a.json", [PASSED])))
     told = capsys.readouterr().err
     assert (
         told.startswith(f"mla-conformance: GITHUB_STEP_SUMMARY {place}: cannot be written: ") and told.count("\n") == 1

@@ -16,8 +16,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.functions import function_lines, simplest
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.outcome import backend_lines, closing_line, judged_of_claimed, outcome_lines
-from mla_conformance.report.pairs import judged_pairs
-from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, summarise
+from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, judged_pairs, summarise
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 
 PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, Status.CRASH

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import Journal, Judgement, Plan, Planned
-from mla_conformance.engine.limits import FORBIDS_PIPES, landlock
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement, Plan, Planned
+from mla_conformance.engine.machine import FORBIDS_PIPES, LANDLOCK
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
@@ -33,7 +33,7 @@ Settled = Callable[[Path], dict[str, Any]]
 
 
 def verdicts(folder: Path) -> int:
-    return sum(isinstance(event, Judgement) for event in Journal.inside(folder).events())
+    return sum(isinstance(event, Judgement) for event in Journal(folder / JOURNAL_NAME).events())
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ class Forges(EagerPrefillBackend):
 
 def test_no_line_of_a_kernel_is_taken_up(tmp_path: Path, command: Path) -> None:
     """It chains a pass to the last line, cannot make the seal of it, and has the run end, which can write no more."""
-    if landlock() < FORBIDS_PIPES:
+    if LANDLOCK < FORBIDS_PIPES:
         pytest.skip("no Landlock here")
     (tmp_path / "kern.py").write_text(FORGES)
     asked = ["--backend=kern.py:Forges", "--capability=lse", "--tier=smoke", "--device=cpu", "-n1"]
@@ -210,7 +210,7 @@ def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
     facts = [BackendFacts("EAGER", "EAGER", fingerprint="torch 2.13.0")]
     request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
     plan = Plan.of(request, "cpu", environment, facts)
-    journal = Journal.inside(tmp_path)
+    journal = Journal(tmp_path / JOURNAL_NAME)
     journal.append(Planned(msgspec.to_builtins(plan)))
     assert Plan.recorded(journal) == plan and plan.differences(Plan.recorded(journal)) == []
     changed = Plan.of(request, "cpu", environment, [replaced(facts[0], fingerprint="torch 3")])

@@ -16,11 +16,11 @@ import pytest
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.devices import GpuPart
 from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
+from mla_conformance.engine.machine import GpuPart
 from mla_conformance.engine.messages import Describe, Given, Judge, Task, TaskReply, decode, encode
-from mla_conformance.engine.supervisor import FailureLimit, Supervisor
-from mla_conformance.engine.tasks import TaskOutcome, Tasks
+from mla_conformance.engine.supervisor import Supervisor
+from mla_conformance.engine.tasks import FailureLimit, TaskOutcome, Tasks
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
@@ -213,7 +213,7 @@ def test_a_case_has_what_it_wants_of_a_gpu_when_others_leave_it(monkeypatch: pyt
 
     monkeypatch.setattr(supervisor, "_events", events)
     outcomes = list(supervisor.run(Tasks([[case] for case in cases]), GpuPart(share=10, common=20)))
-    supervisor.log.close()
+    os.close(supervisor.log.descriptor)
     assert first.given == [(CASES[0], 10), (CASES[0], 25), (CASES[1], 20)]
     assert (second.given, third.given) == ([(CASES[1], 10), (CASES[2], 12)], [(CASES[2], 10)])
     told = [(outcome.task, outcome.answer.record and outcome.answer.record.status) for outcome in outcomes]

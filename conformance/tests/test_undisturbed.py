@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from mla_conformance.engine.devices import ALONE, CLEARED, GpuPart, part_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
-from mla_conformance.engine.messages import Explore, Judge, TaskReply
+from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart, part_of
+from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
 from mla_conformance.engine.place import WorkerSlot
-from mla_conformance.engine.pool import Limits, Pool
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Run
+from mla_conformance.engine.supervisor import Limits, Pool
 from mla_conformance.engine.tasks import TaskOutcome, Tasks, judged_on_gpu, rounds_of
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
@@ -131,13 +131,13 @@ def test_what_compiles_follows_and_what_watches_for_races_is_judged_last_of_each
 ) -> None:
     (tmp_path / "compiles.py").write_text(COMPILES)
     monkeypatch.setattr("mla_conformance.engine.run.ENOUGH", 0)
-    given_back, make_room = list[int](), WorkerSlot.make_room
+    given_back, give = list[int](), WorkerSlot.give
 
-    def note(place: WorkerSlot) -> None:
-        given_back.append(place.number)
-        make_room(place)
+    def note(place: WorkerSlot, task: Task | None, share: int | None = None) -> None:
+        given_back.extend([] if task else [place.number])
+        give(place, task, share)
 
-    monkeypatch.setattr(WorkerSlot, "make_room", note)
+    monkeypatch.setattr(WorkerSlot, "give", note)
     compiling = f"{tmp_path / 'compiles.py'}:Compiles"
     seen = judged(tmp_path, [compiling, "EAGER", "TORCH_SDPA"], [RACE, *CASES[:2]], monkeypatch)
     assert sorted(seen.backends[:4]) == ["EAGER"] * 2 + ["TORCH_SDPA"] * 2

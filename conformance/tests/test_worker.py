@@ -12,7 +12,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import worker as room
-from mla_conformance.engine.limits import LACKED_MEMORY
+from mla_conformance.engine.machine import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, TaskReply, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.needs import memory_need
@@ -192,5 +192,5 @@ def test_a_process_that_a_full_gpu_ends_blames_no_kernel(
     monkeypatch.setattr(room, "start_kernel_process", fail)
     monkeypatch.setattr(room, "leave", leave)
     with pytest.raises(SystemExit if status else RuntimeError) as ended:
-        room.serve(SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+        room.serve(SimpleNamespace(), SimpleNamespace(memory=None))  # type: ignore[arg-type]
     assert getattr(ended.value, "code", None) == status

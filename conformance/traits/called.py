@@ -66,7 +66,6 @@ def main(told: Sequence[str]) -> None:
 
     from mla_conformance.backends.platform import describe_device, get_device_capability
     from mla_conformance.cases.case import Case
-    from mla_conformance.files.places import search_current_folder
     from mla_conformance.trials.subject import Subject, describe
 
     reference, device, path, most, *ids = told
@@ -79,7 +78,7 @@ def main(told: Sequence[str]) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             tell(CallsBegin(environment, unavailable=NO_DEVICE))
             return
-        search_current_folder()
+        sys.path.append(str(Path.cwd()))
         subject = Subject.of(reference, torch.device(device))
         capability = get_device_capability(subject.device)
         environment["device"] = describe_device(subject.device)

@@ -1,21 +1,28 @@
-"""Limits of processes: none outlives its run, or takes the machine's memory with it. Linux has all of them."""
+"""The machine of a run: what its processes may take and do, and its cores, memory and GPUs.
+
+No process outlives its run, or takes the machine's memory with it; Linux has all of these limits. Of GPUs it is told
+what a run and its workers see, and what a worker tells of its device to a parent without torch.
+"""
 
 import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE = 4
-_PR_CAPBSET_DROP = 24
-_PR_SET_CHILD_SUBREAPER = 36
-_PR_SET_NO_NEW_PRIVS = 38
+if TYPE_CHECKING:
+    from torch import device as Device
+
+_DIES_WITH_PARENT, _DROPS_FOR_GOOD, _NO_NEW_PRIVILEGES = 1, 24, 38  # for prctl, as the two below
+DUMPABLE = 4  # whether those of the same user may read or trace the process; who may trace any process always can
+ADOPTS_ORPHANS = 36  # whether it becomes the parent of descendants whose own parent ends, in whatever session they are
 _CAP_SYS_PTRACE = 19
 _CAPABILITIES_OF_64_BITS = 0x20080522
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -23,6 +30,9 @@ _LANDLOCK_ASKS_VERSION, _LANDLOCK_PATH_BENEATH = 1, 1
 _LANDLOCK_MAKE_FIFO, _LANDLOCK_REFER, _LANDLOCK_SCOPE_SIGNAL = 1 << 10, 1 << 13, 2
 FORBIDS_PIPES, _FORBIDS_SIGNALS = 2, 6
 """Versions of Landlock from which on a process can give up making named pipes, and signals; of Linux 5.19 and 6.12."""
+LANDLOCK = 0  # the version of Landlock that this system has; less than 1 for none
+if sys.platform == "linux":
+    LANDLOCK = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION)
 THREADS = "OMP_NUM_THREADS"  # the variable that says how many threads torch has of its own; MKL heeds it, too
 LACKED_MEMORY = 77
 """Exit status of a process of ours for which there was no memory to begin with, or to open what another shares."""
@@ -30,34 +40,37 @@ _PATIENCE = 2.0  # seconds in which a process that closed its connection ends by
 _STATM = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+MOST_ON_GPU = 6
+"""Workers of a GPU: more of them are no faster, since contexts take turns, and each has less of its memory."""
+MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
+WORKER_BYTES = 12 * 2**30
+"""What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, two contexts, and most cases."""
+AHEAD_BYTES = 8 * 2**30  # what it has for each worker where some compile
+CONTEXT_BYTES = 2 * 2**30
+"""What a process takes of a GPU beside what torch allocates: its context, code, and local memory of kernels."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def prctl(option: int, value: int) -> None:
+    """Have the system keep this of the process; of others than Linux nothing is asked."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def end_with_parent(parent: int, signal_number: int) -> None:
     """Have the system send this process a signal when ``parent``, which started it, ends in whatever way."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
+    prctl(_DIES_WITH_PARENT, signal_number)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal_number)  # it ended before
-
-
-def adopt_orphans(adopts: bool = True) -> None:
-    """Become the parent of descendants whose own parent ends, in whatever session they are."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopts))
-
-
-def hide_memory(hidden: bool = True) -> None:
-    """Keep processes of the same user from reading or tracing this one; those that may trace any process still can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, int(not hidden))
 
 
 def renounce_rights() -> None:
     """Give up the rights to reach into any process, to signal any that this one did not start, and to make named pipes.
 
-    The first is root's: what :func:`hide_memory` hides is hidden then. Signals can be forbidden from Linux 6.12 on.
-    Call it while there is one thread: it holds for that one, and for what it starts. The system demands that nothing
-    gets further rights by being executed, as programs of root may otherwise.
+    The first is root's: memory that is not :data:`DUMPABLE` is hidden then. Signals can be forbidden from Linux 6.12
+    on. Call it while there is one thread: it holds for that one, and for what it starts. The system demands that
+    nothing gets further rights by being executed, as programs of root may otherwise.
     """
     if sys.platform != "linux":
         return
@@ -65,12 +78,12 @@ def renounce_rights() -> None:
     libc.capget(header, sets)
     for place in range(3):  # effective, permitted, inheritable; the words behind hold the capabilities from 32 on
         sets[place] &= ~(1 << _CAP_SYS_PTRACE)
-    libc.prctl(_PR_CAPBSET_DROP, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
+    libc.prctl(_DROPS_FOR_GOOD, _CAP_SYS_PTRACE)  # or a program that root executes would have it again
     libc.capset(header, sets)
-    if landlock() < FORBIDS_PIPES:
+    if LANDLOCK < FORBIDS_PIPES:
         return
     no_network = 0
-    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if landlock() >= _FORBIDS_SIGNALS else []
+    scopes = [no_network, _LANDLOCK_SCOPE_SIGNAL] if LANDLOCK >= _FORBIDS_SIGNALS else []
     forbidden = [_LANDLOCK_MAKE_FIFO | _LANDLOCK_REFER, *scopes]
     words = (ctypes.c_uint64 * len(forbidden))(*forbidden)
     rules = libc.syscall(_LANDLOCK_CREATE_RULESET, words, ctypes.c_size_t(ctypes.sizeof(words)), 0)
@@ -79,16 +92,9 @@ def renounce_rights() -> None:
     allowed = _LANDLOCK_REFER.to_bytes(8, sys.byteorder) + root.to_bytes(4, sys.byteorder)
     libc.syscall(_LANDLOCK_ADD_RULE, rules, _LANDLOCK_PATH_BENEATH, allowed, 0)
     os.close(root)
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     libc.syscall(_LANDLOCK_RESTRICT_SELF, rules, 0)
     os.close(rules)
-
-
-def landlock() -> int:
-    """The version of Landlock that this system has; less than 1 for none."""
-    if sys.platform != "linux":
-        return 0
-    return int(ctypes.CDLL(None).syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), _LANDLOCK_ASKS_VERSION))
 
 
 def children(process: str = "self") -> set[int]:
@@ -128,16 +134,8 @@ def end_children(spared: set[int]) -> None:
                 os.waitpid(process, 0)
 
 
-def limit_memory(limit: int) -> None:
-    """Let allocations beyond ``limit`` bytes fail in this process, rather than somewhere on the machine."""
-    if sys.platform == "linux":
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
 def allocated_memory() -> int:
-    """Bytes of this process that :func:`limit_memory` counts."""
+    """Bytes of this process that its limit counts."""
     return int(_STATM.read_text(encoding="ascii").split()[5]) * os.sysconf("SC_PAGE_SIZE") if _STATM.exists() else 0
 
 
@@ -221,3 +219,93 @@ def leave(status: int) -> NoReturn:
             stream.flush()
     ctypes.CDLL(None).fflush(None)  # what libraries printed
     os._exit(status)
+
+
+@dataclass(frozen=True)
+class GpuPart:
+    """What the places of a GPU have of it while tasks are carried out."""
+
+    share: int | None = None  # bytes that each has for itself; None without a limit
+    common: int = 0  # bytes beside the shares, for cases that exceed one
+    # whether one place has the GPU, while the others have given back what they need not hold of it
+    is_alone: bool = False
+    is_cleared: bool = False  # whether these have begun anew as well, and hold nothing of it
+
+
+WHOLE, ALONE, CLEARED = GpuPart(), GpuPart(is_alone=True), GpuPart(is_alone=True, is_cleared=True)
+
+
+def part_of(memory: int, workers: int) -> GpuPart:
+    """What so many workers have, in bytes, of the memory of the GPU that they share: half is shared out among them."""
+    if workers == 1:
+        return WHOLE
+    free = memory - workers * CONTEXT_BYTES
+    share = free // 2 // workers
+    return GpuPart(share, free - workers * share)
+
+
+def this_machine() -> dict[str, str]:
+    """What of a run's environment is known without torch."""
+    return {"python": sys.version.split()[0], "driver": driver_version()}
+
+
+def driver_version() -> str:
+    """Version of the GPU's driver; empty where the system does not tell."""
+    reported = _DRIVER.read_text(encoding="utf-8") if _DRIVER.exists() else ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", reported)
+    return found[0] if found else ""
+
+
+def may_have_gpu() -> bool:
+    """Whether torch has to be asked if there is a GPU; no device file, no GPU."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+
+def find_device(name: str) -> "Device | None":
+    """The device of this name, by default CUDA where there is one; None if it is not there."""
+    import torch
+
+    available = name != "cpu" and torch.cuda.is_available()
+    if name == "cuda" and not available:
+        return None
+    return torch.device("cuda", torch.cuda.current_device()) if available else torch.device("cpu")
+
+
+def device_facts(device: "Device") -> dict[str, str]:
+    import torch
+
+    from mla_conformance.backends.platform import describe_device, get_device_capability
+
+    capability, versions = get_device_capability(device), dict[str, str]()
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn.version()
+        cuda = {"cuda": str(torch.version.cuda), "cudnn": "" if cudnn is None else str(cudnn)}
+        versions = {"driver": driver_version(), **cuda}
+    return {
+        "device": describe_device(device),
+        "compute_capability": str(capability) if capability else "",
+        "torch": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "platform": sys.platform,
+        **versions,
+    }
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, as the environment variable names them."""
+    import torch
+
+    named = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    count = torch.cuda.device_count()
+    return tuple(named[:count] or map(str, range(count)))
+
+
+def workers_on(gpus: int, memory: int) -> int:
+    """How many workers GPUs with so many bytes each are shared out among; each has a core for itself."""
+    return gpus * max(1, min(MOST_ON_GPU, machine_cores() // gpus, memory // WORKER_BYTES))
+
+
+def ahead_on(gpus: int, memory: int, workers: int) -> int:
+    """How many more compile what is judged later: as many as cores and memory are left for."""
+    cores, room = machine_cores() - workers, memory // AHEAD_BYTES - workers // gpus
+    return gpus * max(0, min(MOST_AHEAD, cores // gpus, room))
