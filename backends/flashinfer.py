@@ -3,7 +3,7 @@
 Written for 0.6.13, whose LSE is base 2 and [T, N] and whose infinity is 5e4, and for 0.7.2, which converts on request.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
     libraries = (FLASHINFER, TVM_FFI)
     devices = packaged.FROM_AMPERE
     by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2"), 0: ("fa2",)}
-    head_dims = ((192, 128), (128, 128), (256, 256))
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
     blanks = ("lse",)
     declaration = packaged.declared(
         DISTRIBUTIONS,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
 from mla_conformance.backends.kernel import unless
-from mla_conformance.backends.operands import Form, require_asked, require_form, require_forms, table
+from mla_conformance.backends.operands import Form, require_asked, require_forms, table
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
@@ -144,7 +144,7 @@ def check_index_call(
     known["entries"] = torch.uint8 if codes else q.dtype
     require_forms(entry.run_index_logits, (q, weights, k if paged else None), known)
     if not paged:
-        require_form("k", k, Form("S, D", q.dtype), known)
+        require_forms({"k": Form("S, D", q.dtype)}, {"k": k}, known)
     if (k_scale is not None) != (codes and not paged):
         want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
         raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")

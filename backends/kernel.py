@@ -76,9 +76,9 @@ class KernelBackend(ABC):
         return {}
 
     @classmethod
-    def requirement_reasons(cls, device_capability: DeviceCapability | None, dtype: torch.dtype) -> list[str]:
-        """Reasons why the kernel cannot run on such a device with such a dtype; an empty list means that it can."""
-        reasons = []
+    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
+        """Reasons why the class cannot be used for a configuration of its role; an empty list means that it can."""
+        reasons, dtype = [], selector_config.dtype
         if not cls.supports_compute_capability(device_capability):
             capability = "of this device not available" if device_capability is None else f"{device_capability}"
             reasons.append(f"compute capability {capability} not supported")
@@ -87,12 +87,7 @@ class KernelBackend(ABC):
         if not cls.is_available():
             missing = "; ".join(cls.missing_dependencies())
             reasons.append("required dependencies not available" + (f": {missing}" if missing else ""))
-        return reasons
-
-    @classmethod
-    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
-        """Reasons why the class cannot be used for a configuration of its role; an empty list means that it can."""
-        return [*cls.requirement_reasons(device_capability, selector_config.dtype), *cls._reasons(selector_config)]
+        return [*reasons, *cls._reasons(selector_config)]
 
     @classmethod
     def _reasons(cls, config: Any) -> Iterator[str]:

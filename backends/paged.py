@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_decode_operands
-from mla_conformance.backends.decode import MLADecodeBackend
+from mla_conformance.backends.decode import MLADecodeBackend, check_decode_operands
 from mla_conformance.backends.packaged import LibraryKernel
 
 

@@ -9,9 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
+from mla_conformance.backends.interface import (
+    MLAPrefillBackend,
+    UnsupportedConfiguration,
+    check_operands,
+    check_unquantised,
+)
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.packaged import LibraryKernel

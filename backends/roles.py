@@ -97,11 +97,6 @@ def role_of(loaded: type) -> Role:
     return next(told, Role.PREFILL)
 
 
-def sibling(loaded: type, role: Role) -> Any:
-    """The class that ``loaded`` names for another role, by an attribute such as ``decode_backend``."""
-    return getattr(loaded, f"{role}_backend", None)
-
-
 class IndexSpace(StrEnum):
     """What the numbers of a list of selected keys count, from 0."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_cache
+from mla_conformance.backends.cache_dtypes import check_cache
 from mla_conformance.backends.kernel import expect
 from mla_conformance.backends.operands import require_asked, require_forms
 from mla_conformance.backends.roles import IndexSpace

@@ -120,9 +120,9 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
         return SimpleNamespace(**bound.arguments)
 
     def _looked_up(self, x: Any, **workspaces: Tensor) -> Any:
-        tables = (x.block_table, x.cu_seq_lens, x.seq_starts, x.compress_ratio)
-        cache_checks.check_gather(x.kv_cache, *tables, **workspaces)
+        requests = (x.block_table, x.cu_seq_lens, x.seq_starts)
+        cache_checks.check_gather(x.kv_cache, *requests, compress_ratio=x.compress_ratio, **workspaces)
         x.starts, x.lengths = x.seq_starts // x.compress_ratio, x.cu_seq_lens.diff()
-        requests = torch.arange(len(x.lengths), dtype=torch.int32, device=x.lengths.device)
-        x.request = requests.repeat_interleave(x.lengths)
+        numbers = torch.arange(len(x.lengths), dtype=torch.int32, device=x.lengths.device)
+        x.request = numbers.repeat_interleave(x.lengths)
         return x

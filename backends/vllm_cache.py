@@ -76,16 +76,16 @@ class VllmCacheBackend(CacheKernel):
         self.library.indexer_k_quant_and_cache(keys, x.kv_cache, slots, keys.shape[1], scales)
 
     def gather_latent(self, x: Any) -> None:
-        library, layout, requests = self.library, self.kv_cache_dtype, len(x.block_table)
-        rows, as_stored = len(x.request), x.workspace.dtype == x.kv_cache.dtype
+        library, layout, as_stored = self.library, self.kv_cache_dtype, x.workspace.dtype == x.kv_cache.dtype
+        table, starts, rows, requests = x.block_table, x.cu_seq_lens, len(x.request), len(x.block_table)
         if layout == _MIXED and not as_stored:
-            tables = (x.block_table, x.cu_seq_lens[:-1], requests, x.starts)
-            library.cp_gather_and_upconvert_fp8_kv_cache(x.kv_cache, x.workspace[:rows], *tables)
+            written = (x.kv_cache, x.workspace[:rows], table, starts[:-1])
+            library.cp_gather_and_upconvert_fp8_kv_cache(*written, requests, x.starts)
         elif x.workspace.shape[1] in _WIDTHS and (layout == "auto" or not as_stored):
-            tables = (x.block_table, x.cu_seq_lens, x.request, rows, layout, x.k_scale, x.starts)
+            tables = (table, starts, x.request, rows, layout, x.k_scale, x.starts)
             library.gather_and_maybe_dequant_cache(x.kv_cache, x.workspace, *tables)
         else:
-            library.cp_gather_cache(x.kv_cache, x.workspace, x.block_table, x.cu_seq_lens, requests, x.starts)
+            library.cp_gather_cache(x.kv_cache, x.workspace, table, starts, requests, x.starts)
 
     def gather_index(self, x: Any) -> None:
         page, last = x.kv_cache.shape[1], x.block_table.shape[1] - 1
