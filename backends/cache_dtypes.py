@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel
+from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
@@ -47,7 +47,8 @@ class LatentKernel(PagedKernel, AttentionKernel):
             yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
         if reason := contradiction(config.kv_cache_dtype, config.dtype):
             yield reason
-        yield from cls._page_reasons(config.block_size)
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
+            yield f"block_size {config.block_size} not supported"
 
     @classmethod
     def _latent_reasons(cls, config: Any) -> Iterator[str]:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import LatentKernel, check_cache
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.operands import Form, require_asked, require_forms, table
+from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.operands import Form, require_forms, table
 
 
 @table
@@ -118,7 +119,7 @@ def check_decode_operands(
         ValueError: shapes or lengths that do not fit the metadata.
     """
     query_lens, page = metadata.query_lens_cpu.tolist(), kv_cache.shape[1]
-    require_asked(
+    require_declared(
         backend,
         ql_nope.device,
         MLADecodeSelectorConfig,

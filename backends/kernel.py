@@ -150,17 +150,22 @@ def unless(*asked: tuple[object, str]) -> Iterator[str]:
     return (reason for holds, reason in asked if not holds)
 
 
-def require_declared(backend: Any, device: torch.device, selector_config: Any) -> None:
+def require_declared(backend: Any, device: torch.device, selector_config: Any, **asked: Any) -> None:
     """Refuse what a backend does not declare.
 
     Args:
         backend: a class or an instance of a role with ``validate_configuration``.
         device: where the operands are.
-        selector_config: what a call asks for, of the role's own class.
+        selector_config: what a call asks for, of the role's own class; or that class, for an instance, which then
+            answers itself for what it was made with.
+        asked: of the class the fields that only the call tells.
 
     Raises:
         UnsupportedConfiguration: with every reason.
     """
+    if asked:
+        names = (name for name in selector_config._fields if name not in asked and hasattr(backend, name))
+        selector_config = selector_config(**{name: getattr(backend, name) for name in names}, **asked)
     reasons = backend.validate_configuration(get_device_capability(device), selector_config)
     if reasons:
         raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.kernel import expect
 
 AT_LEAST = " or more"
 _SIZES = """
@@ -109,13 +109,3 @@ def require_forms(
         kinds = form.dtype if isinstance(form.dtype, tuple) else (form.dtype,)
         dtypes = [known.get(each, x.dtype) if isinstance(each, str) else each for each in kinds]
         expect(name, x, tuple(shape), x.dtype if x.dtype in dtypes else dtypes[0], form.says)
-
-
-def require_asked(backend: Any, device: torch.device, config: Any, **asked: Any) -> None:
-    """Refuse a call that is not declared: ``config``'s class of what is asked, and what the backend was made with.
-
-    Raises:
-        UnsupportedConfiguration: with every reason.
-    """
-    own = {name: getattr(backend, name) for name in config._fields if name not in asked and hasattr(backend, name)}
-    require_declared(backend, device, config(**own, **asked))

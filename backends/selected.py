@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import check_cache
-from mla_conformance.backends.kernel import expect
-from mla_conformance.backends.operands import require_asked, require_forms
+from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.operands import require_forms
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.reference.selected import NO_KEY
@@ -129,7 +129,7 @@ class SelectedKeysBackend(MLASparseBackend):
 
     def _require_declared(self, q: Tensor, sources: list[Selected], sink: Tensor | None, **asked: bool) -> None:
         main, extra = sources[0], sources[1] if len(sources) > 1 else None
-        require_asked(
+        require_declared(
             self,
             q.device,
             MLASparseSelectorConfig,
