@@ -12,28 +12,26 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted
-from mla_conformance.backends.packaged import JOINS_Q, PAGE_AT_ONCE, RETURNS_NO_LSE, UNIFORM_BATCH, declared, further
+from mla_conformance.backends import packaged
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import FROM_AMPERE
 
-PAGES: list[int | MultipleOf] = [16, 32, 64]
+PAGES: list[int | packaged.MultipleOf] = [16, 32, 64]
 """Page sizes, which are the kernels' tiles of keys."""
 _COMMIT = "e4048607a535ace3a2b51ded31b1c8c2d45c0879"
 _COMMAND = f"AITER_TRITON_ONLY=1 pip install --no-build-isolation --no-deps git+https://github.com/ROCm/aiter@{_COMMIT}"
-_FOR_AMD_ALONE = ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel")
-"""Kernels that the launchers give an option which Triton knows on AMD's GPUs alone."""
 
 
-class AiterLibrary(Library):
-    """A module of AITER's Triton kernels, without its operators in C++, which it would build when it is imported."""
+class AiterLibrary(packaged.Library):
+    """A module of AITER's Triton kernels, without its operators in C++, which it would build when it is imported.
+
+    Two of its launchers give their kernels an option that Triton knows on AMD's GPUs alone.
+    """
 
     def load(self) -> ModuleType:
+        """Import the module."""
         with patch.dict(os.environ, AITER_TRITON_ONLY="1"):
             module = super().load()
-        for name in _FOR_AMD_ALONE:
+        for name in ("triton_mla_prefill_fwd_kernel", "triton_mla_decode_fwd_reduce_kernel"):
             kernel = vars(module).get(name)
             if kernel is not None and torch.version.hip is None and not isinstance(kernel, _WithoutWaves):
                 setattr(module, name, _WithoutWaves(kernel))
@@ -63,7 +61,7 @@ class _WithoutDevice(AiterLibrary):
         return module
 
 
-class InterpretedAiter(InterpretedLibrary, _WithoutDevice):
+class InterpretedAiter(packaged.InterpretedLibrary, _WithoutDevice):
     """The same with interpreted kernels."""
 
 
@@ -73,61 +71,40 @@ def aiter_library(module: str) -> AiterLibrary:
 
 
 class AiterTritonDecodeBackend(PagedDecodeBackend):
-    """Batches whose requests have as many query tokens each."""
-
     name = "AITER_TRITON_MLA"
     libraries = (aiter_library("mla"),)
-    devices = FROM_AMPERE  # what Triton compiles for
+    devices = packaged.FROM_AMPERE  # what Triton compiles for
     function: ClassVar[str] = "mla_decode_fwd"
     supported_block_sizes = PAGES
     supported_kv_cache_dtypes = ["auto", "fp8"]
-    supported_latent_dims = [(512, 64)]
     supported_query_len = None
     returns_lse = False
-    cudagraph_support = UNIFORM_BATCH
-    declaration = declared(
+    cudagraph_support = packaged.UNIFORM_BATCH
+    declaration = packaged.declared(
         "amd-aiter triton",
-        JOINS_Q,
-        RETURNS_NO_LSE,
+        packaged.JOINS_Q,
+        packaged.RETURNS_NO_LSE,
         ("hands waves_per_eu to kernels that Triton knows it for on AMD's GPUs alone", "drops it"),
         ("divides by a length of 0", "0 in the rows that the lengths say see no key"),
-        PAGE_AT_ONCE,
+        packaged.PAGE_AT_ONCE,
     )
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
-        metadata, output = self._decode_metadata, ql_nope.new_empty(ql_nope.shape)
-        getattr(self.library, self.function)(
-            q=torch.cat([ql_nope, q_pe], dim=-1),
-            kv_buffer=kv_cache.unsqueeze(2),
-            out=output,
-            cu_seqlens_q=metadata.query_start_loc,
-            seqused_k=metadata.seq_lens,
-            max_seqlen_kv=metadata.max_seq_len,
-            block_tables=metadata.block_table,
-            softmax_scale=self.scale,
-            kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            causal=True,
-            q_descale=None,
-            kv_descale=k_scale if self.kv_cache_dtype == "fp8" else None,
-        )
+        x, output = self._decode_metadata, ql_nope.new_empty(ql_nope.shape)
+        operands = {"q": torch.cat([ql_nope, q_pe], dim=-1), "kv_buffer": kv_cache.unsqueeze(2), "out": output}
+        keys = {"seqused_k": x.seq_lens, "max_seqlen_kv": x.max_seq_len, "block_tables": x.block_table}
+        scales = {"q_descale": None, "kv_descale": k_scale if self.kv_cache_dtype == "fp8" else None}
+        options = {"cu_seqlens_q": x.query_start_loc, "softmax_scale": self.scale, "causal": True, **self.latent_dims}
+        getattr(self.library, self.function)(**operands, **keys, **scales, **options)
         return output
 
 
 class AiterTritonPrefill(AiterTritonDecodeBackend, variant="prefill"):
-    """Any numbers of query tokens, whose keys are not split."""
-
     function = "mla_prefill_fwd"
     supported_kv_cache_dtypes = ["auto"]
     supports_nonuniform_queries = True
-    declaration = further(
-        AiterTritonDecodeBackend.declaration,
-        (
-            "rounds P to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
-            "declared unsupported",
-        ),
-    )
+    declaration = packaged.further(AiterTritonDecodeBackend.declaration, packaged.UNSCALED_P)
 
 
-AiterTritonInterpreted = interpreted(AiterTritonDecodeBackend, InterpretedAiter)
-AiterTritonPrefillInterpreted = interpreted(AiterTritonPrefill, InterpretedAiter, "prefill-interpreted")
+AiterTritonInterpreted = packaged.interpreted(AiterTritonDecodeBackend, InterpretedAiter)
+AiterTritonPrefillInterpreted = packaged.interpreted(AiterTritonPrefill, InterpretedAiter, "prefill-interpreted")

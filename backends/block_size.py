@@ -1,18 +1,17 @@
 """Page sizes that a kernel accepts (vLLM's ``MultipleOf``)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_conformance.backends.kernel import KernelBackend
 
 
+@dataclass(frozen=True, repr=False)
 class MultipleOf:
     """Every page size that is a multiple of ``base`` tokens."""
 
     base: int
-
-    def __init__(self, base: int) -> None:
-        self.base = base
 
     def __repr__(self) -> str:
         return f"MultipleOf({self.base})"
@@ -27,11 +26,6 @@ class PagedKernel(KernelBackend):
     def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
         """Page sizes of the cache, in tokens, by vLLM's name."""
         return cls.supported_block_sizes
-
-    @classmethod
-    def _page_reasons(cls, block_size: int, where: str = "") -> Iterator[str]:
-        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), block_size):
-            yield f"block_size {block_size}{where} not supported"
 
 
 def accepts_block_size(supported: Sequence[int | MultipleOf], block_size: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel
+from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.kernel import UnsupportedConfiguration, unless
 from mla_conformance.backends.operands import Form, table
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
@@ -76,10 +76,11 @@ class MLACacheBackend(PagedKernel):
     @classmethod
     def _reasons(cls, config: MLACacheSelectorConfig) -> Iterator[str]:
         layout, scales, writes = config.kv_cache_dtype, config.tile_scales, cls.supported_tile_scales
+        pages, page = cls.get_supported_kernel_block_sizes(), config.block_size
         reads = config.call not in CACHE_CALLS[:4] or layout in cls.supported_kv_cache_dtypes
         return unless(
             (config.call in cls.supported_calls, f"{config.call} not supported"),
-            *((False, reason) for reason in cls._page_reasons(config.block_size)),
+            (accepts_block_size(pages, page), f"block_size {page} not supported"),
             (reads, f"kv_cache_dtype {layout} not supported"),
             (
                 layout not in TILED_FORMATS or TILED_FORMATS[layout].scales != "float32" or scales in writes,

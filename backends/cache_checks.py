@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend, MLACacheSelectorConfig
-from mla_conformance.backends.operands import require_asked, require_forms
+from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.operands import require_forms
 from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 _SLOTS = (torch.int64, torch.int32)
@@ -15,7 +16,7 @@ _SLOTS = (torch.int64, torch.int32)
 def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dtype: torch.dtype, **asked: Any) -> None:
     """Refuse a call of this name that is not declared, with further fields of :class:`MLACacheSelectorConfig`."""
     own = {"call": call, "dtype": model_dtype, "block_size": kv_cache.shape[1]}
-    require_asked(backend, kv_cache.device, MLACacheSelectorConfig, **own, **asked)
+    require_declared(backend, kv_cache.device, MLACacheSelectorConfig, **own, **asked)
 
 
 def check_latents(backend: MLACacheBackend, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel
+from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import AttentionKernel
+from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
+from mla_conformance.reference.entry_formats import TILED_FORMATS
 
 _MEANING = {"fp8_e4m3": "fp8", "bfloat16": "auto"}
 
@@ -44,7 +47,8 @@ class LatentKernel(PagedKernel, AttentionKernel):
             yield f"fp8_ds_mla with {config.tile_scales} scales not supported (supported: {read})"
         if reason := contradiction(config.kv_cache_dtype, config.dtype):
             yield reason
-        yield from cls._page_reasons(config.block_size)
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
+            yield f"block_size {config.block_size} not supported"
 
     @classmethod
     def _latent_reasons(cls, config: Any) -> Iterator[str]:
@@ -65,3 +69,18 @@ class LatentKernel(PagedKernel, AttentionKernel):
     ) -> None:
         super().__init__(num_heads, scale, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, vllm_config)
         self.kv_cache_dtype = layout_of(kv_cache_dtype)
+
+
+def check_cache(name: str, cache: Tensor, layout: str, backend: AttentionKernel, dtype: torch.dtype) -> None:
+    """Refuse a cache of another form than the layout's; reads no device memory."""
+    dims = (backend.kv_lora_rank, backend.qk_rope_head_dim)
+    width, stored = entry_width(layout, *dims), cache_dtype(layout, dtype)
+    if cache.dim() == 3 and cache.shape[2] == width and cache.dtype == stored:
+        return
+    fitting = [name for name in CACHE_LAYOUTS if name not in TILED_FORMATS or dims in TILED_FORMATS[name].dims]
+    others = [name for name in fitting if cache.dim() and entry_width(name, *dims) == cache.shape[-1]]
+    hint = f"which is as wide as {' or '.join(others)}" if others else "which is as wide as no layout of such keys"
+    raise ValueError(
+        f"{name}: expected [blocks, page, {width}] of {stored} for {layout}, got {list(cache.shape)} of {cache.dtype}, "
+        f"{hint}"
+    )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
-from mla_conformance.backends.kernel import unless
-from mla_conformance.backends.operands import Form, require_asked, require_forms, table
+from mla_conformance.backends.kernel import require_declared, unless
+from mla_conformance.backends.operands import Form, require_forms, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,4 +124,4 @@ def check_compress_call(
     require_forms(MLACompressBackend.run_compress, given, {**known, "input": kv.dtype})
     require_forms(CompressMetadata, vars(metadata), known)
     pages = {"block_size": kv_cache.shape[1], "state_block_size": state_cache.shape[1]}
-    require_asked(backend, kv.device, MLACompressSelectorConfig, dtype=kv_cache.dtype, input_dtype=kv.dtype, **pages)
+    require_declared(backend, kv.device, MLACompressSelectorConfig, dtype=kv_cache.dtype, input_dtype=kv.dtype, **pages)

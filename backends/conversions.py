@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -19,13 +18,9 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """The lengths of one call: B requests, packed one after the other.
+    """The lengths of one call: B requests, packed one after the other."""
 
-    Attributes:
-        chunk_idx: the context chunk that is attended to; None for the new tokens, which attend causally.
-    """
-
-    chunk_idx: int | None
+    chunk_idx: int | None  # the context chunk that is attended to; None for the new tokens, which attend causally
     query_start_loc: Tensor  # [B + 1] int32, on the device
     key_start_loc: Tensor  # [B + 1] int32, on the device
     query_lens: tuple[int, ...]  # on the host
@@ -39,47 +34,37 @@ class RaggedBatch:
 
     @staticmethod
     def context_chunk(metadata: MLACommonPrefillMetadata, chunk_idx: int) -> "RaggedBatch":
-        """The new tokens against one chunk of the cached context.
-
-        Raises:
-            ValueError: the metadata has no chunked context.
-        """
+        """The new tokens against one chunk of the cached context; ValueError where the metadata has none."""
         context = metadata.chunked_context
         if context is None:
             raise ValueError(f"context chunk {chunk_idx} asked for, but the prepared metadata has no chunked context")
-        key_lens = tuple(context.seq_lens[chunk_idx].tolist())
-        return RaggedBatch(
-            chunk_idx, metadata.query_start_loc, context.cu_seq_lens[chunk_idx], _query_lens(metadata), key_lens
-        )
+        starts, key_lens = context.cu_seq_lens[chunk_idx], tuple(context.seq_lens[chunk_idx].tolist())
+        return RaggedBatch(chunk_idx, metadata.query_start_loc, starts, _query_lens(metadata), key_lens)
 
     @property
     def causal(self) -> bool:
         """Whether the mask is causal; query and key lengths are then the same."""
         return self.chunk_idx is None
 
-    @cached_property
+    @property
     def query_tokens(self) -> int:
         """Rows of q that count."""
         return sum(self.query_lens)
 
-    @cached_property
+    @property
     def key_tokens(self) -> int:
         """Rows of k and v that count."""
         return sum(self.key_lens)
 
-    @cached_property
-    def max_query_len(self) -> int:
-        return max(self.query_lens)
-
-    @cached_property
-    def max_key_len(self) -> int:
-        return max(self.key_lens)
+    @property
+    def lengths(self) -> tuple[Tensor, Tensor, int, int]:
+        """Starts of queries and keys, and the longest of both, as torch's own operators take them."""
+        return self.query_start_loc, self.key_start_loc, max(self.query_lens), max(self.key_lens)
 
     @property
     def cumulative(self) -> dict[str, Any]:
-        """The lengths by the names that functions after ``flash_attn_varlen_func`` give them."""
-        starts = {"cu_seqlens_q": self.query_start_loc, "cu_seqlens_k": self.key_start_loc}
-        return {**starts, "max_seqlen_q": self.max_query_len, "max_seqlen_k": self.max_key_len}
+        """The same by the names that functions after ``flash_attn_varlen_func`` give them."""
+        return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), self.lengths, strict=True))
 
     def requests(self) -> Iterator[tuple[slice, slice]]:
         """Rows of q and of k of each request that has both."""
@@ -101,6 +86,14 @@ class RaggedBatch:
             return None
         keyless = self.key_start_loc.diff() == 0
         return keyless.repeat_interleave(self.query_start_loc.diff(), output_size=self.query_tokens)
+
+    def rows_that_count(self, padded: Tensor) -> Tensor:
+        """[N, T] of an LSE [B, at least the longest query, N] that is padded a request; launches no synchronisation."""
+        lengths = self.query_start_loc.diff()
+        requests = torch.arange(len(lengths), device=padded.device)
+        request = requests.repeat_interleave(lengths, output_size=self.query_tokens)
+        position = torch.arange(self.query_tokens, device=padded.device) - self.query_start_loc[request]
+        return padded[request, position].mT
 
 
 def starts_of(lengths: Tensor) -> Tensor:
@@ -128,27 +121,13 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if misaligned or x.stride(-1) != 1 else x
 
 
+def writable(out: Tensor | None, columns: int = 0) -> Tensor | None:
+    """``out`` if a kernel can write it as it is: without gaps, and where its columns are told, aligned and so wide."""
+    if out is None or not out.is_contiguous() or (columns and (out.shape[-1] != columns or aligned(out) is not out)):
+        return None
+    return out
+
+
 def natural_heads_first(lse: Tensor) -> Tensor:
     """[T, N] of logarithms to base 2 as [N, T] of natural ones."""
     return lse.mT * math.log(2)
-
-
-def rows_that_count(padded: Tensor, batch: RaggedBatch) -> Tensor:
-    """[N, T] of an LSE [B, at least the longest query, N] that is padded a request; launches no synchronisation."""
-    lengths = batch.query_start_loc.diff()
-    requests = torch.arange(len(lengths), device=padded.device)
-    request = requests.repeat_interleave(lengths, output_size=batch.query_tokens)
-    position = torch.arange(batch.query_tokens, device=padded.device) - batch.query_start_loc[request]
-    return padded[request, position].mT
-
-
-def blank_lse(lse: Tensor, batch: RaggedBatch) -> Tensor:
-    """``lse`` [N, T] with -inf in the rows that see no key, whatever the kernel left there."""
-    keyless = batch.rows_without_keys()
-    return lse if keyless is None else lse.masked_fill(keyless, -torch.inf)
-
-
-def blank_output(output: Tensor, batch: RaggedBatch) -> Tensor:
-    """``output`` [T, N, V], set to 0 in place in the rows that see no key, whatever the kernel left there."""
-    keyless = batch.rows_without_keys()
-    return output if keyless is None else output.masked_fill_(keyless[:, None, None], 0.0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.packaged import Library, extra
 
 CUDNN = Library("cudnn", "nvidia-cudnn-frontend", extra("cudnn"))
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -38,9 +38,8 @@ class Key(NamedTuple):
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, scale: float) -> "Key":
         """The key of a call on q [T, N, D], k [S, N, D] and v [S, N, V]."""
-        lengths = (len(batch.query_lens), q.shape[1], batch.max_query_len, batch.max_key_len)
-        strides = tuple(x.stride() for x in (q, k, v))
-        return Key(q.device, q.dtype, *lengths, (q.shape[-1], v.shape[-1]), strides, scale, batch.causal)
+        sizes = (len(batch.query_lens), q.shape[1], *batch.lengths[2:], (q.shape[-1], v.shape[-1]))
+        return Key(q.device, q.dtype, *sizes, tuple(x.stride() for x in (q, k, v)), scale, batch.causal)
 
 
 def lengths(start_loc: Tensor) -> Tensor:
@@ -88,21 +87,15 @@ def _handle(device: torch.device) -> Any:
 
 @cache
 def _plan(key: Key) -> tuple[Any, dict[str, Any], int, str]:
-    """A built graph, its operands by name, its scratch bytes, and the name of its plan."""
-    graph, operands = describe(key, _handle(key.device))
-    graph.build([CUDNN.load().heur_mode.A])
-    return graph, operands, graph.get_workspace_size(), graph.get_plan_name_at_index(0)
+    """A built graph, its operands by name, its scratch bytes, and the name of its plan.
 
-
-def describe(key: Key, handle: Any = None) -> tuple[Any, dict[str, Any]]:
-    """The graph and its operands by name; q, k, v, o and stats each have their offsets under ``NAME_at``."""
+    Of the operands q, k, v, o and stats each have their offsets under ``NAME_at``.
+    """
     cudnn: Any = CUDNN.load()
     types = cudnn.data_type
     io_type = {torch.float16: types.HALF, torch.bfloat16: types.BFLOAT16}.get(key.dtype, types.FP8_E4M3)
-    options: dict[str, Any] = {"handle": handle} if handle is not None else {}
-    graph = cudnn.pygraph(
-        io_data_type=io_type, intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, **options
-    )
+    computed = {"intermediate_data_type": types.FLOAT, "compute_data_type": types.FLOAT}
+    graph = cudnn.pygraph(io_data_type=io_type, handle=_handle(key.device), **computed)
     operands: dict[str, Any] = {}
     counts = {f"{name}_at": (key.requests + 1, types.INT64) for name in _RAGGED}
     counts |= {name: (key.requests, types.INT32) for name in ("q_len", "k_len")}
@@ -127,7 +120,9 @@ def describe(key: Key, handle: Any = None) -> tuple[Any, dict[str, Any]]:
     stats.set_data_type(types.FLOAT).set_ragged_offset(operands["stats_at"])
     for maximum in maxima:
         maximum.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(types.FLOAT)
-    return graph, operands | {"o": output, "stats": stats, **dict(zip(_MAXIMA, maxima, strict=False))}
+    operands |= {"o": output, "stats": stats, **dict(zip(_MAXIMA, maxima, strict=False))}
+    graph.build([cudnn.heur_mode.A])
+    return graph, operands, graph.get_workspace_size(), graph.get_plan_name_at_index(0)
 
 
 def layouts(key: Key) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -11,9 +11,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache_dtypes import LatentKernel
+from mla_conformance.backends.cache_dtypes import LatentKernel, check_cache
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.operands import Form, table
+from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.operands import Form, require_forms, table
 
 
 @table
@@ -106,6 +107,38 @@ class MLADecodeBackend(LatentKernel):
             (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm); a row without keys is 0
             and -inf. The output alone where the class declares that it returns no LSE.
         """
+
+
+def check_decode_operands(
+    backend: MLADecodeBackend, metadata: MLACommonDecodeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
+) -> None:
+    """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
+
+    Raises:
+        UnsupportedConfiguration: something outside of the declaration.
+        ValueError: shapes or lengths that do not fit the metadata.
+    """
+    query_lens, page = metadata.query_lens_cpu.tolist(), kv_cache.shape[1]
+    require_declared(
+        backend,
+        ql_nope.device,
+        MLADecodeSelectorConfig,
+        dtype=ql_nope.dtype,
+        block_size=page,
+        max_query_len=max(query_lens),
+        uniform=len(set(query_lens) - {0}) <= 1,  # requests without a query pad a graph's batch
+        dcp_world_size=metadata.dcp_world_size,
+        lse=metadata.dcp_world_size > 1,
+    )
+    known = {"T": sum(query_lens), "N": backend.num_heads, "L": backend.kv_lora_rank, "R": backend.qk_rope_head_dim}
+    require_forms(MLADecodeBackend.run_decode, (ql_nope, q_pe), known)
+    check_cache("kv_cache", kv_cache, backend.kv_cache_dtype, backend, ql_nope.dtype)
+    longest, pages = max(metadata.seq_lens_cpu.tolist()), metadata.block_table.shape[1]
+    if pages * page < longest:
+        raise ValueError(
+            f"block_table: a sequence of {longest} tokens has {-(-longest // page)} pages of {page}, its row holds "
+            f"{pages}"
+        )
 
 
 def output_of(result: Any) -> Any:

@@ -27,6 +27,11 @@ class Library:
     distribution: str  # name on the package index
     command: str  # how to install it
     note: str = ""  # what a user should know before trying, or empty
+    other: "Library | None" = None  # a build that does as well, taken where it is installed and this one is not
+
+    def found(self) -> "Library":
+        """The build that is taken."""
+        return self.other if self.other and not _installed(self.module) and _installed(self.other.module) else self
 
     def missing(self) -> list[str]:
         """Why it is not installed, with the command that installs it; empty if it is. Imports nothing."""

@@ -12,9 +12,13 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_operands
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.interface import MLAPrefillBackend, PrefillKernelBackend, UnsupportedConfiguration
+from mla_conformance.backends.interface import (
+    MLAPrefillBackend,
+    PrefillKernelBackend,
+    UnsupportedConfiguration,
+    check_operands,
+)
 from mla_conformance.backends.kernel import NamedKernel, output_dtype
 from mla_conformance.reference.quantization import E4M3_MAX
 

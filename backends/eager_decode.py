@@ -10,9 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_decode_operands
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend, positions_of
+from mla_conformance.backends.decode import (
+    MLACommonDecodeMetadata,
+    MLADecodeBackend,
+    check_decode_operands,
+    positions_of,
+)
 from mla_conformance.backends.eager import LatentSoftmax, SoftmaxState
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.latent_entries import dequantise

@@ -12,69 +12,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import aligned
-from mla_conformance.backends.dependencies import Library
-from mla_conformance.backends.packaged import COPIES, PARTS_CACHE, UNIFORM_BATCH, declared
+from mla_conformance.backends.packaged import Library
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import HOPPER
 
 _BUILD = "build FlashAttention's folder hopper with paged KV and the head dims (64, 512)"
-_NEEDED = {
-    "PAGEDKV": "paged KV",
-    "HDIM64": "head dim 64",
-    "HDIMDIFF64": "the head dims (64, 512)",
-    "SPLIT": "split keys",
-    "VARLEN": "lengths",
-}
+_NEEDED = {"PAGEDKV": "paged KV", "HDIM64": "head dim 64", "HDIMDIFF64": "the head dims (64, 512)"}
+_NEEDED |= {"SPLIT": "split keys", "VARLEN": "lengths"}
 """What a build may leave out, by its flag, and this kernel is made of."""
+_DEVIATIONS = (packaged.PARTS_CACHE, packaged.COPIES)
 
 
 class FlashAttnMLADecodeBackend(PagedDecodeBackend):
     """The family: whichever package is installed, upstream's build first."""
 
     name = "FLASH_ATTN_MLA"
-    devices = HOPPER
+    devices = packaged.HOPPER
     by_device = {0: ("upstream", "sglang", "vllm")}
-    supported_block_sizes = [MultipleOf(16)]  # what vLLM asks of it
-    supported_latent_dims = [(512, 64)]
+    supported_block_sizes = [packaged.MultipleOf(16)]  # what vLLM asks of it
     supported_query_len = None
     supports_nonuniform_queries = True
-    cudagraph_support = UNIFORM_BATCH
+    cudagraph_support = packaged.UNIFORM_BATCH
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
-        pages = aligned(kv_cache).unsqueeze(2)
+        x, pages = self._decode_metadata, aligned(kv_cache).unsqueeze(2)
         latent, rope = pages[..., : self.kv_lora_rank], pages[..., self.kv_lora_rank :]
-        output, lse, *_ = self.call(aligned(q_pe), aligned(ql_nope), rope, latent)
+        batch = {"cu_seqlens_q": x.query_start_loc, "max_seqlen_q": x.max_query_len, "causal": True}
+        options = {"softmax_scale": self.scale, "return_softmax_lse": True}
+        output, lse, *_ = self.call(aligned(q_pe), rope, latent, aligned(ql_nope), **batch, **options)
         return output, lse
 
-    def call(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
+    def call(self, q: Tensor, k: Tensor, v: Tensor, qv: Tensor, **options: Any) -> Any:
         """Output [T, N, L] and LSE [N, T] of q [T, N, R], qv [T, N, L] and pages of one head."""
         if not self.variant:
             raise self.not_a_family()
-        metadata = self._decode_metadata
-        batch: dict[str, Any] = {"cache_seqlens": metadata.seq_lens, "page_table": metadata.block_table}
-        batch |= {"cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len}
-        options = {"softmax_scale": self.scale, "causal": True, "return_softmax_lse": True}
-        return self.library.flash_attn_with_kvcache(q, k, v, qv=qv, **batch, **options)
+        lengths, table = self._decode_metadata.seq_lens, self._decode_metadata.block_table
+        call = self.library.flash_attn_with_kvcache
+        return call(q, k, v, qv=qv, cache_seqlens=lengths, page_table=table, **options)
 
 
 class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
     """FlashAttention's own package, built for this; no package index has such a build."""
 
     libraries = (Library("flash_attn_interface", "flash-attn-3", _BUILD),)
-    declaration = declared("flash-attn-3 tokenspeed-fa3 torch", PARTS_CACHE, COPIES)
+    declaration = packaged.declared("flash-attn-3 tokenspeed-fa3 torch", *_DEVIATIONS)
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
-        """A build may be without float16."""
         return super().supports_dtype(dtype) and not (dtype == torch.float16 and cls.left_out("FP16"))
 
     @classmethod
-    def lacks(cls) -> list[str]:
-        """A build notes what it leaves out."""
+    def lacks(cls) -> str:
         lacks = ", ".join(what for flag, what in _NEEDED.items() if cls.left_out(flag))
-        return [f"flash_attn_interface is installed, but built without {lacks}; {_BUILD}"] if lacks else []
+        return f"flash_attn_interface is installed, but built without {lacks}; {_BUILD}" if lacks else ""
 
     @staticmethod
     def left_out(flag: str) -> bool:
@@ -86,27 +77,20 @@ class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
 
 
 class FlashAttnMLASGLang(FlashAttnMLADecodeBackend, variant="sglang"):
-    """The kernels of SGLang, whose function is upstream's with more arguments."""
-
     libraries = (Library("sgl_kernel.flash_attn", "sglang-kernel", "pip install sglang-kernel"),)
-    declaration = declared("sglang-kernel torch", PARTS_CACHE, COPIES)
+    declaration = packaged.declared("sglang-kernel torch", *_DEVIATIONS)
 
 
 class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):
-    """The fork inside vLLM."""
-
     libraries = (Library("vllm.vllm_flash_attn.flash_attn_interface", "vllm", "pip install vllm"),)
-    declaration = declared("vllm torch", PARTS_CACHE, COPIES)
+    declaration = packaged.declared("vllm torch", *_DEVIATIONS)
 
     @classmethod
-    def lacks(cls) -> list[str]:
-        """A build of vLLM may have no kernels for this version of FlashAttention."""
+    def lacks(cls) -> str:
         reason = cls.libraries[0].load().fa_version_unsupported_reason(3)
-        return [f"package vllm is installed, but has no FlashAttention 3: {reason}"] if reason else []
+        return f"package vllm is installed, but has no FlashAttention 3: {reason}" if reason else ""
 
-    def call(self, q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> Any:
-        metadata = self._decode_metadata
-        batch: dict[str, Any] = {"q_v": qv, "seqused_k": metadata.seq_lens, "block_table": metadata.block_table}
-        batch |= {"cu_seqlens_q": metadata.query_start_loc, "max_seqlen_q": metadata.max_query_len}
-        options = {"softmax_scale": self.scale, "causal": True, "return_softmax_lse": True, "fa_version": 3}
-        return self.library.flash_attn_varlen_func(q, k, v, **batch, max_seqlen_k=metadata.max_seq_len, **options)
+    def call(self, q: Tensor, k: Tensor, v: Tensor, qv: Tensor, **options: Any) -> Any:
+        x, version = self._decode_metadata, {"fa_version": 3}
+        keys = {"seqused_k": x.seq_lens, "block_table": x.block_table, "max_seqlen_k": x.max_seq_len}
+        return self.library.flash_attn_varlen_func(q, k, v, q_v=qv, **keys, **options, **version)

@@ -3,18 +3,15 @@
 Written for 0.6.13, whose LSE is base 2 and [T, N] and whose infinity is 5e4, and for 0.7.2, which converts on request.
 """
 
-import inspect
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, natural_heads_first, pad_head_dim
-from mla_conformance.backends.declaration import LseClass, Precision, Rounding
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends import packaged
+from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first, pad_head_dim, writable
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.packaged import COPIES, FP22_SUMS, LSE_OF_ROUNDED_P, PARTIAL_OUTPUTS, declared, further
-from mla_conformance.backends.platform import BLACKWELL, FROM_AMPERE, HOPPER
+from mla_conformance.backends.packaged import Library, extra
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 FLASHINFER = Library("flashinfer", "flashinfer-python", extra("flashinfer"))
@@ -28,14 +25,15 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
 
     name = "FLASHINFER"
     libraries = (FLASHINFER, TVM_FFI)
-    devices = FROM_AMPERE
+    devices = packaged.FROM_AMPERE
     by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2"), 0: ("fa2",)}
     head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
-    declaration = declared(
+    blanks = ("lse",)
+    declaration = packaged.declared(
         DISTRIBUTIONS,
         ("0.6.13: LSE to base 2, [T, N]", "times ln 2, transposed; 0.7.2 is asked for a natural LSE [N, T]"),
         ("0.6.13: LSE about -50000 in a row without keys", "-inf in the rows that the lengths say see no key"),
-        COPIES,
+        packaged.COPIES,
         ("plan() before run(), float16 and d^-1/2 by default", "plans once a batch and chunk, naming all of it"),
     )
 
@@ -47,55 +45,46 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
             scales = (torch.ones(self.num_heads, dtype=torch.float32, device=q.device),) * 3
         if batch.chunk_idx not in self._plans:
             self._plans[batch.chunk_idx] = self.plan(q, v.shape[-1], batch)
-        wrapper = self._plans[batch.chunk_idx]
-        fits = out is not None and out.shape[-1] == v.shape[-1] and out.is_contiguous() and aligned(out) is out
-        natural = "lse_base" in inspect.signature(wrapper.run).parameters
+        run = self._plans[batch.chunk_idx].run
+        natural = packaged.has_parameter(run, "lse_base")
         options: dict[str, Any] = {"lse_base": "ln", "lse_layout": "HN"} if natural else {}
-        options |= {"out": out if fits else None, "return_lse": True}
-        output, lse = wrapper.run(aligned(q), aligned(k), aligned(v), *scales, **options)
-        return output[..., : self.v_head_dim], blank_lse(lse if natural else natural_heads_first(lse), batch)
+        options |= {"out": writable(out, v.shape[-1]), "return_lse": True}
+        output, lse = run(aligned(q), aligned(k), aligned(v), *scales, **options)
+        return output[..., : self.v_head_dim], lse if natural else natural_heads_first(lse)
 
     def plan(self, q: Tensor, v_columns: int, batch: RaggedBatch) -> Any:
         """A wrapper of its own for each live plan; they share one workspace and run in stream order."""
         if not hasattr(self, "_buffer"):
             self._buffer = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         wrapper = FLASHINFER.load().BatchPrefillWithRaggedKVCacheWrapper(self._buffer, "NHD", backend=self.variant)
-        lengths = (batch.query_start_loc, batch.key_start_loc)
-        sizes = (self.num_heads, self.num_heads, q.shape[-1])
+        sizes = (*batch.lengths[:2], self.num_heads, self.num_heads, q.shape[-1])
         dtypes = {"q_data_type": q.dtype, "kv_data_type": q.dtype, "o_data_type": output_dtype(q.dtype)}
-        options = {"head_dim_vo": v_columns, "causal": batch.causal, "sm_scale": self.scale}
-        wrapper.plan(*lengths, *sizes, **options, **dtypes)
+        wrapper.plan(*sizes, head_dim_vo=v_columns, causal=batch.causal, sm_scale=self.scale, **dtypes)
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
 
 
 class FlashInferFa2(FlashInferPrefillBackend, variant="fa2"):
-    """FlashInfer's FA2 kernels; long keys are split and the partial outputs stored in the model's dtype."""
-
-    declaration = further(
+    declaration = packaged.further(
         FlashInferPrefillBackend.declaration,
-        LSE_OF_ROUNDED_P,
-        PARTIAL_OUTPUTS,
-        rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
+        packaged.LSE_OF_ROUNDED_P,
+        packaged.PARTIAL_OUTPUTS,
+        rounding=packaged.ROUNDED_P_IN_PARTS,
     )
 
 
 class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
-    """FlashInfer's Hopper kernels, those for operands in e4m3 among them."""
-
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-    devices = HOPPER
-    declaration = further(
+    devices = packaged.HOPPER
+    declaration = packaged.further(
         FlashInferPrefillBackend.declaration,
         ("e4m3 kernels have one head dim, 64, 128 or 256", "padded with zeros, the output is sliced"),
         ("e4m3 operands need scales of each head", "scales of 1 are handed over"),
-        FP22_SUMS,
-        e4m3_rounding=Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22),
+        packaged.FP22_SUMS,
+        e4m3_rounding=packaged.SCALED_P_FP22,
     )
 
 
 class FlashInferCutlass(FlashInferPrefillBackend, variant="cutlass"):
-    """CUTLASS's Blackwell kernels."""
-
-    devices = BLACKWELL
+    devices = packaged.BLACKWELL
     head_dims = ((192, 128), (128, 128))

@@ -4,7 +4,6 @@ Written for 0.6.13, which is planned with flat tensors, and for 0.7.2, which is 
 an e4m3 cache on Hopper.
 """
 
-import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -12,19 +11,14 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import aligned, starts_of
-from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import FROM_AMPERE, HOPPER, DeviceCapability
 
-_LIBRARY = Library("flashinfer.mla", "flashinfer-python", extra("flashinfer"))
+_LIBRARY = packaged.Library("flashinfer.mla", "flashinfer-python", packaged.extra("flashinfer"))
 
 
-class _Form(NamedTuple):
-    """What a plan depends on besides the lengths."""
-
+class _Form(NamedTuple):  # what a plan depends on besides the lengths
     page: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
@@ -35,10 +29,9 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
 
     name = "FLASHINFER_MLA"
     libraries = (_LIBRARY, TVM_FFI)
-    devices = FROM_AMPERE
+    devices = packaged.FROM_AMPERE
     by_device = {9: ("fa3", "fa2"), 0: ("fa2",)}
     supported_kv_cache_dtypes = ["auto", "fp8"]
-    supported_latent_dims = [(512, 64)]
     supported_query_len = None
     supports_nonuniform_queries = True
     cudagraph_support = packaged.UNIFORM_BATCH
@@ -55,17 +48,17 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
     )
 
     @classmethod
-    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
+    def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
         """As everywhere; an e4m3 cache only where the installed version reads one."""
         reasons = super().validate_configuration(device_capability, selector_config)
-        if selector_config.kv_cache_dtype == "fp8" and not reasons:
-            if selector_config.dtype != torch.bfloat16:
-                reasons.append(f"kv_cache_dtype fp8 with queries of {selector_config.dtype} not supported")
-            if device_capability is None or device_capability.major != 9:
-                reasons.append(f"kv_cache_dtype fp8 needs compute capability 9.0, this device has {device_capability}")
-            run = _LIBRARY.load().BatchMLAPagedAttentionWrapper.run
-            if "ckv_scale" not in inspect.signature(run).parameters:
-                reasons.append(f"kv_cache_dtype fp8 needs flashinfer-python 0.7 or newer, not {_LIBRARY.version()}")
+        if selector_config.kv_cache_dtype != "fp8" or reasons:
+            return reasons
+        if selector_config.dtype != torch.bfloat16:
+            reasons.append(f"kv_cache_dtype fp8 with queries of {selector_config.dtype} not supported")
+        if device_capability is None or device_capability.major != 9:
+            reasons.append(f"kv_cache_dtype fp8 needs compute capability 9.0, this device has {device_capability}")
+        if not packaged.has_parameter(_LIBRARY.load().BatchMLAPagedAttentionWrapper.run, "ckv_scale"):
+            reasons.append(f"kv_cache_dtype fp8 needs flashinfer-python 0.7 or newer, not {_LIBRARY.version()}")
         return reasons
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -93,11 +86,10 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
             if not (k_scale.is_cuda and torch.cuda.is_current_stream_capturing()):
                 self._host_scale = float(k_scale)
             options |= {"ckv_scale": self._host_scale, "kpe_scale": self._host_scale}
-        wrapper = self._planned[1]
-        if hasattr(_LIBRARY.load(), "MLAPlanMetadata"):
-            output, lse = wrapper.run(query=query, kv_cache=cache, **options)
-        else:
-            output, lse = wrapper.run(*query, *cache, **options)
+        run = self._planned[1].run
+        operands = {"query": query, "kv_cache": cache}
+        new = hasattr(_LIBRARY.load(), "MLAPlanMetadata")
+        output, lse = run(**operands, **options) if new else run(*query, *cache, **options)
         return output, lse.mT
 
     def plan(self, form: _Form) -> Any:
@@ -124,35 +116,20 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
             if form.cache_dtype == torch.float8_e4m3fn:
                 batch["scale_mode"] = "kv-per-tensor"
         wrapper = self._wrappers[key]
-        wrapper.plan(
-            **batch,
-            num_heads=self.num_heads,
-            head_dim_ckv=self.kv_lora_rank,
-            head_dim_kpe=self.qk_rope_head_dim,
-            page_size=form.page,
-            causal=int(metadata.query_lens_cpu.max()) > 1,
-            sm_scale=self.scale,
-            q_data_type=form.dtype,
-            kv_data_type=form.cache_dtype,
-        )
+        dtypes = {"q_data_type": form.dtype, "kv_data_type": form.cache_dtype}
+        batch |= {"page_size": form.page, "causal": int(metadata.query_lens_cpu.max()) > 1, "sm_scale": self.scale}
+        dims = {"head_dim_ckv": self.kv_lora_rank, "head_dim_kpe": self.qk_rope_head_dim}
+        wrapper.plan(**batch, num_heads=self.num_heads, **dims, **dtypes)
         self._served = {"backend": str(getattr(wrapper, "_backend", self.variant))}
         return wrapper
 
 
 class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
-    """FlashInfer's FA2 kernel."""
-
     declaration = packaged.further(
-        FlashInferMLADecodeBackend.declaration,
-        packaged.LSE_OF_ROUNDED_P,
-        rounding=Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL),
+        FlashInferMLADecodeBackend.declaration, packaged.LSE_OF_ROUNDED_P, rounding=packaged.ROUNDED_P_IN_PARTS
     )
 
 
 class FlashInferMLAFa3(FlashInferMLADecodeBackend, variant="fa3"):
-    """FlashInfer's Hopper kernel."""
-
-    devices = HOPPER
-    declaration = packaged.further(
-        FlashInferMLADecodeBackend.declaration, rounding=Rounding(partial_outputs=Precision.MODEL)
-    )
+    devices = packaged.HOPPER
+    declaration = packaged.further(FlashInferMLADecodeBackend.declaration, rounding=packaged.IN_PARTS)

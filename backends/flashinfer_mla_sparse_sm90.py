@@ -12,19 +12,15 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import aligned, starts_of
-from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, WORKSPACE_BYTES
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
-from mla_conformance.backends.platform import HOPPER, DeviceCapability
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 
 
 class FlashInferMLASparseSM90Backend(packaged.LibraryKernel, SelectedKeysBackend):
-    """Lists of any length, over a cache or over gathered keys."""
-
     name = "FLASHINFER_MLA_SPARSE_SM90"
     libraries = FlashInferMLADecodeBackend.libraries
-    devices = HOPPER
+    devices = packaged.HOPPER
     supported_kv_cache_dtypes = ["auto", "fp8"]
     supported_latent_dims = [(512, 64), (512, 0)]
     supports_topk_length = True
@@ -38,49 +34,38 @@ class FlashInferMLASparseSM90Backend(packaged.LibraryKernel, SelectedKeysBackend
         packaged.COPIES,
         ("the scale of an e4m3 cache is a number on the host", "read at each call"),
         packaged.PARTIAL_OUTPUTS,
-        rounding=Rounding(partial_outputs=Precision.MODEL),
+        rounding=packaged.IN_PARTS,
     )
     _wrapper: Any = None
 
     @classmethod
-    def lacks(cls) -> list[str]:
-        """Versions before the metadata object are planned otherwise, and none of them was tried with lists."""
+    def lacks(cls) -> str:
         library = cls.libraries[0]
-        old = not hasattr(library.load(), "MLAPlanMetadata")
-        return [f"needs flashinfer-python 0.7 or newer, not {library.version()} ({library.command})"] if old else []
+        old = not hasattr(library.load(), "MLAPlanMetadata")  # planned otherwise, and never tried with lists
+        return f"needs flashinfer-python 0.7 or newer, not {library.version()} ({library.command})" if old else ""
 
     @classmethod
-    def refuses(cls, device_capability: DeviceCapability | None, config: Any) -> Iterator[str]:
+    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
         if config.kv_cache_dtype == "fp8" and config.dtype != torch.bfloat16:
             yield f"kv_cache_dtype fp8 with queries of {config.dtype} not supported"
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        (source,), latent, library = sources, self.kv_lora_rank, self.library
-        coded = source.layout == "fp8"
+        (source,), latent, library, coded = sources, self.kv_lora_rank, self.library, sources[0].layout == "fp8"
         scales = dict.fromkeys(("ckv_scale", "kpe_scale"), float(k_scale)) if coded else {}
-        query, rows = aligned(q), aligned(source.cache.flatten(0, 1).unsqueeze(1))
         named = listed(source.indices, source.length)
         lengths = named.sum(dim=1, dtype=torch.int32).cpu()
         if self._wrapper is None:
             workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
             self._wrapper = library.BatchMLAPagedAttentionWrapper(workspace, backend="fa3")
-        batch = {"qo_indptr": torch.arange(len(q) + 1, dtype=torch.int32), "kv_indptr": starts_of(lengths)}
-        self._wrapper.plan(
-            metadata=library.MLAPlanMetadata.csr(**batch, kv_indices=source.indices[named], kv_len_arr=lengths),
-            num_heads=self.num_heads,
-            head_dim_ckv=latent,
-            head_dim_kpe=self.qk_rope_head_dim,
-            page_size=1,
-            causal=False,
-            sm_scale=self.scale,
-            q_data_type=q.dtype,
-            kv_data_type=source.cache.dtype,
-            query_layout="split",
-            kv_cache_layout="split",
-            lse_mode="basee",
-            scale_mode="kv-per-tensor" if coded else "default",
-        )
-        operands = {"query": query, "kv_cache": rows}
+        starts = {"qo_indptr": torch.arange(len(q) + 1, dtype=torch.int32), "kv_indptr": starts_of(lengths)}
+        lists = library.MLAPlanMetadata.csr(**starts, kv_indices=source.indices[named], kv_len_arr=lengths)
+        sizes = {"num_heads": self.num_heads, "head_dim_ckv": latent, "head_dim_kpe": self.qk_rope_head_dim}
+        dtypes = {"q_data_type": q.dtype, "kv_data_type": source.cache.dtype}
+        layouts = {"query_layout": "split", "kv_cache_layout": "split", "lse_mode": "basee"}
+        layouts["scale_mode"] = "kv-per-tensor" if coded else "default"
+        options = {"page_size": 1, "causal": False, "sm_scale": self.scale}
+        self._wrapper.plan(metadata=lists, **sizes, **options, **dtypes, **layouts)
+        operands = {"query": aligned(q), "kv_cache": aligned(source.cache.flatten(0, 1).unsqueeze(1))}
         parts = {name: (x[..., :latent], x[..., latent:]) for name, x in operands.items()}
         output, lse = self._wrapper.run(**parts, return_lse=True, return_lse_base_on_e=True, **scales)
         return output, lse.mT

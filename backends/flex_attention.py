@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.packaged import NO_OUT, declared
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _COMPILED_SHAPES = 512
@@ -25,21 +24,18 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
 
     name = "FLEX_ATTENTION"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    declaration = declared(
+    of_torch = {"torch": torch.__version__}
+    declaration = packaged.declared(
         "torch triton",
         ("no ragged batches", "a mask over request and position, aligned bottom-right"),
         ("raises IndexError without keys", "such a call is not launched"),
-        NO_OUT,
+        packaged.NO_OUT,
         ("float32 tiles that exceed a GPU's shared memory", "float32 is computed in tiles of 32"),
     )
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """A CPU, or a GPU that Triton compiles for."""
-        return device_capability is None or device_capability >= (8, 0)
-
-    def kernel_evidence(self) -> dict[str, str]:
-        return {"torch": torch.__version__, **super().kernel_evidence()}
+    def supports_compute_capability(cls, device_capability: packaged.DeviceCapability | None) -> bool:
+        return device_capability is None or device_capability >= (8, 0)  # that Triton compiles for
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         self._served = {"mode": "compiled" if q.is_cuda else "eager"}

@@ -45,20 +45,18 @@ def call_foreign(call: Callable[[], _Answer], passing: tuple[type[Exception], ..
 class _Interrupts(list[int]):
     """A handler of interrupts that notes them, in the blocks around its own as well, and has them raised as ever."""
 
-    def __init__(self, before: Any) -> None:
-        super().__init__()
-        self._before = before
+    before: Any
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.append(number)
-        self._before(number, frame)
+        self.before(number, frame)
 
 
 @contextmanager
 def user_interrupts() -> Iterator[list[int]]:
     """The interrupts that come from outside during the block, raised as ever; code of others may raise its own."""
-    before = signal.getsignal(signal.SIGINT)
-    came = _Interrupts(before)
+    came = _Interrupts()
+    came.before = before = signal.getsignal(signal.SIGINT)
     raised = before is signal.default_int_handler or isinstance(before, _Interrupts)
     # Only the main thread receives signals and may say what becomes of them.
     noted = raised and current_thread() is main_thread()

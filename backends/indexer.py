@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
-from mla_conformance.backends.kernel import unless
-from mla_conformance.backends.operands import Form, require_asked, require_form, require_forms, table
+from mla_conformance.backends.kernel import require_declared, unless
+from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.reference.cache_layout import entry_width
@@ -61,13 +61,14 @@ class MLAIndexerBackend(PagedKernel):
     def _reasons(cls, config: MLAIndexerSelectorConfig) -> Iterator[str]:
         heads, dims, spaces = cls.supported_heads, cls.supported_head_dims, cls.supported_index_spaces
         head_dim, layout, selects = config.head_dim, config.kv_cache_dtype, config.call == "topk"
+        pages, page = cls.get_supported_kernel_block_sizes(), config.block_size
         topk = accepts_block_size(cls.supported_topk, config.topk_tokens)
         counted = f"that count by {config.index_space} not supported (supported: {', '.join(spaces)})"
         return unless(
             (layout in cls.supported_kv_cache_dtypes, f"kv_cache_dtype {layout} not supported"),
             (not heads or config.num_heads in heads, f"{config.num_heads} heads not supported (supported: {heads})"),
             (not dims or head_dim in dims, f"head dim {head_dim} not supported (supported: {dims})"),
-            *((not config.paged, reason) for reason in cls._page_reasons(config.block_size)),
+            (not config.paged or accepts_block_size(pages, page), f"block_size {page} not supported"),
             (config.call in cls.supported_calls, f"{config.call} not supported"),
             (not selects or topk, f"topk {config.topk_tokens} not supported"),
             (not selects or config.index_space in spaces, f"selected tokens {counted}"),
@@ -144,7 +145,7 @@ def check_index_call(
     known["entries"] = torch.uint8 if codes else q.dtype
     require_forms(entry.run_index_logits, (q, weights, k if paged else None), known)
     if not paged:
-        require_form("k", k, Form("S, D", q.dtype), known)
+        require_forms({"k": Form("S, D", q.dtype)}, {"k": k}, known)
     if (k_scale is not None) != (codes and not paged):
         want = "the scales of gathered codes" if k_scale is None else "None, since no gathered codes were given"
         raise ValueError(f"k_scale: expected {want}, got {None if k_scale is None else list(k_scale.shape)}")
@@ -153,4 +154,4 @@ def check_index_call(
         raise ValueError(f"topk_tokens: expected a positive number, got {topk_tokens}")
     asked = {"call": call, "paged": paged, "topk_tokens": topk_tokens, "index_space": metadata.index_space}
     asked |= {"dtype": torch.bfloat16 if codes else q.dtype, "block_size": k.shape[1] if paged else 1}
-    require_asked(backend, q.device, MLAIndexerSelectorConfig, **asked)
+    require_declared(backend, q.device, MLAIndexerSelectorConfig, **asked)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_conformance.backends.kernel import AttentionKernel, UnsupportedConfiguration
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
-from mla_conformance.backends.operands import Form, table
+from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -102,3 +102,37 @@ class MLAPrefillBackend(PrefillKernelBackend):
         Returns:
             (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
         """
+
+
+def check_operands(
+    backend: PrefillKernelBackend, q: Tensor, k: Tensor, v: Tensor, query_tokens: int, key_tokens: int
+) -> None:
+    """Refuse operands that the backend does not declare, or with fewer rows than the metadata counts.
+
+    Raises:
+        UnsupportedConfiguration: a dtype or head dims outside the declaration.
+        ValueError: shapes or lengths that do not fit the metadata.
+    """
+    for dtype in {operand.dtype for operand in (q, k, v)}:
+        if not backend.supports_dtype(dtype):
+            supported = ", ".join(map(str, backend.supported_dtypes))
+            raise UnsupportedConfiguration(
+                f"{backend.get_name()}: dtype {dtype} not supported (supported: {supported})"
+            )
+    if not backend.supports_mla_dimensions(backend.dimensions):
+        raise UnsupportedConfiguration(f"{backend.get_name()}: MLA dimensions {backend.dimensions} not supported")
+    widths = {"P + R": backend.dimensions.qk_head_dim, "V": backend.v_head_dim}
+    known = {"T": query_tokens, "S": key_tokens, "N": backend.num_heads, **widths}
+    require_forms(PrefillKernelBackend.run_prefill_new_tokens, (q, k, v), known)
+
+
+def check_unquantised(backend: PrefillKernelBackend, output_scale: Tensor | None) -> None:
+    """Refuse a quantised output in a backend that has none.
+
+    Raises:
+        UnsupportedConfiguration: an output scale was given.
+    """
+    if output_scale is not None and not backend.supports_quant_output(fp8_static_tensor_sym()):
+        raise UnsupportedConfiguration(
+            f"{backend.get_name()}: quantised output not supported; quantise the result of a call without output_scale"
+        )

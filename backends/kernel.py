@@ -76,9 +76,9 @@ class KernelBackend(ABC):
         return {}
 
     @classmethod
-    def requirement_reasons(cls, device_capability: DeviceCapability | None, dtype: torch.dtype) -> list[str]:
-        """Reasons why the kernel cannot run on such a device with such a dtype; an empty list means that it can."""
-        reasons = []
+    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
+        """Reasons why the class cannot be used for a configuration of its role; an empty list means that it can."""
+        reasons, dtype = [], selector_config.dtype
         if not cls.supports_compute_capability(device_capability):
             capability = "of this device not available" if device_capability is None else f"{device_capability}"
             reasons.append(f"compute capability {capability} not supported")
@@ -87,12 +87,7 @@ class KernelBackend(ABC):
         if not cls.is_available():
             missing = "; ".join(cls.missing_dependencies())
             reasons.append("required dependencies not available" + (f": {missing}" if missing else ""))
-        return reasons
-
-    @classmethod
-    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
-        """Reasons why the class cannot be used for a configuration of its role; an empty list means that it can."""
-        return [*cls.requirement_reasons(device_capability, selector_config.dtype), *cls._reasons(selector_config)]
+        return [*reasons, *cls._reasons(selector_config)]
 
     @classmethod
     def _reasons(cls, config: Any) -> Iterator[str]:
@@ -155,17 +150,22 @@ def unless(*asked: tuple[object, str]) -> Iterator[str]:
     return (reason for holds, reason in asked if not holds)
 
 
-def require_declared(backend: Any, device: torch.device, selector_config: Any) -> None:
+def require_declared(backend: Any, device: torch.device, selector_config: Any, **asked: Any) -> None:
     """Refuse what a backend does not declare.
 
     Args:
         backend: a class or an instance of a role with ``validate_configuration``.
         device: where the operands are.
-        selector_config: what a call asks for, of the role's own class.
+        selector_config: what a call asks for, of the role's own class; or that class, for an instance, which then
+            answers itself for what it was made with.
+        asked: of the class the fields that only the call tells.
 
     Raises:
         UnsupportedConfiguration: with every reason.
     """
+    if asked:
+        names = (name for name in selector_config._fields if name not in asked and hasattr(backend, name))
+        selector_config = selector_config(**{name: getattr(backend, name) for name in names}, **asked)
     reasons = backend.validate_configuration(get_device_capability(device), selector_config)
     if reasons:
         raise UnsupportedConfiguration(f"{backend.get_name()}: {'; '.join(reasons)}")

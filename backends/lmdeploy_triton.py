@@ -12,10 +12,8 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.interpreted import InterpretedLibrary, interpreted
+from mla_conformance.backends.packaged import Library
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import FROM_AMPERE
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 DISTRIBUTIONS = "lmdeploy triton"
@@ -39,21 +37,19 @@ class _WithoutDevice(Library):
         return module
 
 
-class InterpretedLmdeploy(InterpretedLibrary, _WithoutDevice):
+class InterpretedLmdeploy(packaged.InterpretedLibrary, _WithoutDevice):
     """The same with interpreted kernels."""
 
 
 def lmdeploy_library(module: str) -> Library:
     """A module of LMDeploy's kernels."""
-    return Library(f"{_KERNELS}.{module}", "lmdeploy", extra("lmdeploy"))
+    return Library(f"{_KERNELS}.{module}", "lmdeploy", packaged.extra("lmdeploy"))
 
 
 class LmdeployPrefillBackend(RaggedPrefillBackend):
-    """New tokens whose LSE nobody needs."""
-
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("flashattention"),)
-    devices = FROM_AMPERE  # what Triton compiles for
+    devices = packaged.FROM_AMPERE  # what Triton compiles for
     # What Triton multiplies, in tiles that fit; the largest one is of a power of two of columns.
     takes_head_dims = staticmethod(
         lambda qk, v: min(qk, v) >= 16 and not 128 < qk < 256 and v <= max(128, 1 << (qk.bit_length() - 1))
@@ -75,14 +71,11 @@ class LmdeployPrefillBackend(RaggedPrefillBackend):
 
 
 class LmdeployDecodeBackend(PagedDecodeBackend):
-    """One query token a request; a page is a tile of keys."""
-
     name = "LMDEPLOY_TRITON"
     libraries = (lmdeploy_library("pagedattention"),)
-    devices = FROM_AMPERE  # what Triton compiles for
+    devices = packaged.FROM_AMPERE  # what Triton compiles for
     supported_block_sizes = [16, 32, 64]  # what fits a multiprocessor
     supported_kv_cache_dtypes = ["auto", "fp8"]
-    supported_latent_dims = [(512, 64)]
     returns_lse = False
     cudagraph_support = packaged.ONE_TOKEN_EACH
     declaration = packaged.declared(
@@ -95,22 +88,14 @@ class LmdeployDecodeBackend(PagedDecodeBackend):
     )
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Tensor:
-        metadata, library, keys = self._decode_metadata, self.library, kv_cache.unsqueeze(2)
-        codes = self.kv_cache_dtype == "fp8"
-        output: Tensor = library.flash_attn_with_kvcache(
-            torch.cat([ql_nope, q_pe], dim=-1),
-            keys,
-            keys[..., : self.kv_lora_rank],
-            metadata.seq_lens,
-            metadata.block_table,
-            softmax_scale=self.scale,
-            causal=True,
-            k_scales_zeros=k_scale if codes else None,
-            v_scales_zeros=k_scale if codes else None,
-            quant_policy=library.QuantPolicy.FP8 if codes else library.QuantPolicy.NONE,
-        )
+        keys, codes, policy = kv_cache.unsqueeze(2), self.kv_cache_dtype == "fp8", self.library.QuantPolicy
+        operands = (torch.cat([ql_nope, q_pe], dim=-1), keys, keys[..., : self.kv_lora_rank])
+        scales = dict.fromkeys(("k_scales_zeros", "v_scales_zeros"), k_scale if codes else None)
+        options = {"causal": True, "quant_policy": policy.FP8 if codes else policy.NONE, **scales}
+        batch = (self._decode_metadata.seq_lens, self._decode_metadata.block_table)
+        output: Tensor = self.library.flash_attn_with_kvcache(*operands, *batch, softmax_scale=self.scale, **options)
         return output
 
 
-LmdeployInterpretedPrefill = interpreted(LmdeployPrefillBackend, InterpretedLmdeploy)
-LmdeployInterpretedDecode = interpreted(LmdeployDecodeBackend, InterpretedLmdeploy)
+LmdeployInterpretedPrefill = packaged.interpreted(LmdeployPrefillBackend, InterpretedLmdeploy)
+LmdeployInterpretedDecode = packaged.interpreted(LmdeployDecodeBackend, InterpretedLmdeploy)

@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from mla_conformance.backends.generations.present_adapter import PresentAdapter
 from mla_conformance.backends.generations.vllm import is_from_vllm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
-from mla_conformance.backends.roles import ROLES, Role, role_of, sibling
+from mla_conformance.backends.roles import ROLES, Role, role_of
 
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
@@ -54,8 +54,7 @@ def load_role(backend: BackendReference, role: Role) -> Any:
         return None if loaded is None else _checked(loaded, backend.reference)
     for member in members:
         if member.role is role:
-            found = member.get_variant(backend.variant) if backend.variant else member.get_class()
-            return as_backend(found)
+            return as_backend(member.get_class(backend.variant))
     return None
 
 
@@ -86,7 +85,8 @@ def _load_named(backend: BackendReference) -> Any:
 
 
 def _in_role(named: Any, role: Role) -> Any:
-    return named if role_of(named) is role else sibling(named, role)
+    """A class itself, or the one that it names for another role, by an attribute such as ``decode_backend``."""
+    return named if role_of(named) is role else getattr(named, f"{role}_backend", None)
 
 
 def import_file(path: Path) -> Any:
@@ -124,36 +124,38 @@ def _checked(loaded: Any, reference: str) -> type:
     return loaded
 
 
+_ADAPTED: dict[type, Any] = {}
+
+
 def as_backend(loaded: Any) -> Any:
     """``loaded`` itself if this project's interface fits it, else a class that drives it; the same one each time.
 
     Args:
         loaded: what a reference named; anything but a class is returned as it is.
     """
-    return _adapted(loaded) if isinstance(loaded, type) else loaded
-
-
-@cache
-def _adapted(cls: Any) -> Any:
+    if not isinstance(loaded, type):
+        return loaded
+    if loaded in _ADAPTED:
+        return _ADAPTED[loaded]
+    cls: Any = loaded
     named, chunk = getattr(cls, "get_impl_cls", None), getattr(cls, "run_prefill_context_chunk", None)
+    adapter: Any = None
     # The computation that a layer's class names may be in two parts, which a module around it calls.
     if callable(named) and is_from_vllm(cls) and callable(getattr(named(), "forward_mqa", None)):
-        return AdaptedLayerBackend.adapt(cls)
-    if callable(getattr(cls, "get_prefill_impl_cls", None)):
-        return EarlierAdapter.adapt(cls)
-    if callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
-        return PresentAdapter.adapt(cls)
-    return AdaptedPrefillBackend.adapt(cls) if is_from_vllm(cls) and callable(chunk) else cls
+        adapter = AdaptedLayerBackend
+    elif callable(getattr(cls, "get_prefill_impl_cls", None)):
+        adapter = EarlierAdapter
+    elif callable(chunk) and "chunk" in inspect.signature(chunk).parameters:
+        adapter = PresentAdapter
+    elif callable(chunk) and is_from_vllm(cls):
+        adapter = AdaptedPrefillBackend
+    return _ADAPTED.setdefault(loaded, adapter.adapt(cls) if adapter else cls)
 
 
 def resolve_backend(backend: BackendReference, device_capability: DeviceCapability | None, role: Role) -> Any:
     """The class that a backend's calls of a role go to on such a device; see :func:`load_role` for what it raises."""
     loaded = load_role(backend, role)
-    return None if loaded is None else resolve_class(loaded, device_capability)
-
-
-def resolve_class(loaded: Any, device_capability: DeviceCapability | None) -> Any:
-    """The class that serves calls on a device; a class without ``resolve``, such as vLLM's, is it itself."""
+    # A class without ``resolve``, such as vLLM's, serves them itself.
     return loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
 
 

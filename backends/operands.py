@@ -5,14 +5,14 @@ it, and what a suite must know of it, such as which operands have a row for each
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.kernel import expect
 
 AT_LEAST = " or more"
 _SIZES = """
@@ -37,7 +37,10 @@ class Form:
     says: str = ""  # what else a refusal says of it
     written: bool = False  # whether the entry writes it
 
+    dims: list[str] = field(init=False, compare=False, repr=False)  # the names of its sizes
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", [dim.removesuffix(AT_LEAST) for dim in self.shape.split(", ") if dim])
         dtypes = self.dtype if isinstance(self.dtype, tuple) else (self.dtype,)
         for what, names, known in (
             ("sizes", self.dims, SIZES),
@@ -47,11 +50,6 @@ class Form:
                 raise TypeError(
                     f"Form({self.shape!r}): expected {what} of {', '.join(sorted(known - {''}))}; got {unknown[0]!r}"
                 )
-
-    @property
-    def dims(self) -> list[str]:
-        """The names of its sizes."""
-        return [dim.removesuffix(AT_LEAST) for dim in self.shape.split(", ") if dim]
 
     def has(self, dim: str) -> bool:
         """Whether it has a part for each of this dimension."""
@@ -80,46 +78,34 @@ def forms_of(of: Callable[..., Any]) -> Mapping[str, Form]:
 
 
 def require_forms(
-    of: Callable[..., Any], given: Mapping[str, Any] | Sequence[Tensor | None], known: Mapping[str, Any]
+    of: Callable[..., Any] | Mapping[str, Form],
+    given: Mapping[str, Any] | Sequence[Tensor | None],
+    known: Mapping[str, Any],
 ) -> None:
     """Refuse tensors of another form than the table's; reads no device memory.
 
     Args:
-        of: an entry, or the class of metadata.
+        of: an entry, the class of metadata, or the forms themselves.
         given: its tensors by name or in its order; one that is missing or None is not looked at.
         known: sizes and dtypes that names in the table stand for.
 
     Raises:
         ValueError: with expected and got.
     """
-    forms = forms_of(of)
+    forms = of if isinstance(of, Mapping) else forms_of(of)
     named = given if isinstance(given, Mapping) else dict(zip(forms, given, strict=False))
     for name, form in forms.items():
-        if (x := named.get(name)) is not None:
-            require_form(name, x, form, known)
-
-
-def require_form(name: str, x: Tensor, form: Form, known: Mapping[str, Any]) -> None:
-    """The same of one tensor."""
-    if unknown := [dim for dim in form.dims[x.dim() :] if dim not in known]:
-        raise ValueError(f"{name}: expected [{form.shape}], got {list(x.shape)}, without {unknown[0]}")
-    sizes = [*x.shape, *form.dims[x.dim() :]]  # its own where nobody knows a size
-    shape = [known.get(dim, own) for dim, own in zip(form.dims, sizes, strict=False)]
-    if "T" in known and form.shape.startswith((f"T{AT_LEAST}", f"S{AT_LEAST}")):
-        if list(x.shape[1:]) != shape[1:] or x.shape[0] < shape[0]:
-            expected = f"at least {shape[0]} tokens of {shape[1:]} by the metadata"
-            raise ValueError(f"{name}: expected {expected}, got shape {list(x.shape)}")
-        return
-    named = form.dtype if isinstance(form.dtype, tuple) else (form.dtype,)
-    dtypes = [known.get(each, x.dtype) if isinstance(each, str) else each for each in named]
-    expect(name, x, tuple(shape), x.dtype if x.dtype in dtypes else dtypes[0], form.says)
-
-
-def require_asked(backend: Any, device: torch.device, config: Any, **asked: Any) -> None:
-    """Refuse a call that is not declared: ``config``'s class of what is asked, and what the backend was made with.
-
-    Raises:
-        UnsupportedConfiguration: with every reason.
-    """
-    own = {name: getattr(backend, name) for name in config._fields if name not in asked and hasattr(backend, name)}
-    require_declared(backend, device, config(**own, **asked))
+        if (x := named.get(name)) is None:
+            continue
+        if unknown := [dim for dim in form.dims[x.dim() :] if dim not in known]:
+            raise ValueError(f"{name}: expected [{form.shape}], got {list(x.shape)}, without {unknown[0]}")
+        sizes = [*x.shape, *form.dims[x.dim() :]]  # its own where nobody knows a size
+        shape = [known.get(dim, own) for dim, own in zip(form.dims, sizes, strict=False)]
+        if "T" in known and form.shape.startswith((f"T{AT_LEAST}", f"S{AT_LEAST}")):
+            if list(x.shape[1:]) != shape[1:] or x.shape[0] < shape[0]:
+                expected = f"at least {shape[0]} tokens of {shape[1:]} by the metadata"
+                raise ValueError(f"{name}: expected {expected}, got shape {list(x.shape)}")
+            continue
+        kinds = form.dtype if isinstance(form.dtype, tuple) else (form.dtype,)
+        dtypes = [known.get(each, x.dtype) if isinstance(each, str) else each for each in kinds]
+        expect(name, x, tuple(shape), x.dtype if x.dtype in dtypes else dtypes[0], form.says)

@@ -1,24 +1,44 @@
-"""What adapters of libraries have in common, whatever their role: packages, variants, evidence, refusals.
+"""What an adapter of a library is made of, whatever its role: packages, variants, evidence, refusals, deviations.
 
 An adapter is a table, the attributes of its class, and a function that calls its library. A variant is a subclass of
-what differs.
+what differs. Triton kernels have a twin by Triton's interpreter, so that a machine without a GPU can judge their
+source; what a GPU's compiler makes of it is another matter, so it counts as emulated and is never certified.
 """
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from importlib import import_module
+from inspect import signature
+from types import MappingProxyType, ModuleType
+from typing import Any, ClassVar, Self, TypeVar
 
-from mla_conformance.backends.declaration import Declaration, Deviation
-from mla_conformance.backends.dependencies import Library
+import torch
+
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
+from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.platform import (
+    BLACKWELL,
+    FROM_ADA,
+    FROM_AMPERE,
+    FROM_HOPPER,
+    FROM_TURING,
+    HOPPER,
     DeviceCapability,
     Devices,
 )
 
 UNIFORM_BATCH, ONE_TOKEN_EACH = AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+DEQUANTISES = Rounding(dequantised_keys=Precision.MODEL)
+FP22 = Rounding(accumulation=Precision.FP22)
+SCALED_P_FP22 = Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22)
+IN_PARTS = Rounding(partial_outputs=Precision.MODEL)
+ROUNDED_P_IN_PARTS = Rounding(lse=LseClass.ROUNDED_P, partial_outputs=Precision.MODEL)
+
 JOINS_Q = Deviation("wants the latent and the rope part of the query in one tensor", "joins them")
 PARTS_CACHE = Deviation(
     "wants the latent and the rope part of the cache apart", "two views of the one cache, not copied"
@@ -39,6 +59,17 @@ NAN_WITHOUT_KEYS = Deviation("a row without keys is NaN", "0 and -inf in the row
 LSE_OF_ROUNDED_P = Deviation("the row sum adds P as rounded: the LSE is off by up to 2^-9", "declared rounded-p")
 PARTIAL_OUTPUTS = Deviation("outputs of split keys are stored in the model's dtype", "declared partial outputs: model")
 FP22_SUMS = Deviation("sums of e4m3 products keep 13 bits behind the point, for any number of keys", "declared fp22")
+UNSCALED_P, UNSCALED_Q_AND_P = (
+    Deviation(
+        f"rounds {what} to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
+        "declared unsupported",
+    )
+    for what in ("P", "q and P")
+)
+_INTERPRETED = Deviation("a kernel for GPUs", "interpreted by Triton on a CPU, not certified")
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""What has Triton interpret. An engine that finds no driver does without Triton, unless no GPU is visible for now."""
+_Kernel = TypeVar("_Kernel", bound="type[LibraryKernel]")
 
 
 def declared(distributions: str, *deviations: Deviation | tuple[str, str], **declares: Any) -> Declaration:
@@ -53,6 +84,11 @@ def further(declaration: Declaration, *deviations: Deviation | tuple[str, str], 
     return replace(declaration, deviations=(*declaration.deviations, *more), **declares)
 
 
+def has_parameter(function: Any, parameter: str) -> bool:
+    """Whether a function has such a parameter, which tells versions and builds of a library apart."""
+    return parameter in signature(function).parameters
+
+
 class LibraryKernel(NamedKernel):
     """A kernel that comes with a library, with its variants.
 
@@ -63,6 +99,7 @@ class LibraryKernel(NamedKernel):
         variants: those kernels by name, filled as they are defined.
         by_device: of a family, which has no kernel of its own, those that a device tries, in order, by the major number
             of its compute capability; under 0 those of all other devices.
+        of_torch: evidence of a kernel that comes with torch; its first entry is torch's version.
     """
 
     libraries: ClassVar[tuple[Library, ...]] = ()
@@ -70,6 +107,7 @@ class LibraryKernel(NamedKernel):
     variant: ClassVar[str] = ""
     variants: ClassVar[Mapping[str, type[Self]]] = MappingProxyType({})
     by_device: ClassVar[Mapping[int, tuple[str, ...]]] = MappingProxyType({})
+    of_torch: ClassVar[Mapping[str, str]] = MappingProxyType({})
     _served: Mapping[str, str] = MappingProxyType({})
 
     def __init_subclass__(cls, variant: str = "", **options: Any) -> None:
@@ -89,16 +127,11 @@ class LibraryKernel(NamedKernel):
 
     @property
     def library(self) -> Any:
-        """The module that calls go to, imported.
-
-        Raises:
-            ImportError: it is missing or broken.
-        """
-        return self.libraries[0].load()
+        """The module that calls go to, imported; ImportError where it is missing or broken."""
+        return self.libraries[0].found().load()
 
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
-        """Whether a device of this compute capability is one of ``devices``."""
         return cls.devices is None or cls.devices.include(device_capability)
 
     @classmethod
@@ -121,32 +154,101 @@ class LibraryKernel(NamedKernel):
 
     @classmethod
     def missing_dependencies(cls) -> list[str]:
-        return [reason for library in cls.libraries for reason in library.missing()]
+        return [reason for library in cls.libraries for reason in library.found().missing()]
 
     @classmethod
     def broken_dependencies(cls) -> list[str]:
         """What is installed but does not import, or lacks this kernel; imports the libraries."""
-        broken = [reason for library in cls.libraries for reason in library.broken()]
-        return broken if broken or cls.missing_dependencies() else cls.lacks()
+        broken = [reason for library in cls.libraries for reason in library.found().broken()]
+        return broken or ([] if cls.missing_dependencies() else [reason for reason in (cls.lacks(),) if reason])
 
     @classmethod
-    def lacks(cls) -> list[str]:
+    def lacks(cls) -> str:
         """Why libraries that import are without this kernel; empty if they have it."""
-        return []
+        return ""
 
     @classmethod
     def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
         """Reasons why the kernel cannot be used: those of its role, and behind them its own."""
         role: Any = super()
         reasons: list[str] = role.validate_configuration(device_capability, selector_config)
-        return [*reasons, *cls.refuses(device_capability, selector_config)]
+        return [*reasons, *cls.refuses(selector_config, device_capability)]
 
     @classmethod
-    def refuses(cls, device_capability: DeviceCapability | None, config: Any) -> Iterator[str]:
-        """Reasons that no attribute of the role declares."""
+    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
+        """Reasons that no attribute of the role declares, on a device of this compute capability."""
         return iter(())
 
     def kernel_evidence(self) -> dict[str, str]:
         """Versions of the libraries, the variant, and what the last call was served by."""
-        found = {library.distribution: library.version() for library in self.libraries}
+        found = dict(self.of_torch)
+        for library in self.libraries:
+            build = library.found()
+            found |= {build.distribution: build.version()} | ({"module": build.module} if library.other else {})
         return found | ({"variant": self.variant} if self.variant else {}) | dict(self._served)
+
+
+class InterpretedLibrary(Library):
+    """A library whose Triton kernels are interpreted.
+
+    Triton decides that where a function is defined, so Triton and the library are imported here first.
+    """
+
+    def load(self) -> ModuleType:
+        """Import the module; ImportError where that fails, or Triton was imported before to compile."""
+        if self.module in sys.modules:
+            return sys.modules[self.module]
+        triton = sys.modules.get("triton")
+        if triton is not None and type(triton.language.sum).__name__ != "InterpretedFunction":
+            raise ImportError("Triton was imported before, to compile; its kernels are interpreted in another process")
+        before = {name: os.environ.get(name) for name in ENVIRONMENT}
+        os.environ.update(ENVIRONMENT)
+        try:
+            import_module("triton.experimental.gluon")  # else imported at the first call
+            return super().load()
+        finally:  # these alone: what the library sets stays
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+class InterpretedKernel(LibraryKernel):
+    """What the interpreted variants have in common; :func:`interpreted` makes them."""
+
+    # NumPy computes, and has no bfloat16 (triton-lang/triton#11584).
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.float32]
+    needed_capability: ClassVar[str] = "none, it is interpreted on a CPU"
+
+    @classmethod
+    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+        return device_capability is None
+
+
+def interpreted(
+    kernel: _Kernel,
+    library: type[InterpretedLibrary] = InterpretedLibrary,
+    variant: str = "interpreted",
+    **changes: Any,
+) -> _Kernel:
+    """The same source by Triton's interpreter, as a variant of a kernel.
+
+    Args:
+        kernel: the compiled one, whose libraries and declaration it has, interpreted and never certified.
+        library: class of the libraries.
+        variant: its name.
+        changes: attributes that differ.
+    """
+    said = changes.pop("declaration", kernel.declaration)
+    given = {
+        "__module__": kernel.__module__,
+        "__doc__": "The same source by Triton's interpreter.",
+        "variant": variant,
+        "libraries": tuple(library(**vars(each)) for each in kernel.libraries),
+        "declaration": replace(said, deviations=(_INTERPRETED, *said.deviations), emulated=True),
+    }
+    make: Any = type(kernel)
+    made: _Kernel = make(f"{kernel.__name__}Interpreted", (InterpretedKernel, kernel), given | changes)
+    made.variant_of(kernel)
+    return made

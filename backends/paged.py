@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_decode_operands
-from mla_conformance.backends.decode import MLADecodeBackend
+from mla_conformance.backends.decode import MLADecodeBackend, check_decode_operands
 from mla_conformance.backends.packaged import LibraryKernel
 
 
 class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
     """Operands are checked and trimmed to the rows that count; a row without keys is set to 0 and -inf."""
+
+    supported_latent_dims = [(512, 64)]  # unless an adapter says otherwise
 
     def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
         metadata = self._decode_metadata
@@ -29,7 +30,7 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
             keyless = (metadata.seq_lens == 0).repeat_interleave(metadata.query_start_loc.diff(), output_size=rows)
             output.masked_fill_(keyless[:, None, None], 0.0)
             lse = None if lse is None else lse.masked_fill(keyless, -torch.inf)
-        if rows < ql_nope.shape[0] or not rows:
+        if rows < len(ql_nope) or not rows:
             whole = ql_nope.new_zeros(ql_nope.shape)
             whole_lse = ql_nope.new_full((self.num_heads, len(whole)), -torch.inf, dtype=torch.float32)
             if rows:
@@ -41,15 +42,16 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
 
     @abstractmethod
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
-        """Call the library.
+        """Call the library with the rows of ql_nope [T, N, L] and q_pe [T, N, R] that count, at least one.
 
-        Args:
-            ql_nope: [T, N, L], the rows that count, at least one; any strides.
-            q_pe: [T, N, R]; any strides.
-            kv_cache: [blocks, page, L + R]; the blocks may be apart.
-            k_scale: float32 scalar tensor.
+        Strides may be any, and the blocks of kv_cache [blocks, page, L + R] apart.
 
         Returns:
             (output [T, N, L], which the caller may write to, lse [N, T] float32, natural logarithm), or the output
             alone of a library that returns no LSE; anything in rows without keys.
         """
+
+    @property
+    def latent_dims(self) -> dict[str, int]:
+        """L and R by the names that libraries give them."""
+        return {"kv_lora_rank": self.kv_lora_rank, "qk_rope_head_dim": self.qk_rope_head_dim}

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.kernel import KernelBackend, unless
-from mla_conformance.backends.operands import Form, require_asked, require_forms, table
+from mla_conformance.backends.kernel import KernelBackend, require_declared, unless
+from mla_conformance.backends.operands import Form, require_forms, table
 
 SCALE_FORMATS = ("float32", "pow2")
 """Any float32 numbers, or powers of two (UE8M0)."""
@@ -117,4 +117,4 @@ def check_prepare_call(backend: MLAPrepareBackend, metadata: PrepareMetadata, op
     known = {"T": len(metadata.positions), "H": backend.num_heads, "D": asked.head_dim, "R": asked.rope_dim}
     require_forms(MLAPrepareBackend.run_prepare_index, operands, {**known, "model": q.dtype})
     require_forms(PrepareMetadata, vars(metadata), known)
-    require_asked(backend, q.device, MLAPrepareSelectorConfig, dtype=q.dtype)
+    require_declared(backend, q.device, MLAPrepareSelectorConfig, dtype=q.dtype)

@@ -9,9 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_operands, check_unquantised
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.interface import MLAPrefillBackend, UnsupportedConfiguration
+from mla_conformance.backends.interface import (
+    MLAPrefillBackend,
+    UnsupportedConfiguration,
+    check_operands,
+    check_unquantised,
+)
 from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.backends.packaged import LibraryKernel
@@ -22,18 +26,15 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
     """Operands are checked, trimmed to the rows that count, and handed to the library in one call.
 
     A call in which no query or no key counts is not launched: its output is 0 and its LSE -inf.
-
-    Attributes:
-        head_dims: pairs (q and k, v) that the kernels are made for; empty means any.
-        takes_head_dims: whether such a pair is one of those that have a rule and no list.
     """
 
-    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()
-    takes_head_dims: ClassVar[Any] = staticmethod(lambda qk, v: True)
+    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ()  # pairs (q and k, v) that there are kernels for; empty: any
+    takes_head_dims: ClassVar[Any] = staticmethod(lambda qk, v: True)  # or the rule of those that have one and no list
+    # what the library leaves undefined in rows without keys, so that it is set to 0 and -inf: "output", "lse"
+    blanks: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:
-        """Whether they are among ``head_dims`` and keep the rule too."""
         pair = (dimensions.qk_head_dim, dimensions.v_head_dim)
         among = not cls.head_dims or pair in cls.head_dims
         return among and cls.takes_head_dims(*pair) and super().supports_mla_dimensions(dimensions)
@@ -56,7 +57,7 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         if return_softmax_lse and not self.returns_lse:
             raise UnsupportedConfiguration(f"{self.get_name()}: LSE not supported")
         self._output_scale = output_scale
-        output, lse = self._run(q, k, v, RaggedBatch.new_tokens(self._prefill_metadata), out)
+        output, lse = self._run(q, k, v, self.taken(RaggedBatch.new_tokens(self._prefill_metadata), out), out)
         return (output, lse) if return_softmax_lse else output
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,16 +65,15 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
             raise UnsupportedConfiguration(f"{self.get_name()}: context chunks not supported, for want of an LSE")
         return self._run(q, k, v, RaggedBatch.context_chunk(self._prefill_metadata, chunk_idx), None)
 
+    def taken(self, batch: RaggedBatch, out: Tensor | None) -> RaggedBatch:
+        """New tokens as the library takes them; refuses what only their output tells."""
+        return batch
+
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Any:
-        """Call the library.
+        """Call the library with the rows of q [T, N, P + R], k and v [S, N, V] that count, at least one of each.
 
-        Args:
-            q: [T, N, P + R], the rows that count, at least one.
-            k: [S, N, P + R], at least one row.
-            v: [S, N, V]; any strides.
-            batch: lengths and mask.
-            out: [T, N, V] to be written if the library can; whoever calls copies what was returned elsewhere.
+        Strides may be any. ``out`` [T, N, V] is to be written if the library can: what is returned elsewhere is copied.
 
         Returns:
             (output [T, N, V], lse [N, T] float32, natural logarithm), or the output alone of a library that returns no
@@ -81,23 +81,26 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
         """
 
     def _run(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        check_operands(self, q, k, v, batch.query_tokens, batch.key_tokens)
         rows, keys = batch.query_tokens, batch.key_tokens
-        if rows and keys and q.shape[0] == rows:
-            found = self.attend(q, k[:keys], v[:keys], batch, out)
-            output, lse = found if self.returns_lse else (found, q.new_zeros(0))
-            return (output if out is None else _stored(output, out)), lse
-        shape, dtype = (q.shape[0], self.num_heads, self.v_head_dim), output_dtype(q.dtype)
-        whole = (q.new_empty(shape, dtype=dtype) if out is None else out).zero_()
-        whole_lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
-        if rows and keys:
-            found = self.attend(q[:rows], k[:keys], v[:keys], batch, whole[:rows])
-            _stored(found[0] if self.returns_lse else found, whole[:rows])
-            if self.returns_lse:
-                whole_lse[:, :rows] = found[1]
-        return whole, whole_lse
-
-
-def _stored(output: Tensor, out: Tensor) -> Tensor:
-    """``out``, holding ``output``; copied unless the library wrote it there itself."""
-    return out if output.data_ptr() == out.data_ptr() else out.copy_(output)
+        check_operands(self, q, k, v, rows, keys)
+        whole, lse = out, q.new_zeros(0)
+        if not (rows and keys and len(q) == rows):  # some rows are not the library's to write
+            shape, dtype = (len(q), self.num_heads, self.v_head_dim), output_dtype(q.dtype)
+            whole = (q.new_empty(shape, dtype=dtype) if out is None else out).zero_()
+            lse = q.new_full((self.num_heads, len(q)), -torch.inf, dtype=torch.float32)
+            if not (rows and keys):
+                return whole, lse
+        counted = None if whole is None else whole[:rows]
+        found = self.attend(q[:rows], k[:keys], v[:keys], batch, counted)
+        output, found_lse = found if self.returns_lse else (found, lse)
+        if self.blanks and (keyless := batch.rows_without_keys()) is not None:
+            output = output.masked_fill_(keyless[:, None, None], 0.0) if "output" in self.blanks else output
+            found_lse = found_lse.masked_fill(keyless, -torch.inf) if "lse" in self.blanks else found_lse
+        if counted is not None and output.data_ptr() != counted.data_ptr():  # unless the library wrote it there itself
+            counted.copy_(output)
+        if len(q) == rows:
+            return (output if whole is None else whole), found_lse
+        assert whole is not None
+        if self.returns_lse:
+            lse[:, :rows] = found_lse
+        return whole, lse

@@ -58,7 +58,7 @@ class BackendReference:
         name = self.name.partition("[")[0]
         if ":" in self.reference or name in plugins():
             return []
-        found = [enum[name] for enum in ENUMS if name in enum.__members__]
+        found = [enum.__members__[name] for enum in ENUMS if name in enum.__members__]
         return [m for m in found if (self.variant in m.variants() if self.variant else m.value or m.is_overridden())]
 
 

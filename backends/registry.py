@@ -62,27 +62,19 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
             )
         return str(path)
 
-    def get_class(self) -> Any:
-        """The backend's class, an override first.
+    def get_class(self, variant: str = "") -> Any:
+        """The backend's class, an override first, or that of one of its :meth:`variants`.
 
         Raises:
             ImportError: the class cannot be imported.
             ValueError: CUSTOM without a registered class.
         """
-        return resolve_obj_by_qualname(self.get_path())
+        found = resolve_obj_by_qualname(self.get_path(variant))
+        return found.variants[variant] if variant and not self._variants[variant] else found
 
     def variants(self) -> tuple[str, ...]:
         """Kernels that share this name, each to be named as ``NAME[variant]``; none of an overriding class."""
-        return () if self.is_overridden() else tuple(self._variants)
-
-    def get_variant(self, name: str) -> Any:
-        """The class of one of the :meth:`variants`.
-
-        Raises:
-            ImportError: the class cannot be imported.
-        """
-        path = self._variants[name]
-        return resolve_obj_by_qualname(path) if path else self.get_class().variants[name]
+        return () if self._override is not None else tuple(self._variants)
 
     def is_overridden(self) -> bool:
         return self._override is not None

@@ -51,41 +51,36 @@ class Role(str):
                 raise RoleError(f"role {name}: expected entries of its own, {min(taken)} is one of role {other}")
         role = ROLES[name] = super().__new__(cls, name)
         role.entries, role.required, role.file = entries, (*further, *entries), ""
+        setattr(cls, name.upper(), role)
         return role
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same object in any process that knows the role."""
-        return _named, (str(self),)
+        return getattr, (Role, self.upper())
 
 
 ROLES: dict[str, Role] = {}
 """Every role by its name, in the order in which a class is asked for its own."""
-Role.PREFILL = Role(
-    "prefill", "run_prefill_new_tokens", "run_prefill_context_chunk", further=(*_EVERY, "supports_quant_output")
-)
-Role.DECODE = Role("decode", "run_decode")
-Role.LAYER = Role("layer", further=("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"))
-Role.SPARSE = Role("sparse", "run_sparse_decode", "run_sparse_prefill")
-Role.INDEXER = Role("indexer", "run_index_logits", "run_index_topk")
-Role.TOPK = Role("topk", "run_top_k_per_row")
-Role.PREPARE = Role("prepare", "run_prepare_index")
-Role.COMPRESS = Role("compress", "run_compress")
-Role.CACHE = Role(
+Role("prefill", "run_prefill_new_tokens", "run_prefill_context_chunk", further=(*_EVERY, "supports_quant_output"))
+Role("decode", "run_decode")
+Role("layer", further=("get_name", "validate_configuration", "get_impl_cls", "get_builder_cls"))
+Role("sparse", "run_sparse_decode", "run_sparse_prefill")
+Role("indexer", "run_index_logits", "run_index_topk")
+Role("topk", "run_top_k_per_row")
+Role("prepare", "run_prepare_index")
+Role("compress", "run_compress")
+Role(
     "cache",
     *("run_write_latent", "run_write_index", "run_gather_latent", "run_gather_index"),
     *("run_slot_mapping", "run_global_slots"),
     further=_EVERY[:-1],
 )
-Role.SPARSE_LAYER = Role("sparse_layer", "run_sparse_layer", further=(*_EVERY, "load_weights"))
+Role("sparse_layer", "run_sparse_layer", further=(*_EVERY, "load_weights"))
 
 
 def outside() -> str:
     """The file of the role from outside; empty without one."""
     return next((role.file for role in ROLES.values() if role.file), "")
-
-
-def _named(name: str) -> Role:
-    return ROLES[name]
 
 
 def role_of(loaded: type) -> Role:
@@ -95,11 +90,6 @@ def role_of(loaded: type) -> Role:
     others = (role for role in ROLES.values() if role is not Role.PREFILL)
     told = (role for role in others if any(callable(getattr(loaded, name, None)) for name in role.entries))
     return next(told, Role.PREFILL)
-
-
-def sibling(loaded: type, role: Role) -> Any:
-    """The class that ``loaded`` names for another role, by an attribute such as ``decode_backend``."""
-    return getattr(loaded, f"{role}_backend", None)
 
 
 class IndexSpace(StrEnum):

@@ -5,13 +5,14 @@ A backend implements :meth:`SelectedKeysBackend.attend`; whatever its library ne
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_cache
-from mla_conformance.backends.kernel import expect
-from mla_conformance.backends.operands import require_asked, require_forms
+from mla_conformance.backends.cache_dtypes import check_cache
+from mla_conformance.backends.kernel import expect, require_declared
+from mla_conformance.backends.operands import require_forms
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseSelectorConfig
 from mla_conformance.reference.selected import NO_KEY
@@ -93,15 +94,7 @@ class SelectedKeysBackend(MLASparseBackend):
     def _run(
         self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None, return_softmax_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        self._check(q, sources, sink, return_softmax_lse)
-        output, lse = self.attend(q, sources, k_scale, sink)
-        if not return_softmax_lse:
-            return output
-        assert lse is not None, "a backend without an LSE is refused before"
-        return output, lse
-
-    def _check(self, q: Tensor, sources: list[Selected], sink: Tensor | None, lse: bool) -> None:
-        """Refuse what is not declared and what does not fit: SPEC 3.8 and 7.11, with expected and got."""
+        """Refuse what is not declared and what does not fit, SPEC 3.8 and 7.11, with expected and got; then attend."""
         names = (("kv_cache", "topk_indices"), ("extra_kv_cache", "extra_topk_indices"))
         named = list(zip(sources, names if sources[0].paged else (("kv", "topk_indices"),), strict=False))
         for source, (_, lists) in named:
@@ -116,9 +109,18 @@ class SelectedKeysBackend(MLASparseBackend):
         # to come, and hide a library that does not wait for them.
         reads = q.device.type != "cuda" or torch.cuda.current_stream(q.device) == torch.cuda.default_stream(q.device)
         twice = reads and not self.supports_duplicates and any(names_twice(x.indices, x.length) for x in sources)
-        self._require_declared(q, sources, sink, lse=lse, duplicates=twice)
+        metadata, main, extra = self._sparse_metadata, sources[0], sources[1] if len(sources) > 1 else None
+        asked: dict[str, Any] = {"index_space": main.space, "topk_length": main.length is not None}
+        asked |= {"kv_cache_dtype": main.layout, "block_size": main.cache.shape[1], "topk": main.indices.shape[1]}
+        asked |= {"sink": sink is not None, "extra_kv_cache_dtype": extra.layout if extra else None}
+        if extra:
+            asked |= {"extra_block_size": extra.cache.shape[1], "extra_topk": extra.indices.shape[1]}
+        # An instance cannot see what the tile scales are; its caller asked what the class reads.
+        asked |= {"tile_scales": self.supported_tile_scales[0], "dcp_world_size": metadata.dcp_world_size}
+        asked |= {"call": "decode" if main.paged else "prefill", "lse": return_softmax_lse, "duplicates": twice}
+        require_declared(self, q.device, MLASparseSelectorConfig, dtype=q.dtype, **asked)
         heads, width = self.num_heads, self.kv_lora_rank + self.qk_rope_head_dim
-        tokens = int(self._sparse_metadata.query_lens_cpu.sum())
+        tokens = int(metadata.query_lens_cpu.sum())
         if q.shape != (tokens, heads, width):
             raise ValueError(f"q: expected {tokens} tokens of [{heads}, {width}] by the metadata, got {list(q.shape)}")
         require_forms(MLASparseBackend.run_sparse_decode, {"attn_sink": sink}, {"N": heads})
@@ -126,29 +128,11 @@ class SelectedKeysBackend(MLASparseBackend):
             check_cache(cache, source.cache, source.layout, self, q.dtype)
             if reads:
                 self._check_selection(lists, source)
-
-    def _require_declared(self, q: Tensor, sources: list[Selected], sink: Tensor | None, **asked: bool) -> None:
-        main, extra = sources[0], sources[1] if len(sources) > 1 else None
-        require_asked(
-            self,
-            q.device,
-            MLASparseSelectorConfig,
-            call="decode" if main.paged else "prefill",
-            dtype=q.dtype,
-            kv_cache_dtype=main.layout,
-            block_size=main.cache.shape[1],
-            topk=main.indices.shape[1],
-            index_space=main.space,
-            topk_length=main.length is not None,
-            sink=sink is not None,
-            dcp_world_size=self._sparse_metadata.dcp_world_size,
-            # An instance cannot see what they are; its caller asked what the class reads.
-            tile_scales=self.supported_tile_scales[0],
-            extra_kv_cache_dtype=extra.layout if extra else None,
-            extra_block_size=extra.cache.shape[1] if extra else 0,
-            extra_topk=extra.indices.shape[1] if extra else 0,
-            **asked,
-        )
+        output, lse = self.attend(q, sources, k_scale, sink)
+        if not return_softmax_lse:
+            return output
+        assert lse is not None, "a backend without an LSE is refused before"
+        return output, lse
 
     def _check_selection(self, name: str, source: Selected) -> None:
         """Refuse lengths beyond the lists, by this name, and numbers that name nothing; reads the lists."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.loading import resolve_class
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.backends.registry import MLAPrefillBackendEnum
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
@@ -49,7 +48,8 @@ def select_mla_prefill_backend(
     rejected = f"{asked} for {selector_config}:"
     for backend in candidates:
         try:
-            found = resolve_class(backend.get_class(), device_capability)
+            loaded = backend.get_class()
+            found = loaded.resolve(device_capability) if hasattr(loaded, "resolve") else loaded
         except (ImportError, ValueError) as error:
             reasons = [str(error)]
         else:

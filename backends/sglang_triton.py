@@ -9,33 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.interpreted import interpreted
-from mla_conformance.backends.packaged import JOINS_Q, LSE_TOKENS_FIRST, NAN_WITHOUT_KEYS, ONE_TOKEN_EACH, declared
+from mla_conformance.backends import packaged
+from mla_conformance.backends.conversions import RaggedBatch, writable
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import FROM_AMPERE
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _SPLITS = 8  # SGLang's default of triton_attention_num_kv_splits
 _KEYS_OF_A_SPLIT = 32
 
 
-def _library(module: str) -> Library:
-    return Library(f"sglang.kernels.ops.attention.{module}", "sglang", extra("sglang"))
+def sglang_library(module: str) -> packaged.Library:
+    """A module of SGLang's kernels."""
+    return packaged.Library(f"sglang.kernels.ops.{module}", "sglang", packaged.extra("sglang"))
 
 
 class SGLangTritonPrefillBackend(RaggedPrefillBackend):
     """New tokens without a prefix, or a prefix without new tokens, as SGLang computes a prefill in chunks."""
 
     name = "SGLANG_TRITON"
-    libraries = (_library("extend_attention"),)
-    devices = FROM_AMPERE  # what Triton compiles for
+    libraries = (sglang_library("attention.extend_attention"),)
+    devices = packaged.FROM_AMPERE  # what Triton compiles for
     takes_head_dims = staticmethod(lambda qk, v: v > 32)  # as models have them
-    declaration = declared(
+    declaration = packaged.declared(
         "sglang triton",
         ("wants contiguous tensors", "others are copied"),
-        LSE_TOKENS_FIRST,
+        packaged.LSE_TOKENS_FIRST,
         (
             "illegal memory access with value head dims 16 and 32 (Triton 3.6, H200)",
             "dims up to 32 are declared unsupported",
@@ -43,16 +41,15 @@ class SGLangTritonPrefillBackend(RaggedPrefillBackend):
     )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, new = q.contiguous(), k.contiguous(), v.contiguous(), batch.causal
-        output = out if out is not None and out.is_contiguous() else q.new_empty(*q.shape[:2], self.v_head_dim)
+        q, k, v, new, direct = q.contiguous(), k.contiguous(), v.contiguous(), batch.causal, writable(out)
+        output = q.new_empty(*q.shape[:2], self.v_head_dim) if direct is None else direct
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         extended, cached = ((k, v), (k[:0], v[:0])) if new else ((k[:0], v[:0]), (k, v))
         queries = batch.query_start_loc.long()  # SGLang's, and what keeps offsets from overflowing
         keys = torch.zeros_like(batch.key_start_loc) if new else batch.key_start_loc
-        slots = torch.arange(len(cached[0]), device=q.device)
-        options: tuple[Any, ...] = (None, new, None, batch.max_query_len, 1.0, 1.0)
+        written = (q, *extended, output, *cached, queries, keys, torch.arange(len(cached[0]), device=q.device))
+        options: tuple[Any, ...] = (None, new, None, batch.lengths[2], 1.0, 1.0)
         stages = {"skip_prefix": new, "skip_extend": not new, "identity_kv_indices": not new}
-        written = (q, *extended, output, *cached, queries, keys, slots)
         self.library.extend_attention_fwd(*written, *options, sm_scale=self.scale, lse_extend=lse, **stages)
         return output, lse.mT
 
@@ -61,26 +58,23 @@ class SGLangTritonDecodeBackend(PagedDecodeBackend):
     """One query token a request, over slots of one token."""
 
     name = "SGLANG_TRITON"
-    libraries = (_library("decode_attention"), _library("metadata"))
-    devices = FROM_AMPERE  # what Triton compiles for
+    libraries = (sglang_library("attention.decode_attention"), sglang_library("attention.metadata"))
+    devices = packaged.FROM_AMPERE  # what Triton compiles for
     supported_latent_dims = [(512, 64), (256, 32)]
-    cudagraph_support = ONE_TOKEN_EACH
-    declaration = declared(
+    cudagraph_support = packaged.ONE_TOKEN_EACH
+    declaration = packaged.declared(
         "sglang triton",
-        JOINS_Q,
+        packaged.JOINS_Q,
         ("wants the slot of every token", "listed by the block table; a cache with gaps is copied"),
         ("returns no LSE", "that of its splits' own, as SGLang takes it where ranks share a sequence"),
-        NAN_WITHOUT_KEYS,
-        (
-            "rounds q and P to e4m3, without a scale, where the cache is e4m3; no rounding class describes that",
-            "declared unsupported",
-        ),
+        packaged.NAN_WITHOUT_KEYS,
+        packaged.UNSCALED_Q_AND_P,
         ("several query tokens go to the prefill kernel, with a mask of bytes", "declared unsupported"),
     )
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
-        metadata, q, page = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1), kv_cache.shape[1]
-        table, lengths, latent = metadata.block_table, metadata.seq_lens, self.kv_lora_rank
+        q, page, latent = torch.cat([ql_nope, q_pe], dim=-1), kv_cache.shape[1], self.kv_lora_rank
+        table, lengths = self._decode_metadata.block_table, self._decode_metadata.seq_lens
         keys = kv_cache.flatten(0, 1).unsqueeze(1)
         # Where the tokens of each request start, and the slots of all, one after the other; computed on the device from
         # what stands there when it runs. Behind the last slot stands what does not count.
@@ -92,10 +86,8 @@ class SGLangTritonDecodeBackend(PagedDecodeBackend):
         splits, most = self._splits(lengths, page * table.shape[1])
         output, partial = q.new_empty(ql_nope.shape), q.new_empty(*q.shape[:2], most, latent, dtype=torch.float32)
         lse = q.new_full((*q.shape[:2], most), -torch.inf, dtype=torch.float32)
-        listed = (start.int(), indices, partial, lse, splits, most)
-        self.library.decode_attention_fwd(
-            q, keys, keys[..., :latent], output, *listed, self.scale, 1.0, 1.0, has_mla=True
-        )
+        written = (q, keys, keys[..., :latent], output, start.int(), indices, partial, lse, splits, most)
+        self.library.decode_attention_fwd(*written, self.scale, 1.0, 1.0, has_mla=True)
         self._served = {"splits": f"at most {most}"}
         return output, lse.logsumexp(-1).mT
 
@@ -112,10 +104,10 @@ class SGLangTritonDecodeBackend(PagedDecodeBackend):
         return splits, most
 
 
-SGLangTritonInterpretedPrefill = interpreted(SGLangTritonPrefillBackend)
-SGLangTritonInterpretedDecode = interpreted(SGLangTritonDecodeBackend)
-
-
 def _power_of_two(number: int) -> int:
     """The next one, at least ``number``."""
     return 1 << (number - 1).bit_length()
+
+
+SGLangTritonInterpretedPrefill = packaged.interpreted(SGLangTritonPrefillBackend)
+SGLangTritonInterpretedDecode = packaged.interpreted(SGLangTritonDecodeBackend)

@@ -117,10 +117,12 @@ class MLASparseBackend(LatentKernel):
             yield from cls._cache_reasons(config, second)
         if config.call == "decode" and second is not None:
             layouts = cls.supported_extra_kv_cache_dtypes
-            yield from unless((layout_of(second) in layouts, f"a second cache of {second} not supported"))
-            yield from cls._page_reasons(config.extra_block_size, " of a second cache")
-            accepted = accepts_block_size(cls.supported_topk, columns)
-            yield from unless((accepted, f"topk {columns} of a second cache not supported"))
+            pages, page = cls.get_supported_kernel_block_sizes(), config.extra_block_size
+            yield from unless(
+                (layout_of(second) in layouts, f"a second cache of {second} not supported"),
+                (accepts_block_size(pages, page), f"block_size {page} of a second cache not supported"),
+                (accepts_block_size(cls.supported_topk, columns), f"topk {columns} of a second cache not supported"),
+            )
 
     def __init__(
         self,

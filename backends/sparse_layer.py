@@ -107,7 +107,8 @@ class MLASparseLayerBackend(PagedKernel):
             yield reason
         if config.index_kv_cache_dtype not in cls.supported_index_kv_cache_dtypes:
             yield f"an index cache of {config.index_kv_cache_dtype} not supported"
-        yield from cls._page_reasons(config.block_size)
+        if not accepts_block_size(cls.get_supported_kernel_block_sizes(), config.block_size):
+            yield f"block_size {config.block_size} not supported"
         if not accepts_block_size(cls.supported_topk, config.topk_tokens):
             yield f"topk {config.topk_tokens} not supported"
         if config.skip_topk and not cls.supports_skip_topk:

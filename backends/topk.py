@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, unless
-from mla_conformance.backends.operands import Form, require_asked, require_forms, table
+from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, require_declared, unless
+from mla_conformance.backends.operands import Form, require_forms, table
 
 _PER_ROW = Form("T", torch.int32, "one for each row")
 
@@ -114,4 +114,4 @@ def check_topk_call(
     if (pool > 1) != (metadata.token_lengths is not None):
         raise ValueError(f"token_lengths: expected them where columns are pools of several tokens, got pool {pool}")
     asked = {"topk_tokens": topk_tokens, "row_starts": metadata.row_starts is not None, "pool": pool}
-    require_asked(backend, logits.device, MLATopKSelectorConfig, dtype=logits.dtype, **asked)
+    require_declared(backend, logits.device, MLATopKSelectorConfig, dtype=logits.dtype, **asked)

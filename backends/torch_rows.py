@@ -11,21 +11,18 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.conversions import aligned
-from mla_conformance.backends.declaration import Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.packaged import DeviceCapability, LseClass, Precision, Rounding
 
 MASK_ALIGNMENT = 16
 """Keys of a row are a multiple of this, for kernels that load masks in vectors."""
 _GATHERED_ELEMENTS = 2**28
 """Elements of keys that are gathered at once: half a GiB of 16 bits."""
 APPROXIMATE = Rounding(lse=LseClass.APPROXIMATE_EXP, dequantised_keys=Precision.MODEL)
-APPROXIMATE_EXP = Deviation(
-    "16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp"
-)
+APPROXIMATE_EXP = ("16-bit operands: a vectorised exp with errors to 6e-5, LSE included", "declared approximate-exp")
 EFFICIENT = (
-    Deviation("the LSE is padded to a multiple of 32 rows", "cut off"),
-    Deviation("a row without keys holds anything", "such a row is blanked: output 0, LSE -inf"),
+    ("the LSE is padded to a multiple of 32 rows", "cut off"),
+    ("a row without keys holds anything", "such a row is blanked: output 0, LSE -inf"),
 )
 
 
@@ -45,30 +42,25 @@ class TorchRows(NamedKernel):
     def attend_in_parts(
         self, q: Tensor, columns: int, keys_of: Callable[[slice], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """As `attend_rows`, of rows with ``columns`` keys each, which ``keys_of`` gathers for some rows at a time."""
-        step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))
-        parts = (slice(start, start + step) for start in range(0, max(1, len(q)), step))
-        outputs, lses = zip(*(self.attend_rows(q[rows], *keys_of(rows)) for rows in parts), strict=True)
-        return torch.cat(outputs), torch.cat(lses, dim=1)
+        """Attention of each row of q [T, N, D] to those of its own keys that it sees.
 
-    def attend_rows(self, q: Tensor, keys: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of each row to the keys of its own that it sees.
-
-        Args:
-            q: [T, N, D].
-            keys: [T, S, D] of the query's dtype.
-            visible: [T, S] bool.
-
-        Returns:
-            (output [T, N, L], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
+        ``keys_of`` some rows at a time are ``columns`` of each, [T, S, D] of the query's dtype, and which of them it
+        sees, [T, S] bool. Returns output [T, N, L] and lse [N, T] float32, natural; without keys 0 and -inf.
         """
-        # What no row may see must not be multiplied by a weight of 0: it may be NaN.
-        keys = keys.masked_fill(~visible.unsqueeze(-1), 0.0).unsqueeze(1)
-        mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
-        output, lse = self._attend(q.unsqueeze(1), keys, mask[:, None, None].expand(-1, 1, self.num_heads, -1))
-        empty = ~visible.any(dim=1)
-        output = output[:, 0, :, : self.kv_lora_rank].masked_fill(empty[:, None, None], 0.0)
-        return output, lse[:, 0, : self.num_heads].mT.masked_fill(empty, -torch.inf)
+        step = max(1, _GATHERED_ELEMENTS // (columns * q.shape[2]))
+        outputs, lses = [], []
+        for start in range(0, max(1, len(q)), step):
+            rows = slice(start, start + step)
+            keys, visible = keys_of(rows)
+            # What no row may see must not be multiplied by a weight of 0: it may be NaN.
+            keys = keys.masked_fill(~visible.unsqueeze(-1), 0.0).unsqueeze(1)
+            mask = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+            mask = mask[:, None, None].expand(-1, 1, self.num_heads, -1)
+            output, lse = self._attend(q[rows].unsqueeze(1), keys, mask)
+            empty = ~visible.any(dim=1)
+            outputs.append(output[:, 0, :, : self.kv_lora_rank].masked_fill(empty[:, None, None], 0.0))
+            lses.append(lse[:, 0, : self.num_heads].mT.masked_fill(empty, -torch.inf))
+        return torch.cat(outputs), torch.cat(lses, dim=1)
 
     def _attend(self, q: Tensor, keys: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Output [T, 1, N, D] and LSE [T, 1, at least N] of q [T, 1, N, D] and keys [T, 1, S, D]."""

@@ -9,35 +9,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.declaration import LseClass, Rounding
-from mla_conformance.backends.packaged import NO_OUT, declared
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.backends.torch_rows import APPROXIMATE_EXP
 
 
 class TorchSDPAPrefillBackend(RaggedPrefillBackend):
-    """One kernel call per request that has queries and keys."""
-
     name = "TORCH_SDPA"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
-    declaration = declared(
+    of_torch = {"torch": torch.__version__}
+    declaration = packaged.declared(
         "torch",
         ("needs equal head dims of q, k and v", "pads the narrower ones with zeros, slices the output"),
         ("dies with SIGFPE on an empty sequence", "such a request is not launched: output 0, LSE -inf"),
         ("causal mask aligned top-left", "an additive bottom-right mask where the lengths differ"),
-        NO_OUT,
+        packaged.NO_OUT,
         APPROXIMATE_EXP,
-        rounding=Rounding(lse=LseClass.APPROXIMATE_EXP),
+        rounding=packaged.Rounding(lse=packaged.LseClass.APPROXIMATE_EXP),
     )
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+    def supports_compute_capability(cls, device_capability: packaged.DeviceCapability | None) -> bool:
         return device_capability is None
-
-    def kernel_evidence(self) -> dict[str, str]:
-        return {"torch": torch.__version__, **super().kernel_evidence()}
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)

@@ -7,15 +7,11 @@ without a synchronisation, so a call may be captured in a CUDA graph whose buffe
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import torch_rows
-from mla_conformance.backends.checks import check_decode_operands
-from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.decode import MLADecodeBackend, positions_of
+from mla_conformance.backends import packaged, torch_rows
+from mla_conformance.backends.decode import MLADecodeBackend, check_decode_operands, positions_of
 from mla_conformance.backends.latent_entries import dequantise
-from mla_conformance.backends.packaged import UNIFORM_BATCH, declared, further
-from mla_conformance.backends.platform import DeviceCapability
 
-_ADAPTED = declared(
+_ADAPTED = packaged.declared(
     "torch",
     ("no paged cache", "gathers the pages of every query token's request; ids past the last page are clamped"),
     ("no cache of codes", "dequantises with the float32 scale and rounds to the model's dtype"),
@@ -24,14 +20,12 @@ _ADAPTED = declared(
 
 
 class TorchSDPADecodeBackend(torch_rows.TorchRows, MLADecodeBackend):
-    """On a CPU; on a GPU another kernel serves the calls."""
-
     supported_kv_cache_dtypes = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len = None
     supports_nonuniform_queries = True
     supports_causal_dcp = True
-    cudagraph_support = UNIFORM_BATCH
-    declaration = further(
+    cudagraph_support = packaged.UNIFORM_BATCH
+    declaration = packaged.further(
         _ADAPTED,
         (
             "a row without keys is NaN, and a batch without any ends the process",
@@ -42,7 +36,7 @@ class TorchSDPADecodeBackend(torch_rows.TorchRows, MLADecodeBackend):
     )
 
     @classmethod
-    def resolve(cls, device_capability: DeviceCapability | None) -> type["TorchSDPADecodeBackend"]:
+    def resolve(cls, device_capability: packaged.DeviceCapability | None) -> type["TorchSDPADecodeBackend"]:
         """The CPU kernel where there is no compute capability, the memory-efficient kernel elsewhere."""
         return cls if device_capability is None else TorchEfficientDecodeBackend
 
@@ -71,6 +65,4 @@ class TorchSDPADecodeBackend(torch_rows.TorchRows, MLADecodeBackend):
 
 
 class TorchEfficientDecodeBackend(torch_rows.TorchEfficientRows, TorchSDPADecodeBackend):
-    """On a GPU."""
-
-    declaration = further(_ADAPTED, *torch_rows.EFFICIENT, rounding=Rounding(dequantised_keys=Precision.MODEL))
+    declaration = packaged.further(_ADAPTED, *torch_rows.EFFICIENT, rounding=packaged.DEQUANTISES)

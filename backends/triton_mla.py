@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import packaged
-from mla_conformance.backends.block_size import MultipleOf
-from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.interpreted import interpreted
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import FROM_AMPERE, DeviceCapability
 
 _NOTE = "a vLLM without its compiled extension does not import where there is a GPU"
 _KEPT = packaged.declared(
@@ -29,7 +24,7 @@ _KEPT = packaged.declared(
     ("latent and rope dims below 16 do not compile", "declared unsupported"),
     ("several query tokens a request not under decode context parallelism", "declared unsupported"),
     ("an e4m3 cache is dequantised to the model's dtype", "declared dequantised keys: model"),
-    rounding=Rounding(dequantised_keys=Precision.MODEL),
+    rounding=packaged.DEQUANTISES,
 )
 
 
@@ -37,9 +32,12 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches; the LSE is stored in the query's dtype, because vLLM's backend allocates it so."""
 
     name = "TRITON_MLA"
-    libraries = (Library("vllm.v1.attention.ops.triton_decode_attention", "vllm", extra("vllm"), _NOTE),)
-    devices = FROM_AMPERE  # what Triton compiles for
-    supported_block_sizes = [MultipleOf(16)]
+    libraries = (
+        packaged.Library("vllm.v1.attention.ops.triton_decode_attention", "vllm", packaged.extra("vllm"), _NOTE),
+    )
+    devices = packaged.FROM_AMPERE  # what Triton compiles for
+    supported_block_sizes = [packaged.MultipleOf(16)]
+    supported_latent_dims = []
     supported_kv_cache_dtypes = ["auto", "fp8"]
     supported_query_len = None
     cudagraph_support = packaged.UNIFORM_BATCH
@@ -47,29 +45,27 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
     lse_dtype: ClassVar[torch.dtype | None] = None
 
     @classmethod
-    def refuses(cls, device_capability: DeviceCapability | None, config: Any) -> Iterator[str]:
+    def refuses(cls, config: Any, device: Any) -> Iterator[str]:
         dims = (config.kv_lora_rank, config.qk_rope_head_dim)
         if any(0 < dim < 16 for dim in dims):
             yield f"latent dims (L, R) = {dims} not supported: Triton multiplies 16 columns or more"
-        if config.kv_cache_dtype == "fp8" and device_capability is not None and device_capability < (8, 9):
-            yield f"kv_cache_dtype fp8 needs compute capability 8.9, this device has {device_capability}"
+        if config.kv_cache_dtype == "fp8" and device is not None and device < (8, 9):
+            yield f"kv_cache_dtype fp8 needs compute capability 8.9, this device has {device}"
 
     def attend(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
         metadata, q, cache = self._decode_metadata, torch.cat([ql_nope, q_pe], dim=-1), kv_cache.unsqueeze(2)
         output, lse = q.new_zeros(ql_nope.shape), q.new_zeros(q.shape[:2], dtype=self.lse_dtype or q.dtype)
         units = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-        splits = key_splits(metadata.max_seq_len, units)
+        # As ``_compute_num_kv_splits`` of vLLM's backend: a power of two, unless there are too few compute units.
+        splits = min(1 << (max(1, metadata.max_seq_len // 512) - 1).bit_length(), 2 * units)
         table, lengths, queries = metadata.block_table, metadata.seq_lens, len(q) // len(metadata.seq_lens)
         if queries > 1:  # a row for each token; the last one of a request sees all keys
             behind = torch.arange(1 - queries, 1, device=lengths.device, dtype=lengths.dtype)
             table, lengths = table.repeat_interleave(queries, dim=0), (lengths[:, None] + behind).flatten().clamp(min=0)
-        written = (output, lse, table, lengths)
         partial = q.new_empty(*q.shape[:2], splits, self.kv_lora_rank + 1, dtype=torch.float32)
+        operands = (q, cache, cache[..., : self.kv_lora_rank], output, lse, table, lengths, partial, splits, self.scale)
         options = {"k_scale": k_scale, "v_scale": k_scale, "is_mla": True}
-        latent = cache[..., : self.kv_lora_rank]
-        self.library.decode_attention_fwd(
-            q, cache, latent, *written, partial, splits, self.scale, cache.shape[1], **options
-        )
+        self.library.decode_attention_fwd(*operands, cache.shape[1], **options)
         self._served = {"splits": str(splits)}
         return output, lse.mT.float()
 
@@ -81,9 +77,4 @@ class TritonMLAFloat32Lse(TritonMLADecodeBackend, variant="lse-float32"):
     lse_dtype = torch.float32
 
 
-TritonMLAInterpreted = interpreted(TritonMLADecodeBackend)
-
-
-def key_splits(max_seq_len: int, compute_units: int) -> int:
-    """As ``_compute_num_kv_splits`` of vLLM's backend: a power of two, unless there are too few compute units."""
-    return min(1 << (max(1, max_seq_len // 512) - 1).bit_length(), 2 * compute_units)
+TritonMLAInterpreted = packaged.interpreted(TritonMLADecodeBackend)

@@ -11,53 +11,49 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import ALIGNMENT
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.packaged import LibraryKernel, declared, further
-from mla_conformance.backends.platform import FROM_TURING, DeviceCapability
-from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
+from mla_conformance.backends.steps import TopKKernel
 from mla_conformance.reference.selected import NO_KEY
 
-VLLM_OPERATORS = Library("vllm._C_stable_libtorch", "vllm", extra("vllm"), "its wheels for CUDA have these operators")
+_NOTE = "its wheels for CUDA have these operators"
+VLLM_OPERATORS = packaged.Library("vllm._C_stable_libtorch", "vllm", packaged.extra("vllm"), _NOTE)
 """Importing it registers them with torch."""
 _ROWS = 64
 """That the cooperative kernel takes at once."""
 _WORKSPACE = ("wants a workspace", "of 1 MiB, which holds anything, as in vLLM")
 
 
-class VllmTopKBackend(LibraryKernel, MLATopKBackend):
+class VllmTopKBackend(TopKKernel):
     """The family: first the kernel of a prefill, which alone takes every call."""
 
     name = "VLLM_TOPK"
     libraries = (VLLM_OPERATORS,)
-    devices = FROM_TURING  # what the wheel has code for
+    devices = packaged.FROM_TURING  # what the wheel has code for
     by_device = {0: ("prefill", "decode", "persistent", "cooperative")}
     supports_row_starts = False
-    declaration = declared(
+    declaration = packaged.declared(
         "vllm torch", ("writes into numbers of its caller", "-1 beforehand, as in vLLM"), deterministic=False
     )
 
-    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
-        check_topk_call(self, self._topk_metadata, logits, topk_tokens)
+    def select(self, logits: Tensor, lengths: Tensor, topk_tokens: int) -> Tensor:
         output = torch.full((len(logits), topk_tokens), NO_KEY, dtype=torch.int32, device=logits.device)
         self.libraries[0].load()
-        self.select(logits, self._topk_metadata.lengths.contiguous(), output)
+        self.fill(logits, lengths.contiguous(), output)
         return output
 
-    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         """Fill output [T, K] for rows of lengths [T]."""
         raise self.not_a_family()
 
 
 class VllmTopKPrefill(VllmTopKBackend, variant="prefill"):
-    """Any windows, any number of columns."""
-
     supports_row_starts = True
-    declaration = further(
+    declaration = packaged.further(
         VllmTopKBackend.declaration, ("wants starts and ends", "zeros where there are no starts, as in vLLM")
     )
 
-    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         given = self._topk_metadata.row_starts
         starts = torch.zeros_like(lengths) if given is None else given.contiguous()
         sizes = (len(logits), *logits.stride(), output.shape[1])
@@ -67,7 +63,7 @@ class VllmTopKPrefill(VllmTopKBackend, variant="prefill"):
 class VllmTopKDecode(VllmTopKBackend, variant="decode"):
     """Each row is of a request of one query token."""
 
-    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         sizes = (len(logits), *logits.stride(), output.shape[1])
         torch.ops._C.top_k_per_row_decode(logits, 1, lengths, output, *sizes)
 
@@ -77,9 +73,9 @@ class VllmTopKPersistent(VllmTopKBackend, variant="persistent"):
 
     operator: ClassVar[str] = "persistent_topk"
     supported_topk = [512, 1024, 2048]
-    declaration = further(VllmTopKBackend.declaration, _WORKSPACE)
+    declaration = packaged.further(VllmTopKBackend.declaration, _WORKSPACE)
 
-    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         workspace = torch.empty(1 << 20, dtype=torch.uint8, device=logits.device)
         sizes = (output.shape[1], self._topk_metadata.max_seq_len)
         getattr(torch.ops._C, self.operator)(logits, lengths, output, workspace, *sizes)
@@ -90,19 +86,19 @@ class VllmTopKCooperative(VllmTopKPersistent, variant="cooperative"):
 
     needed_capability = "9.0 or newer, but not 12.x"
     operator = "cooperative_topk"
-    declaration = further(
+    declaration = packaged.further(
         VllmTopKPersistent.declaration,
         (f"takes {_ROWS} rows, beyond which vLLM takes the persistent one", "a call for each so many"),
         ("takes rows at multiples of 16 bytes alone", "others are copied"),
     )
 
     @classmethod
-    def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
+    def supports_compute_capability(cls, device_capability: packaged.DeviceCapability | None) -> bool:
         return device_capability is not None and device_capability >= (9, 0) and device_capability.major != 12
 
-    def select(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
+    def fill(self, logits: Tensor, lengths: Tensor, output: Tensor) -> None:
         (rows, columns), unit = logits.shape, ALIGNMENT // 4
         if logits.stride(0) % unit or logits.data_ptr() % ALIGNMENT:
             logits = logits.new_empty(rows, -(-columns // unit) * unit)[:, :columns].copy_(logits)
         for part in zip(*(x.split(_ROWS) for x in (logits, lengths, output)), strict=True):
-            super().select(*part)
+            super().fill(*part)

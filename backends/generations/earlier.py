@@ -12,11 +12,11 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.checks import check_unquantised
 from mla_conformance.backends.declaration import Declaration, Deviation
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
+from mla_conformance.backends.interface import check_unquantised
 from mla_conformance.backends.kernel import AttentionSizes, KernelBackend
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
@@ -111,7 +111,7 @@ class MLAPrefillBackend(KernelBackend):
         cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
     ) -> list[str]:
         """Reasons why the backend cannot be used; an empty list means that it can."""
-        reasons = cls.requirement_reasons(device_capability, selector_config.dtype)
+        reasons = super().validate_configuration(device_capability, selector_config)
         if cls.requires_r1_mla_dimensions and not selector_config.is_r1_compatible:
             reasons.append(f"MLA dimensions not supported (supported: {PRESETS['r1'].head})")
         return reasons

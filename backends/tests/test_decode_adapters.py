@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from mla_conformance.backends.loading import load_role
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
-from mla_conformance.backends.triton_mla import key_splits
 
 Kernel = Callable[..., Any]
 UNIFORM = [(1, 1, 1), (65, 0, 130)], [(3, 3), (64, 129)]
@@ -238,11 +237,6 @@ def test_the_lse_is_as_coarse_as_vllm_makes_it(calls: Any, decodes: Any) -> None
     with pytest.raises(AssertionError):
         decodes(_adapter("TRITON_MLA"), 16, (1,), (40,))
     assert seen[0]["lse"].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize(("length", "splits"), [(1, 1), (1023, 1), (1024, 2), (1536, 4), (10**6, 264)])
-def test_keys_are_split_as_in_vllm(length: Any, splits: Any) -> None:
-    assert key_splits(length, compute_units=132) == splits
 
 
 @pytest.mark.parametrize("key", [key for key in STAND_INS if key.startswith("FLASHMLA")])

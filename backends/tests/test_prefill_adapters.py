@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned
-from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.flash_attn import FlashAttnPrefillBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.loading import load_role
@@ -311,5 +311,8 @@ def test_choice_by_device_and_what_is_installed(
 
 def test_upstreams_build_of_fa3_is_used_where_the_wheel_is_missing(installed: Any, monkeypatch: Any) -> None:
     module, fa3 = installed("flash_attn_interface"), _adapter("FLASH_ATTN[fa3]")
-    monkeypatch.setattr(fa3, "libraries", (Library("no_such_module", "fa3-fwd", ""),))
-    assert fa3.package().load() is module
+    wheel = replace(fa3.libraries[0], module="no_such_module")
+    monkeypatch.setattr(fa3, "libraries", (wheel,))
+    backend = fa3(2, 0.1, 512, 128, 64, 128, None)
+    assert backend.library is module and fa3.missing_dependencies() == []
+    assert list(backend.kernel_evidence().items())[1:] == [("module", "flash_attn_interface"), ("variant", "fa3")]

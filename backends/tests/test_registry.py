@@ -83,7 +83,7 @@ def test_a_path_that_leads_nowhere_is_an_import_error(path: str, said: str, over
 def test_the_registry_lists_exactly_the_variants_that_the_adapters_define() -> None:
     for member in (member for enum in ENUMS for member in enum if member.name != "CUSTOM"):
         assert set(getattr(member.get_class(), "variants", ())) <= set(member.variants())
-        assert all(member.get_variant(variant).variant == variant for variant in member.variants())
+        assert all(member.get_class(variant).variant == variant for variant in member.variants())
     for reference in known_variants():
         assert parse_reference(reference.name) == reference
         assert f"[{load_backend(reference).variant}]" in reference.name

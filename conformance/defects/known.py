@@ -11,7 +11,7 @@ import msgspec
 
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
-from mla_conformance.backends.roles import Role, role_of, sibling
+from mla_conformance.backends.roles import Role, role_of
 from mla_conformance.defects.steps import kernels_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -101,7 +101,7 @@ def judged_roles(kernel: type[Emulation]) -> tuple[Role, ...]:
     """The roles whose cases are about an emulation: its own, and of a kernel a layer if it names the one beside it."""
     own = role_of(kernel)
     other = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}.get(own)
-    return (own,) if other is None or sibling(kernel, other) is None else (own, Role.LAYER)
+    return (own,) if other is None or getattr(kernel, f"{other}_backend", None) is None else (own, Role.LAYER)
 
 
 def defects(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.backends.operands import Form, require_form
+from mla_conformance.backends.operands import Form, require_forms
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case, CaseError, at_least
 from mla_conformance.roles.decode.case import DecodeCase
@@ -144,4 +144,4 @@ def test_a_role_s_table_that_contradicts_itself_says_where() -> None:
     with pytest.raises(TypeError, match=r"Form\('T'\): expected dtypes of codes, .*; got 'modle'$"):
         Form("T", (torch.float32, "modle"))
     with pytest.raises(ValueError, match=r"^logits: expected \[T, C\], got \[5\], without C$"):
-        require_form("logits", torch.zeros(5), Form("T, C"), {"T": 5})
+        require_forms({"logits": Form("T, C")}, [torch.zeros(5)], {"T": 5})
