@@ -25,7 +25,6 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.diagnosis.reach import with_reach
@@ -73,7 +72,7 @@ from mla_conformance.trials.role_file import take_up
 from mla_conformance.trials.subject import Subject, describe, unavailable
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
-from mla_conformance.vocabulary.capabilities import load_lists
+from mla_conformance.vocabulary.capabilities import lists_of
 
 Send = Callable[[WorkerEvent], None]
 _AT_ONCE = 0.05  # seconds within which a process is given something that others wait for
@@ -88,9 +87,8 @@ def load_all(setup: Setup) -> None:
     if setup.role:
         take_up(setup.role, setup.array)
     tolerance()
-    load_lists()
-    for role in ROLES.values():
-        candidates(role)
+    for role in ("", *ROLES):
+        lists_of(role)
     wanted = ["torch.utils._device"]
     if setup.draws:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
@@ -252,9 +250,10 @@ class Worker:
                 judge_one(earlier, Case.parse(before), self._context, partial(self._starts, earlier))
         case, heat = Case.parse(task.case), None
         trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
-        if not self._executor.lost(self._device):
+        is_told = record.status is Status.FAIL and not self._executor.lost(self._device)
+        if is_told:
             record = with_reach(trial, record)
-        if task.explain and record.status is Status.FAIL and not self._executor.lost(self._device):
+        if is_told and task.explain:
             self._send(WorkerJudged(record))
             heat, failure = heat_of(trial, record), Failure.of(trial, record)
             if task.reported:
