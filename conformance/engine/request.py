@@ -31,7 +31,6 @@ from mla_conformance.vocabulary.capabilities import (
     CapabilityError,
     Tier,
     find_capability,
-    find_tier,
     usual_capabilities,
 )
 
@@ -111,7 +110,7 @@ class RunRequest:
                         "judge them in two runs, or rename a class"
                     )
             distinct = tuple(named.values())
-            return RunRequest(distinct, chosen, find_tier(tier), device or "", parsed, explore, salt)
+            return RunRequest(distinct, chosen, Tier(tier), device or "", parsed, explore, salt)
         except (BackendReferenceError, CapabilityError, CaseError) as error:
             raise RequestError(str(error)) from error
 
