@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from mla_conformance.vocabulary.arrays import SPACES, array_of, found_array
-from mla_conformance.vocabulary.capabilities import Tier, counted, with_killing
+from mla_conformance.vocabulary.capabilities import Tier, counted, killing
 from mla_conformance.vocabulary.dense import dense_cases
 
 ARRAYS = Path(__file__).parents[1] / "fixtures" / "arrays.json"
@@ -21,10 +21,10 @@ def main(arguments: list[str]) -> None:
     anew = "--anew" in arguments
     for capability in [name for name in arguments if name in SPACES] or SPACES:
         space, stored = SPACES[capability], () if anew else array_of(capability)
-        killing, dense = with_killing(array_of(capability), ()), dense_cases(space)
-        cases, without = found_array(space, (*counted(space, Tier.FULL), *killing, *dense), stored)
-        found[capability] = list(dict.fromkeys(case.id.partition(":")[2] for case in (*killing, *dense, *cases)))
-        counts = f"{len(killing)} that kill, {len(dense)} dense, {len(cases)} others, {len(without)} pairs in no case"
+        kill, dense = [case for case in array_of(capability) if case.id in killing()], dense_cases(space)
+        cases, without = found_array(space, (*counted(space, Tier.FULL), *kill, *dense), stored)
+        found[capability] = list(dict.fromkeys(case.id.partition(":")[2] for case in (*kill, *dense, *cases)))
+        counts = f"{len(kill)} that kill, {len(dense)} dense, {len(cases)} others, {len(without)} pairs in no case"
         sys.stdout.write(f"{capability}: {counts}\n")
         sys.stdout.flush()
     ARRAYS.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")

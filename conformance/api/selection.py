@@ -2,18 +2,17 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from mla_conformance.api.function_case import NO_FUNCTION, FunctionCase, why_no_function
 from mla_conformance.backends.references import nearest
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.cases.covering import Pairs, choose
+from mla_conformance.cases.covering import Pairs
 from mla_conformance.cases.fitting import fit
 from mla_conformance.cases.grammar import format_value
 from mla_conformance.cases.space import Space
-from mla_conformance.cases.work import CPU_WORK, is_light, work_of
+from mla_conformance.cases.work import is_light
 from mla_conformance.files.inputs import InputError
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import (
@@ -21,8 +20,7 @@ from mla_conformance.vocabulary.capabilities import (
     Capability,
     Tier,
     counts,
-    smoke_cases,
-    with_killing,
+    smoke_of,
 )
 from mla_conformance.vocabulary.capabilities import listed as every_case
 
@@ -121,7 +119,7 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     size = Tier(tier)
     listed = dict[Capability, list[Case]]()
     for entry in CAPABILITIES.values():
-        if not entry.is_array or SPACES[entry.name].role is space.role:
+        if entry.name not in SPACES or SPACES[entry.name].role is space.role:
             # The smoke tier is chosen from all of them.
             some = entry.select(Tier.FULL if size is Tier.SMOKE else size)
             listed[entry] = [case for case in some if case.role is space.role and not why_no_function(case)]
@@ -134,25 +132,17 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     found: list[Case] = []
     for entry, cases in listed.items():
         fitting = list(filter(fits, cases))
-        if entry.is_array and cases:
+        if entry.name in SPACES and cases:
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, triples = every_case(space), size is Tier.NIGHTLY
             held = Pairs(space, space.rows(known))
             fitting += fit(space, known, lambda some: list(map(fits, some)), held, is_light, triples).cases
-        found += _few(entry, space, fitting, found) if size is Tier.SMOKE and fitting else fitting
+        # By the smoke tier's own rules: it would hold few of what is asked for.
+        found += smoke_of(entry.name, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if not found:
         having = [case for case in every if all(each.holds(case) for each in asked)]
         raise InputError(_none_left(space.role, asked, [_unusual(case, wanted) for case in having]))
     return CaseSelection(map(FunctionCase, found))
-
-
-def _few(entry: Capability, space: Space, fitting: Sequence[Case], before: Iterable[Case]) -> Sequence[Case]:
-    """What the smoke tier takes of those that fit, by its own rules: it would hold few of what is asked for."""
-    if not entry.is_array:
-        return smoke_cases(fitting)
-    light = [case for case in fitting if work_of(case) <= CPU_WORK] or fitting
-    chosen = choose([space.classes_of(case) for case in light], chain.from_iterable(map(space.classes_of, before)))
-    return with_killing(fitting, {light[number] for number in chosen})
 
 
 def _unusual(case: Case, wanted: Mapping[str, object]) -> dict[str, object]:

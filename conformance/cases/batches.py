@@ -9,9 +9,9 @@ from functools import cache
 from itertools import cycle, islice, repeat
 
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.classes import PLAIN, SOME, Draw, Numbers, exactly
+from mla_conformance.cases.classes import PLAIN, SOME, Draw, Numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured, never
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, exactly, measured, never
 
 HEADS = Numbers(
     {
@@ -102,7 +102,7 @@ def others_class(case: Case) -> str:
 
 OTHERS = ("shorter", "alone", "equal", "no context")
 OTHERS_BESIDE = tuple(label for label in OTHERS if label != "alone")
-SEVERAL = tuple(label for label in REQUESTS if label != "1")
+SEVERAL = tuple(label for label in REQUESTS.parts if label != "1")
 ROWS_AND_HEADS = ("17 to 63", "up to 16", "multiple of 64", "beyond 64")
 
 
@@ -134,7 +134,7 @@ TOTALS = (
 def batch(usual_heads: str, *queries: str) -> tuple[Dimension, ...]:
     """Heads, these first, query tokens of these classes, requests and lengths."""
     return (
-        measured("heads", dict.fromkeys((usual_heads, *HEADS)), lambda case: HEADS.class_of(case.heads)),
+        measured("heads", dict.fromkeys((usual_heads, *HEADS.parts)), lambda case: HEADS.class_of(case.heads)),
         measured("queries", queries, lambda case: query_class(case.q)),
         measured(
             "rows x heads",
@@ -302,20 +302,12 @@ LONE_RULES: tuple[Rule, ...] = (
 """Of batches of one request."""
 
 
-def in_both(least: int) -> Rule:
-    """That a length of so many tokens or more is as long and ends so."""
-
-    def holds(longest: str, tile: str) -> bool:
-        return bool(lengths(longest, tile, least))
-
-    return Rule("no length is in both classes", ("longest", "tile"), holds)
-
-
+IN_BOTH = Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1)))
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,
     Rule("no numbers with such a product", SHAPE[:3], lambda *classes: bool(rows_and_heads(*classes))),
-    in_both(1),
+    IN_BOTH,
     Rule("no such length has room for the query tokens", ("queries", "others", "longest", "tile"), _long_enough),
     Rule("no such length has room for the query tokens", SHAPE, _exists),
     Rule(
@@ -338,7 +330,7 @@ PAGE_RULES = (*END_RULES, Rule("no such length has room for the query tokens", P
 
 LONE_PADDING = never(
     "rows of padding have one query token each",
-    {"queries": tuple(label for label in QUERIES if label != "1"), "padding": ("some",)},
+    {"queries": tuple(label for label in QUERIES.parts if label != "1"), "padding": ("some",)},
 )
 
 

@@ -39,6 +39,8 @@ class CachedCase(Case):
     longer: ClassVar[Mapping[str, int]] = {"kv": 3}
     least_new: ClassVar[int] = 1
     """New tokens that each request has at least."""
+    layouts: ClassVar[tuple[str, ...]] = ("cache",)
+    """Fields that name the layout of a cache."""
 
     @property
     def holds_codes(self) -> bool:
@@ -84,35 +86,28 @@ class CachedCase(Case):
         return replace(super().varied(), kscale=3 * self.kscale)
 
     def contradictions(self) -> Iterator[str]:
-        """Each request has query tokens, and the layout fits the model."""
-        yield from super().contradictions()
+        """Each request has query tokens, and the layouts fit the model."""
         if min(self.q) < self.least_new:
             yield f"{self.call} expects at least one query token a request, got q={list(self.q)}"
         form = TILED_FORMATS.get(self.cache)
         if self.scales != "float32" and (form is None or form.scales != "float32"):
             yield f"field scales: the entries of cache {self.cache} have no float32 scales"
-        yield from self.too_large_for(self.cache)
-
-    def too_large_for(self, layout: str) -> Iterator[str]:
-        """Why an entry of a layout has no room for the head dims and the dtype."""
-        form = TILED_FORMATS.get(layout)
-        if form and (self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16"))):
-            held = " or ".join(f"{latent} + {rope}" for latent, rope in form.dims)
-            yield f"{layout} holds {held} values of a 16-bit model, got {self.latent_dims} of {self.dtype}"
+        for layout in (getattr(self, name) for name in self.layouts):
+            form = TILED_FORMATS.get(layout)
+            if form and (self.latent_dims not in form.dims or (form.plain and self.dtype not in ("bf16", "fp16"))):
+                held = " or ".join(f"{latent} + {rope}" for latent, rope in form.dims)
+                yield f"{layout} holds {held} values of a 16-bit model, got {self.latent_dims} of {self.dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOperation(CachedCase):
     """A question about what is written into a paged cache, where nothing attends."""
 
+    causal: ClassVar[bool] = False
     least_new: ClassVar[int] = 0
 
     heads: int = at_least(1, 1)
     page: int = at_least(1, _USUAL_PAGE)
-
-    @property
-    def is_causal(self) -> bool:
-        return False
 
     @property
     def visible_lens(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
 from functools import cache, cached_property
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self, get_origin
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.grammar import (
@@ -92,15 +92,15 @@ _KINDS_OF_TYPES: dict[Any, Kind] = {int: Kind.COUNT, tuple[int, ...]: Kind.LENGT
 """Of fields that do not say their own."""
 
 
-def one_of(allowed: Iterable[str], default: str, means: str = "", kind: Kind = Kind.CHOICE) -> Any:
-    """A field that has one of the ``allowed`` values; ``means`` is what docs/case-ids.md says of it."""
-    law = {} if kind is Kind.CHOICE else {"kind": kind}
+def one_of(
+    allowed: Iterable[str], default: str, means: str = "", kind: Kind = Kind.CHOICE, joined: bool = False
+) -> Any:
+    """A field that has one of the ``allowed`` values; ``means`` is what docs/case-ids.md says of it.
+
+    It may have several ``joined`` by +, which requests have in turn.
+    """
+    law = {"joined": True} if joined else {} if kind is Kind.CHOICE else {"kind": kind}
     return field(default=default, metadata={"allowed": tuple(allowed), "means": means, **law})
-
-
-def some_of(allowed: Iterable[str], default: str, means: str = "") -> Any:
-    """A field that has one of the ``allowed`` values, or several joined by +, which requests have in turn."""
-    return field(default=default, metadata={"allowed": tuple(allowed), "joined": True, "means": means})
 
 
 def at_least(least: int, default: int, means: str = "", kind: Kind = Kind.COUNT) -> Any:
@@ -132,6 +132,8 @@ class Sizes(NamedTuple):
 
 CLASSES: dict[str, type["Case"]] = {}
 """The class of each call's cases."""
+FIELDS: dict[str, Any] = {}
+"""The type of every field of every role."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,8 @@ class Case(ABC):
         follows: own fields of a class that do not stand behind the common ones in ids, each with the one before it.
         longer: how much longer requests are in :meth:`varied`.
         asked: fields that profiles name, each with what is usual and how another value is named.
+        causal: whether new tokens attend to each other, as they do in all calls but a chunk of context.
+        absorbed: whether queries attend to latents, each of which is both key and value.
     """
 
     role: ClassVar[Role]
@@ -151,6 +155,8 @@ class Case(ABC):
     follows: ClassVar[Mapping[str, str]] = {}
     longer: ClassVar[Mapping[str, int]] = {}
     asked: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    causal: ClassVar[bool] = True
+    absorbed: ClassVar[bool] = False
 
     capability: str = field(metadata={"means": "the capability that the case decides; the prefix of the id"})
     call: str = given(
@@ -172,7 +178,9 @@ class Case(ABC):
         "DeepSeek-R1's",
         Kind.SCALE,
     )
-    data: str = some_of(Data, Data.NORMAL, "name of the data regime; requests have several, joined by +, in turn")
+    data: str = one_of(
+        Data, Data.NORMAL, "name of the data regime; requests have several, joined by +, in turn", joined=True
+    )
     layout: str = one_of(Layout, Layout.KV_B_PROJ, "memory layout of the operands")
     lse: bool = given(
         True,
@@ -195,6 +203,8 @@ class Case(ABC):
         for name, part in vars(cls).items():
             if isinstance(part, Field):
                 _require_value(f"{cls.__name__}.{name}", part.default, part.metadata)
+        own: dict[str, Any] = vars(cls).get("__annotations__", {})
+        FIELDS.update({name: kind for name, kind in own.items() if ClassVar not in (kind, get_origin(kind))})
         for call in vars(cls).get("calls", ()):
             if call in CLASSES:
                 raise CaseError(f"{cls.__name__}.calls: {call} is a call of role {CLASSES[call].role}")
@@ -202,9 +212,27 @@ class Case(ABC):
 
     def __post_init__(self) -> None:
         if not self.call:
-            object.__setattr__(self, "call", _default_call(self.capability))
+            object.__setattr__(self, "call", self.capability if self.capability in CLASSES else Call.NEW_TOKENS)
+        if self.call not in self.calls:
+            raise CaseError(f"field call: expected one of {', '.join(self.calls)}, got {self.call!r}")
+        for part in _fields(type(self)):
+            _require_value(part.name, getattr(self, part.name), part.metadata)
+        dimensions_of(self.dims)
+        if not self.q or min(self.q) < 0 or (self.kv and min(self.kv) < 0):
+            lengths = f"q={list(self.q)} kv={list(self.kv)}"
+            raise CaseError(f"expected one non-negative length per request, got {lengths}")
+        if self.call != Call.NEW_TOKENS and len(self.kv) != len(self.q):
+            lengths = f"q={list(self.q)} kv={list(self.kv)}"
+            raise CaseError(f"{self.call} expects one context length per request, got {lengths}")
+        if sum(self.q) + sum(self.kv) > LARGEST:
+            found = f"{sum(self.q):,} new ones and {sum(self.kv):,}"
+            raise CaseError(f"expected at most {LARGEST:,} tokens, got {found}")
         for reason in self.contradictions():
             raise CaseError(reason)
+
+    def contradictions(self) -> Iterator[str]:
+        """Why there is no such case, though each field by itself is as it may be; the first reason first."""
+        return iter(())
 
     @staticmethod
     def of(*, capability: str, call: str = "", **values: Any) -> "Case":
@@ -215,10 +243,11 @@ class Case(ABC):
         Raises:
             CaseError: an unknown call or field, a field of another role, or a value that does not fit.
         """
-        call = call or _default_call(capability)
+        call = call or (capability if capability in CLASSES else Call.NEW_TOKENS)
         if call not in CLASSES:
             raise CaseError(f"field call: expected one of {', '.join(dict.fromkeys((*Call, *CLASSES)))}, got {call!r}")
-        _known(values)
+        if not values.keys() <= FIELDS.keys():
+            raise _unknown(values)
         cls = CLASSES[call]
         own = cls.defaults()
         for name, value in values.items():
@@ -253,10 +282,11 @@ class Case(ABC):
         values = dict(data)
         if values.pop("format", None) != CASE_FORMAT:
             raise CaseError(f"expected case format {CASE_FORMAT}, got {data.get('format')!r}")
-        types = _known(values)
+        if not values.keys() <= FIELDS.keys():
+            raise _unknown(values)
         if "capability" not in values:
             raise CaseError("expected a field 'capability' in the case")
-        return Case.of(**{name: from_plain(name, types[name], value) for name, value in values.items()})
+        return Case.of(**{name: from_plain(name, FIELDS[name], value) for name, value in values.items()})
 
     def to_json(self) -> dict[str, Any]:
         """All fields of the role, tuples as lists, with the format's version."""
@@ -285,8 +315,8 @@ class Case(ABC):
     @cached_property
     def id(self) -> str:
         """Capability and every field that differs from its default; the same text for the same case."""
-        usual = {**self.defaults(), "call": _default_call(self.capability), "capability": self.capability}
-        usual |= {"q": (), "kv": ()}
+        call = self.capability if self.capability in CLASSES else Call.NEW_TOKENS
+        usual = {**self.defaults(), "call": call, "capability": self.capability, "q": (), "kv": ()}
         reported = (
             f"{name}={format_value(getattr(self, name))}" for name in usual if getattr(self, name) != usual[name]
         )
@@ -309,16 +339,6 @@ class Case(ABC):
     def softmax_scale(self) -> float:
         """The softmax scale as the backend receives it; a stored one where an author's own tensors have no percent."""
         return float(self.scale / 100 * self.dimensions.qk_head_dim**-0.5)
-
-    @property
-    def has_context(self) -> bool:
-        """Whether each request has a context, of 0 or more tokens."""
-        return True
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether new tokens attend to each other."""
-        return True
 
     @property
     def is_merged(self) -> bool:
@@ -365,10 +385,24 @@ class Case(ABC):
         """What must-pass profiles of its cases begin with, since a kernel may have one entry; empty for the core."""
         return self.call
 
+    def operations(self, new: Sequence[int] | None = None, beside: Sequence[int] | None = None) -> float:
+        """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
+
+        Args:
+            new: new tokens of each request, by default the case's.
+            beside: keys that they see beside each other, by default :attr:`visible_lens`.
+        """
+        new, beside = self.q if new is None else new, self.visible_lens if beside is None else beside
+        causal = self.causal and self.call != Call.CONTEXT_CHUNK
+        pairs = sum(length * (length + 1) / 2 for length in new) if causal else 0.0
+        pairs += sum(queries * keys for queries, keys in zip(new, beside, strict=True))
+        return 2.0 * self.sizes.columns * self.heads * pairs * (2 if self.is_merged else 1)
+
     @property
     def sizes(self) -> Sizes:
         columns = self.dimensions.qk_head_dim + self.dimensions.v_head_dim
-        return Sizes(columns, self.heads * columns, self.heads * self.dimensions.v_head_dim, self.heads * columns)
+        seen = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim if self.absorbed else columns
+        return Sizes(seen, self.heads * columns, self.heads * self.dimensions.v_head_dim, self.heads * columns)
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -388,26 +422,9 @@ class Case(ABC):
         kept = [index for index in range(len(self.q)) if index not in requests]
         return {name: tuple(x[i] for i in kept) for name, x in (("q", self.q), ("kv", self.kv)) if x}
 
-    def contradictions(self) -> Iterator[str]:
-        """Every field against what it may be and against others: why there is no such case, the first reason first."""
-        if self.call not in self.calls:
-            yield f"field call: expected one of {', '.join(self.calls)}, got {self.call!r}"
-        for part in _fields(type(self)):
-            _require_value(part.name, getattr(self, part.name), part.metadata)
-        dimensions_of(self.dims)
-        if not self.q or min(self.q) < 0 or (self.kv and min(self.kv) < 0):
-            yield f"expected one non-negative length per request, got {self._lengths}"
-        if self.has_context and len(self.kv) != len(self.q):
-            yield f"{self.call} expects one context length per request, got {self._lengths}"
-        if sum(self.q) + sum(self.kv) > LARGEST:
-            yield f"expected at most {LARGEST:,} tokens, got {sum(self.q):,} new ones and {sum(self.kv):,}"
-
-    @property
-    def _lengths(self) -> str:
-        return f"q={list(self.q)} kv={list(self.kv)}"
-
 
 _fields = cache(fields)
+FIELDS |= {part.name: part.type for part in _fields(Case)}
 
 
 def digest_of_id(id: str) -> str:
@@ -424,32 +441,16 @@ def parse_fields(text: str) -> dict[str, Any]:
     if not all(name for name, _, _ in pairs):
         raise CaseError(f"malformed case fields {text!r}: expected 'field=value' between semicolons")
     values = {name.strip(): value.strip() for name, _, value in pairs}
-    types = _known(values)
+    if not values.keys() <= FIELDS.keys():
+        raise _unknown(values)
     if "capability" in values or len(values) < len(pairs):
         raise CaseError(f"malformed case fields {text!r}: expected each field once, the capability before the colon")
-    return {name: parse_value(name, types[name], value) for name, value in values.items()}
+    return {name: parse_value(name, FIELDS[name], value) for name, value in values.items()}
 
 
-def _default_call(capability: str) -> str:
-    return capability if capability in CLASSES else Call.NEW_TOKENS
-
-
-def _known(names: Iterable[str]) -> dict[str, Any]:
-    """The type of every field of every role.
-
-    Raises:
-        CaseError: one of ``names`` is no field.
-    """
-    types = _types(tuple(dict.fromkeys(CLASSES.values())))
-    unknown = sorted(set(names) - set(types))
-    if unknown:
-        raise CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(types)}")
-    return types
-
-
-@cache
-def _types(classes: tuple[type[Case], ...]) -> dict[str, Any]:
-    return {field.name: field.type for cls in classes for field in _fields(cls)}
+def _unknown(names: Iterable[str]) -> CaseError:
+    unknown = sorted(set(names) - FIELDS.keys())
+    return CaseError(f"unknown case field {', '.join(unknown)}; known fields: {', '.join(FIELDS)}")
 
 
 def _require_value(name: str, value: Any, law: Mapping[str, Any]) -> None:

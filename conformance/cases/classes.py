@@ -78,10 +78,6 @@ class Numbers:
         return min(map(min, self.parts[label]))
 
 
-def exactly(*numbers: int) -> dict[str, Sequence[Sequence[int]]]:
-    return {str(number): ((number,),) for number in numbers}
-
-
 @dataclass(frozen=True)
 class Draw:
     """How members of classes are chosen.

@@ -1,7 +1,6 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from mla_conformance.cases.batches import (
     LONGEST,
@@ -20,21 +19,16 @@ from mla_conformance.cases.batches import (
 )
 from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import POISON, Case, Layout
-from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured, plain, values
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, exactly, measured, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
 def numbers(name: str, field: str, classes: Numbers, only: Only = ALWAYS) -> Dimension:
     """A dimension whose classes are numbers of one field."""
-    fields = {label: {field: classes.first(label)} for label in classes}
-    return Dimension(name, fields, lambda case: classes.class_of(getattr(case, field)), only, (field, classes))
-
-
-def data(*first: str) -> Dimension:
-    """Every data regime, these first."""
-    return values("data", "data", *dict.fromkeys((*first, *Data)))
+    labels: dict[str, Fields] = {label: {} for label in classes.parts}
+    return Dimension(name, labels, lambda case: classes.class_of(getattr(case, field)), only, (field, classes))
 
 
 def cache(*layouts: str, only: Only = ALWAYS) -> tuple[Dimension, ...]:
@@ -67,8 +61,9 @@ SCALES = Numbers(
     sizes=False,
 )
 RANKS = Numbers({**exactly(1, 2, 3, 4), "5 to 8": ((8,), range(5, 9)), "9 to 16": ((16,), range(9, 17))})
-SEVERAL_RANKS = tuple(label for label in RANKS if label != "1")
+SEVERAL_RANKS = tuple(label for label in RANKS.parts if label != "1")
 
+DATA = values("data", "data", *dict.fromkeys(("needle", "normal", *Data)))
 SCALE = numbers("scale", "scale", SCALES)
 LAYOUT = values("layout", "layout", *(layout.value for layout in Layout))
 PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), range(1, 2**16))}, most=40))
@@ -234,37 +229,28 @@ def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     )
 
 
-# Residues: what the numbers of a batch leave of tiles, warps and groups of heads, for every role alike. No row asks for
-# one; among the members that are drawn for a row those with new pairs of residues are taken.
-def _modulo(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-    return measured(name, tuple(map(str, range(size))), lambda case: str(of(case) % size))
+def residues() -> Iterator[Dimension]:
+    """What the numbers of a batch leave of tiles, warps and groups of heads, for every role alike.
 
+    No row asks for one; among the members that are drawn for a row those with new pairs of residues are taken.
+    """
 
-def _grouped(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-    """What a number leaves of groups of a size: nothing, one, all but one, or up to half of one and more."""
+    def modulo(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
+        return measured(name, map(str, range(size)), lambda case: str(of(case) % size))
 
-    def rest_of(case: Case) -> str:
-        rest = of(case) % size
-        near = {0: "0", 1: "1", size - 1: "-1"}
-        return near.get(rest) or ("few" if rest <= size // 2 else "more")
+    def grouped(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
+        """Nothing, one, all but one, or up to half of a group and more."""
 
-    return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
+        def rest_of(case: Case) -> str:
+            rest = of(case) % size
+            near = {0: "0", 1: "1", size - 1: "-1"}
+            return near.get(rest) or ("few" if rest <= size // 2 else "more")
 
+        return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
 
-def _tiles(size: int, case: Case) -> int:
-    """Tiles that the longest request fills or begins."""
-    lengths: Sequence[int] = case.kv or (0,) * len(case.q)
-    return -(-max(new + before for new, before in zip(case.q, lengths, strict=True)) // size)
-
-
-RESIDUES: tuple[Dimension, ...] = (
-    *(_modulo(f"tiles of {size} mod 4", 4, partial(_tiles, size)) for size in (64, 128, 512)),
-    _grouped("requests mod 32", 32, lambda case: len(case.q)),
-    _grouped("rows mod 64", 64, lambda case: sum(case.q)),
-    _modulo("heads mod 4", 4, lambda case: case.heads),
-    _grouped("heads mod 16", 16, lambda case: case.heads),
-)
-
-
-def residues_of(case: Case) -> dict[str, str]:
-    return {each.name: each.class_of(case) or "" for each in RESIDUES}
+    for size in (64, 128, 512):  # tiles that the longest request fills or begins
+        yield modulo(f"tiles of {size} mod 4", 4, lambda case, size=size: -(-max(totals(case)) // size))
+    yield grouped("requests mod 32", 32, lambda case: len(case.q))
+    yield grouped("rows mod 64", 64, lambda case: sum(case.q))
+    yield modulo("heads mod 4", 4, lambda case: case.heads)
+    yield grouped("heads mod 16", 16, lambda case: case.heads)

@@ -119,7 +119,8 @@ def measured(
     of_request: Callable[[Any, int], str | None] | None = None,
 ) -> Dimension:
     """A dimension that the shape of the batch decides."""
-    return Dimension(name, {label: {} for label in classes}, class_of, only, of_request=of_request)
+    labels = classes.parts if isinstance(classes, Numbers) else classes
+    return Dimension(name, {label: {} for label in labels}, class_of, only, of_request=of_request)
 
 
 @dataclass(frozen=True)
@@ -138,13 +139,19 @@ class Rule:
     holds: Callable[..., bool]
     always: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "holds", cache(self.holds))
+    @cached_property
+    def _known(self) -> Callable[..., bool]:
+        return cache(self.holds)
 
     def allows(self, row: Row) -> bool:
         """Whether a row that may still lack dimensions can go on."""
         classes = [row.get(name) for name in self.over]
-        return None in classes or (NOTHING in classes and not self.always) or self.holds(*classes)
+        return None in classes or (NOTHING in classes and not self.always) or self._known(*classes)
+
+
+def exactly(*numbers: int) -> dict[str, Sequence[Sequence[int]]]:
+    """Classes of one number each."""
+    return {str(number): ((number,),) for number in numbers}
 
 
 def never(why: str, together: Mapping[str, Sequence[str]]) -> Rule:

@@ -1,7 +1,5 @@
 """What a case takes, in useful operations and in elements. No torch."""
 
-from collections.abc import Sequence
-
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case
@@ -18,24 +16,6 @@ _OF_A_CALL, _OF_A_REQUEST = 8e6, 1e6
 _OF_A_ROW, _OF_AN_OUTPUT, _OF_A_LISTED, _OF_A_LAYERS_ROW = 5e5, 500, 1e3, 2.5e6
 """What each takes on one core, the golden result and all that is judged of it included, about: in nanoseconds. Of a
 decode rows and values of their outputs, of lists their entries, and of a sparse layer rows as well."""
-
-
-def useful_operations(case: Case, new: Sequence[int], context: Sequence[int]) -> float:
-    """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
-
-    Args:
-        case: gives heads, head dims and the entry that is driven.
-        new: new tokens of each request.
-        context: context tokens of each request.
-    """
-    causal = sum(length * (length + 1) / 2 for length in new) if case.is_causal else 0.0
-    pairs = causal + sum(queries * keys for queries, keys in zip(new, context, strict=True))
-    return 2.0 * case.sizes.columns * case.heads * pairs * (2 if case.is_merged else 1)
-
-
-def operations_of(case: Case) -> float:
-    """Useful operations of a case."""
-    return useful_operations(case, case.q, case.visible_lens)
 
 
 def work_of(case: Case) -> float:
@@ -57,7 +37,7 @@ def work_of(case: Case) -> float:
     if case.role is Role.SPARSE_LAYER:
         work += _OF_A_LAYERS_ROW * sum(case.q)
     if case.role is not Role.PREPARE:
-        work += _OF_AN_OPERATION * operations_of(case)
+        work += _OF_AN_OPERATION * case.operations()
     return work
 
 

@@ -1,11 +1,13 @@
 """What a known defect is, and the list of all of them."""
 
+import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.resources import files
+from typing import Any
 
 import msgspec
 
@@ -21,6 +23,8 @@ FAMILIES = (
     *("cache_writes", "cache_reads", "compression", "bounds"),
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
+_GROUPS: list[tuple[type, dict[str, Any]]] = []
+"""Groups of which no kernel is made yet, with what is said of all of their kernels."""
 _KNOWN: dict[str, "KnownDefect"] = {}
 Emulation = KernelBackend | AttentionBackend
 """What an emulation is: a kernel, or a layer around kernels."""
@@ -109,17 +113,37 @@ def defects(
 ) -> Callable[[type], type]:
     """Class decorator that enters each kernel of a group: its name is an id, its docstring the sentence.
 
+    They are made once one of them is asked for, by its name in the module or as a known defect.
+
     Args:
         killed_by: as of :class:`KnownDefect`, and ``related``; ``but`` says it of a single one.
         related: see there.
         inside: as of :func:`emulation`, which says what a group's functions and classes are.
+    """
+
+    def enter(group: type) -> type:
+        _GROUPS.append((group, {"inside": inside, "killed_by": killed_by, "related": related}))
+        vars(sys.modules[group.__module__])["__getattr__"] = _named
+        return group
+
+    return enter
+
+
+def _named(name: str) -> Any:
+    entry = None if name.startswith("__") else _made().get(name.replace("_", "-"))
+    if entry is None:
+        raise AttributeError(f"no known defect is called {name}")
+    return entry.kernel
+
+
+def _made() -> dict[str, KnownDefect]:
+    """All that are entered.
 
     Raises:
         DefectError: an id that is taken, a capability that does not exist, or no sentence.
     """
-
-    def enter(group: type) -> type:
-        said = {"inside": inside, "killed_by": killed_by, "related": related}
+    while _GROUPS:
+        group, said = _GROUPS.pop(0)
         for kernel, about in kernels_of(group, str, **said):
             entry = KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about)
             where = f"known defect '{entry.id}' ({entry.reference})"
@@ -130,13 +154,11 @@ def defects(
             if not entry.sentence:
                 raise DefectError(f"{where}: expected a docstring that says what is wrong")
             _KNOWN[entry.id] = entry
-        return group
-
-    return enter
+    return _KNOWN
 
 
 def known_defects() -> dict[str, KnownDefect]:
     """All known defects by id, in the order of their families."""
     for family in FAMILIES:
         import_module(f"mla_conformance.defects.{family}")
-    return dict(sorted(_KNOWN.items(), key=lambda item: FAMILIES.index(item[1].family)))
+    return dict(sorted(_made().items(), key=lambda item: FAMILIES.index(item[1].family)))

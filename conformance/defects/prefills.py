@@ -5,9 +5,8 @@ from itertools import pairwise
 
 import torch
 
-from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
-from mla_conformance.defects.bases import declares
 from mla_conformance.defects.known import defects
 from mla_conformance.defects.steps import but
 
@@ -17,6 +16,7 @@ _VALUES = (
 )
 """Capabilities whose data show lost precision too."""
 _TILE = 64
+_SCALED = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
 
 
 def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> list[slice]:
@@ -145,7 +145,7 @@ class _NewTokens(EagerPrefillBackend):
         """A wrong row sum scales the whole output by 0.9."""
         return output * 0.9, lse
 
-    @but(declaration=declares(Rounding(p=Precision.SCALED_E4M3)))
+    @but(declaration=_SCALED)
     def fa4_e4m3_excess_error__round_p(self, p, dtype):
         """P is rounded to e5m2 where e4m3 is declared."""
         return _through(p, torch.float8_e5m2)
@@ -336,12 +336,12 @@ class _OtherPrefill(EagerPrefillBackend):
     class prefill_tile_of_128_without_keys_raises_maximum(LiftedMaximum):
         """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
 
-    @but(killed_by="weights", related=_VALUES, declaration=declares(Rounding(p=Precision.SCALED_E4M3)))
+    @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
         """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
         return _through(p, torch.float8_e4m3fn)
 
-    @but(killed_by="weights", related=_VALUES, declaration=declares(Rounding(p=Precision.SCALED_E4M3)))
+    @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_lazy_rescale_p_saturation__accumulate(self, state, scores, v):
         """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
         new = scores.amax(dim=-1, keepdim=True)

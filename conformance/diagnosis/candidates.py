@@ -4,14 +4,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from itertools import chain
 
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.bases import LayeredDecode
-from mla_conformance.defects.known import Emulation, judged_roles, known_defects, sentence_of
+from mla_conformance.defects.known import FAMILIES, Emulation, judged_roles, known_defects, reported_bugs, sentence_of
+from mla_conformance.diagnosis.suspects import each_of
 from mla_conformance.diagnosis.suspects_of_decodes import SUSPECTS
+
+# Nobody knows who wrote what is imported or read once judging has begun.
+for _family in FAMILIES:
+    import_module(f"mla_conformance.defects.{_family}")
+reported_bugs()
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,10 @@ def _everyone() -> tuple[Candidate, ...]:
     # a GPU's memory, read by this process, would end it.
     known = {id: entry for id, entry in known_defects().items() if entry.killed_by != "memory_bounds"}
     found = list[Candidate]()
-    for suspect in SUSPECTS:
-        sources = known[suspect.covers[0]].sources if suspect.covers else ()
-        for kernel, roles in _kernels(suspect.wrong):
-            found.append(Candidate(sentence_of(suspect.wrong), kernel, roles, "", sources, suspect.covers))
+    for wrong, covers in chain.from_iterable(map(each_of, SUSPECTS)):
+        sources = known[covers[0]].sources if covers else ()
+        for kernel, roles in _kernels(wrong):
+            found.append(Candidate(sentence_of(wrong), kernel, roles, "", sources, covers))
     return (*found, *(Candidate(x.sentence, x.kernel, x.roles, x.id, x.sources) for x in known.values()))
 
 

@@ -1,8 +1,8 @@
 """Suspects: mistakes that nobody needs to report; here those of the softmax, which a kernel of any role may make."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 
 import torch
@@ -16,7 +16,7 @@ _BASE_2 = (
     *("lse-base2-merged-as-natural-prefix-chunk", "lse-base-switch-without-abi-change-cutedsl"),
     *("lse-base2-dcp-combine-flashinfer-mla", "sparse-lse-in-base-2"),
 )
-_LIFTED = (
+LIFTED = (
     *(f"decode-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
     *(f"prefill-tile-of-{size}-without-keys-raises-maximum" for size in (64, 128)),
     *(f"sparse-tile-of-{size}-without-keys-raises-maximum" for size in (32, 64, 128)),
@@ -27,29 +27,12 @@ _LIFTED = (
 @dataclass(frozen=True)
 class Suspect:
     wrong: SuspectStep  # a wrong kernel, or a wrong step of the softmax
-    covers: tuple[str, ...]  # ids of known defects that are the same mistake under some condition
+    covers: tuple[str, ...] = ()  # ids of known defects that are the same mistake under some condition
+    # values of some attributes: each combination is one mistake, all in one sentence, since a case seldom tells which
+    of: Mapping[str, Sequence[object]] = field(default_factory=dict)
+    said: str | None = None  # the sentence, if it is not the docstring
 
 
-SUSPECTS: list[Suspect] = []
-
-
-def suspect(*covers: str) -> Callable[[SuspectStep], SuspectStep]:
-    """Class decorator that enters a mistake; :class:`Suspect` has the arguments."""
-
-    def enter(wrong: SuspectStep) -> SuspectStep:
-        SUSPECTS.append(Suspect(wrong, covers))
-        return wrong
-
-    return enter
-
-
-def suspects(group: SuspectStep) -> SuspectStep:
-    """Class decorator that enters every mistake of a group."""
-    SUSPECTS.extend(Suspect(wrong, **about) for wrong, about in kernels_of(group, named_as_class, covers=()))
-    return group
-
-
-@suspects
 class _Softmax(OnlineSoftmax):
     def scale_left_out__scores(self, q, k):
         """The softmax scale is not applied."""
@@ -139,7 +122,6 @@ class _Softmax(OnlineSoftmax):
         return state.weighted.transpose(0, 1), lse
 
 
-@suspect("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written")
 class DividesByZero(OnlineSoftmax):
     """The output of a row without keys is 0 / 0."""
 
@@ -148,34 +130,12 @@ class DividesByZero(OnlineSoftmax):
         return (state.weighted / state.total).transpose(0, 1), lse
 
 
-def suspect_each(wrong: SuspectStep, *covers: str, said: str | None = None, **values: Sequence[object]) -> None:
-    """Enter a mistake with each combination of values of some attributes, in one sentence: a case seldom tells which.
-
-    The sentence is the mistake's own, unless it is ``said``.
-    """
-    for chosen in product(*values.values()):
-        name = "Of".join([wrong.__name__, *map(str, chosen)])
-        named = {"__doc__": said or wrong.__doc__, "__module__": __name__, **dict(zip(values, chosen, strict=True))}
-        globals()[name] = suspect(*covers)(type(name, (wrong,), named))
-
-
-def suspect_tiles(wrong: SuspectStep, *sizes: int) -> None:
-    """Enter a mistake of tiles without keys with each size."""
-    suspect_each(wrong, *_LIFTED, said=LiftedMaximum.__doc__, key_tile=sizes)
-
-
-suspect_tiles(LiftedMaximum, 16, 32, 64, 128)
-
-
 class NotRescaled(OnlineSoftmax):
     """The accumulator is not rescaled where a later tile of keys raises the row's maximum."""
 
     def _accumulate(self, state, scores, v):
         later = super()._accumulate(state._replace(weighted=torch.zeros_like(state.weighted)), scores, v)
         return later._replace(weighted=state.weighted + later.weighted)
-
-
-suspect_each(NotRescaled, key_tile=(16, 32, 64, 128))
 
 
 class HeadTileUnwritten(OnlineSoftmax):
@@ -193,4 +153,28 @@ class HeadTileUnwritten(OnlineSoftmax):
         return output, lse
 
 
-suspect_each(HeadTileUnwritten, head_tile=(16, 32, 64), writes_lse=(True, False))
+SUSPECTS: list[Suspect | SuspectStep] = [
+    _Softmax,
+    Suspect(
+        DividesByZero,
+        covers=("fa4-zero-len-k-hang-nan", "dcp-empty-owner-zero-times-nan", "sparse-keyless-row-not-written"),
+    ),
+    Suspect(LiftedMaximum, LIFTED, {"key_tile": (16, 32, 64, 128)}),
+    Suspect(NotRescaled, of={"key_tile": (16, 32, 64, 128)}),
+    Suspect(HeadTileUnwritten, of={"head_tile": (16, 32, 64), "writes_lse": (True, False)}),
+]
+"""Mistakes, and groups of them, in the order in which they are tried; those of other modules stand behind."""
+
+
+def each_of(entry: Suspect | SuspectStep) -> Iterator[tuple[SuspectStep, tuple[str, ...]]]:
+    """The mistakes of an entry, each where a reference finds it, with what it covers."""
+    if isinstance(entry, type):
+        yield from ((wrong, about["covers"]) for wrong, about in kernels_of(entry, named_as_class, covers=()))
+    elif not entry.of:
+        yield entry.wrong, entry.covers
+    else:
+        for chosen in product(*entry.of.values()):
+            name = "Of".join([entry.wrong.__name__, *map(str, chosen)])
+            named = {"__doc__": entry.said or entry.wrong.__doc__, "__module__": __name__}
+            globals()[name] = type(name, (entry.wrong,), {**named, **dict(zip(entry.of, chosen, strict=True))})
+            yield globals()[name], entry.covers

@@ -6,10 +6,8 @@ from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import SplitDecode
 from mla_conformance.defects.decode_caches import ReadsOn
-from mla_conformance.diagnosis.suspects import NotRescaled, suspect, suspect_each
+from mla_conformance.diagnosis.suspects import NotRescaled, Suspect
 from mla_conformance.diagnosis.suspects_of_roles import SUSPECTS
-
-__all__ = ["SUSPECTS"]  # those of every role, of each, then these
 
 _COUNTS = (2, 3, 4, 8)
 _CUTS = tuple((count, multiple, least) for count in _COUNTS for multiple, least in ((1, 1), (1, 16), (32, 1), (64, 1)))
@@ -53,26 +51,10 @@ class MergedInBase2(_Splits):
         return right._replace(weighted=weighted / total.masked_fill(total == 0, 1.0) * right.total)
 
 
-suspect_each(MergedInBase2, cut=(*_CUTS, *_DOWN, *_FIXED), merges_lse=(False, True))
-
-
 class NotRescaledInSplits(NotRescaled, _Splits):
     """As in one pass over the keys."""
 
 
-suspect_each(
-    NotRescaledInSplits,
-    said=NotRescaled.__doc__,
-    key_tile=(16, 32, 64, 128),
-    cut=(*_CUTS[::4], *_CUTS[1::4], *_DOWN),
-)
-
-
-@suspect(
-    "mla-last-page-nan-leak",
-    "tma-overread-uninitialised-kv-tile",
-    "aiter-oob-page-id-folds-to-slot0-nan",
-)
 class RestTimesZero(ReadsOn):
     """What stands after a request's last key has weights of 0, and 0 times NaN is NaN."""
 
@@ -88,10 +70,6 @@ class PackedValues(EagerDecodeBackend):
         return flat.view(keys.shape[0], 1, self.kv_lora_rank)
 
 
-suspect_each(PackedValues, key_tile=(16, 32, 64, 128, 2**31))
-
-
-@suspect()
 class PackedValuesOfTheCache(EagerDecodeBackend):
     __doc__ = PackedValues.__doc__
 
@@ -111,3 +89,23 @@ class PackedValuesOfTheCache(EagerDecodeBackend):
 
     def _values(self, keys):
         return self._packed(self._tile).unsqueeze(1)
+
+
+SUSPECTS += [
+    Suspect(MergedInBase2, of={"cut": (*_CUTS, *_DOWN, *_FIXED), "merges_lse": (False, True)}),
+    Suspect(
+        NotRescaledInSplits,
+        of={"key_tile": (16, 32, 64, 128), "cut": (*_CUTS[::4], *_CUTS[1::4], *_DOWN)},
+        said=NotRescaled.__doc__,
+    ),
+    Suspect(
+        RestTimesZero,
+        covers=(
+            "mla-last-page-nan-leak",
+            "tma-overread-uninitialised-kv-tile",
+            "aiter-oob-page-id-folds-to-slot0-nan",
+        ),
+    ),
+    Suspect(PackedValues, of={"key_tile": (16, 32, 64, 128, 2**31)}),
+    Suspect(PackedValuesOfTheCache),
+]

@@ -7,12 +7,9 @@ from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.steps import but
-from mla_conformance.diagnosis.suspects import SUSPECTS, DividesByZero, suspect, suspect_tiles, suspects
-
-__all__ = ["SUSPECTS"]  # those of every role, then these
+from mla_conformance.diagnosis.suspects import LIFTED, SUSPECTS, DividesByZero, Suspect
 
 
-@suspect()
 class StrictMask(EagerPrefillBackend):
     """The causal mask is off by one: no query sees its own key, so that the first one sees none."""
 
@@ -21,13 +18,11 @@ class StrictMask(EagerPrefillBackend):
         return torch.arange(tile.start, tile.stop, device=device) <= last
 
 
-@suspects
 class _StrictMask(StrictMask):
     class strict_mask_divides_by_zero(DividesByZero):
         """The causal mask is off by one: no query sees its own key, and the first one's output is 0 / 0."""
 
 
-@suspects
 class _Prefill(EagerPrefillBackend):
     def scale_of_head_dim__scores(self, q, k):
         """The softmax scale is (P + R)^-1/2, not the given one."""
@@ -105,7 +100,6 @@ class _Prefill(EagerPrefillBackend):
         return torch.ones_like(output_scale)
 
 
-@suspects
 class _Decode(EagerDecodeBackend):
     def scale_of_latent_queries__scores(self, q, k):
         """The softmax scale is (L + R)^-1/2, not the given one."""
@@ -173,7 +167,6 @@ class _OffTheTable(EagerDecodeBackend):
         return super()._blocks(request, pages).clamp(0, self._last)
 
 
-@suspects
 class _BlockTable(_OffTheTable):
     def column_after__before_blocks(self, pages):
         """The block table is read off by one: each page of a request from the column after its own."""
@@ -215,9 +208,6 @@ class RaisedAtFirst(EagerSparseBackend):
         return output.masked_fill(vanished.transpose(0, 1), torch.nan), lse
 
 
-suspect_tiles(RaisedAtFirst, 16, 32, 64, 128, 256)
-
-
 class SkipsTiles(LiftedMaximum, EagerDecodeBackend):
     """Only a tile that the next query token sees raises a maximum: rows share tiles, and those behind are skipped."""
 
@@ -251,11 +241,6 @@ class SkipsTilesOfTheOutput(_LseOfTheParts, SkipsTiles):
     """Those that the next query token sees."""
 
 
-for _kernel in (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput):
-    suspect_tiles(_kernel, 16, 32, 64, 128)
-
-
-@suspects
 class _Sparse(EagerSparseBackend):
     def last_key_of_a_list_dropped__behind_listed(self, listed):
         """The last key of each list is dropped."""
@@ -272,3 +257,15 @@ class _Sparse(EagerSparseBackend):
     def key_scale_of_lists_twice__before_keys(self, k_scale):
         """The scale of the e4m3 cache is applied to selected keys twice."""
         return k_scale * k_scale
+
+
+SUSPECTS += [
+    Suspect(StrictMask),
+    *(_StrictMask, _Prefill, _Decode, _BlockTable),
+    Suspect(RaisedAtFirst, LIFTED, {"key_tile": (16, 32, 64, 128, 256)}, LiftedMaximum.__doc__),
+    *(
+        Suspect(kernel, LIFTED, {"key_tile": (16, 32, 64, 128)}, LiftedMaximum.__doc__)
+        for kernel in (SkipsTiles, RaisesForTheOutput, SkipsTilesOfTheOutput)
+    ),
+    _Sparse,
+]

@@ -32,7 +32,6 @@ from mla_conformance.vocabulary.capabilities import (
     CapabilityError,
     Tier,
     find_capability,
-    find_tier,
     usual_capabilities,
 )
 
@@ -115,7 +114,7 @@ class RunRequest:
                         f"two backends named '{each.name}': {other.reference} and {each.reference}; "
                         "judge them in two runs, or rename a class"
                     )
-            found = RunRequest(tuple(named.values()), chosen, find_tier(tier), device or "", parsed, explore, salt)
+            found = RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
             return replace(
                 found,
                 is_usual=set(found.backends) in (set(usual_backends()), set(known_backends())),

@@ -30,7 +30,6 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
 from mla_conformance.diagnosis.heat import heat_of
 from mla_conformance.diagnosis.reach import with_reach
@@ -95,7 +94,7 @@ from mla_conformance.trials.subject import Subject, describe, unavailable
 from mla_conformance.trials.trace import trace_all
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
-from mla_conformance.vocabulary.capabilities import load_lists
+from mla_conformance.vocabulary.capabilities import lists_of
 
 Send = Callable[[WorkerEvent], None]
 _STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05
@@ -113,9 +112,8 @@ def load_all(setup: Setup) -> None:
     if setup.role:
         take_up(setup.role, setup.array)
     tolerance()
-    load_lists()
-    for role in ROLES.values():
-        candidates(role)
+    for role in ("", *ROLES):
+        lists_of(role)
     wanted = ["torch.utils._device"]
     if setup.draws:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
@@ -318,9 +316,10 @@ class Worker:
                 judge_one(earlier, Case.parse(before), self._context, partial(self._starts, earlier))
         case, heat = Case.parse(task.case), None
         trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
-        if not self._executor.lost(self._device):
+        is_told = record.status is Status.FAIL and not self._executor.lost(self._device)
+        if is_told:
             record = with_reach(trial, record)
-        if task.explain and record.status is Status.FAIL and not self._executor.lost(self._device):
+        if is_told and task.explain:
             self._send(WorkerJudged(record))
             heat, failure = heat_of(trial, record), Failure.of(trial, record)
             if task.reported:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.cases.work import useful_operations
+from mla_conformance.cases.case import Call
 from mla_conformance.problems.operands import segments
 from mla_conformance.problems.problem import Problem
 
@@ -61,8 +61,9 @@ def choose_rows(problem: Problem) -> JudgedRows:
     lengths = [each.stop - each.start for each in rows]
     seen = map(sum, zip(*(call.key_lens for call in problem.calls), strict=True))
     # What a request attends to beside its new tokens.
-    beside = [max(0, keys - new * problem.case.is_causal) for keys, new in zip(seen, lengths, strict=True)]
-    whole = useful_operations(problem.case, lengths, beside) <= FULL_OPERATIONS[problem.device.type]
+    causal = problem.case.causal and problem.case.call != Call.CONTEXT_CHUNK
+    beside = [max(0, keys - new * causal) for keys, new in zip(seen, lengths, strict=True)]
+    whole = problem.case.operations(lengths, beside) <= FULL_OPERATIONS[problem.device.type]
     if whole or starts[-1] <= TELLING_ROWS + DRAWN_ROWS:
         return JudgedRows(starts)
     # Ends of requests first, then rows on both sides of tiles, pages and chunks, small ones first, request by request.

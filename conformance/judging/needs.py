@@ -7,7 +7,6 @@ from math import inf
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import FAR, Call, Case
-from mla_conformance.cases.work import operations_of
 from mla_conformance.judging.judged_rows import DRAWN_ROWS, FULL_OPERATIONS, TELLING_ROWS
 
 _MARGIN_BYTES = 2 << 30
@@ -62,7 +61,7 @@ def memory_need(case: Case, device_type: str) -> int:
     elements = rows * case.sizes.row + keys * case.sizes.key
     inputs = _INPUT_COPIES * _ITEM_BYTES.get(case.dtype, 2) * elements
     projected = 3 * 8 * min(case.workspace, keys) * case.heads * (dims.qk_nope_head_dim + dims.v_head_dim)
-    judged = min(rows, TELLING_ROWS + DRAWN_ROWS) if operations_of(case) > FULL_OPERATIONS[device_type] else rows
+    judged = min(rows, TELLING_ROWS + DRAWN_ROWS) if case.operations() > FULL_OPERATIONS[device_type] else rows
     ranks = case.ranks if isinstance(case, CachedCase) and case.is_merged else 0
     copies = _RESULT_COPIES + _RANK_COPIES * ranks
     results = copies * 8 * judged * case.sizes.output
@@ -71,4 +70,4 @@ def memory_need(case: Case, device_type: str) -> int:
 
 
 def is_too_long(case: Case, device_type: str) -> bool:
-    return operations_of(case) > MOST_OPERATIONS.get(device_type, inf)
+    return case.operations() > MOST_OPERATIONS.get(device_type, inf)

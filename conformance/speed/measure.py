@@ -22,7 +22,6 @@ from mla_conformance.backends.foreign import cut, one_line
 from mla_conformance.backends.platform import get_device_capability
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.cases.work import operations_of
 from mla_conformance.driving.driver import parts_of
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import device_lost
@@ -149,13 +148,13 @@ def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
             case, reason = _supported(subject, shape, [form for form in cases if form.call == shape.call])
             if case and not found.called and time.monotonic() > ends:
                 case, reason = None, f"skipped: the {PATIENCE[kind]:.0f} s for this kernel are over"
-            elif case and not found.called and operations_of(case) >= too_slow.get(shape.call, math.inf):
+            elif case and not found.called and case.operations() >= too_slow.get(shape.call, math.inf):
                 case, reason = None, f"skipped: a shape of no more work takes over {SLOWEST:g} s"
             if case:
                 taker = rounds.setdefault(shape, Rounds(device, clocks))
                 found = _timed(subject, case, told(found, case=case.id), (copy, product), taker)
                 if not found.called:
-                    too_slow[shape.call] = min(operations_of(case), too_slow.get(shape.call, math.inf))
+                    too_slow[shape.call] = min(case.operations(), too_slow.get(shape.call, math.inf))
             else:
                 found = told(found, why=cut(reason, _LINE))
         except Exception as error:
@@ -210,7 +209,7 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
         why = f"a call takes {seconds:.1f} s; calls of up to {SLOWEST:g} s are timed"
         return told(found, called=None, graph=None, why=why)
     called = rounds.take("called", once)
-    found = told(found, called=called, moved=moved + size, operations=operations_of(case))
+    found = told(found, called=called, moved=moved + size, operations=case.operations())
     captured = replace(case, capability="cuda_graph")
     is_captured = on_gpu and case.call != Call.SPARSE_PREFILL
     if is_captured and not device_reasons(captured, device, subject.class_of(case.role)):

@@ -18,7 +18,7 @@ from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.topk.case import TopKCase
 from mla_conformance.roles.topk.problem import TopKCall
 from mla_conformance.tests.drawn import any_case
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, find_capability, find_tier, lists_of
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, lists_of
 
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
 
@@ -125,7 +125,7 @@ def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
     with pytest.raises(CapabilityError, match="unknown capability 'nope'; expected one of new_tokens, lse"):
         find_capability("nope")
     with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
-        find_tier("huge")
+        Tier("huge")
 
 
 def test_a_role_s_table_that_contradicts_itself_says_where() -> None:

@@ -29,6 +29,7 @@ from mla_conformance.report.causes import causes, symptom
 from mla_conformance.trials.trial import Context, Trial
 
 CONTEXT = Context()
+candidates(Role.PREFILL)  # which makes the suspects, each where its reference finds it
 Base2Lse: Any = vars(suspects)["Base2Lse"]
 RotatedHeads: Any = vars(suspects)["RotatedHeads"]
 KeyScaleLeftOut: Any = vars(suspects_of_roles)["KeyScaleLeftOut"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case, Layout
+from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.files.outputs import Section
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import Check
@@ -41,7 +41,7 @@ def logits(problem: Problem, request: int = 0, raw: bool = False) -> torch.Tenso
     rows = list(segments(problem.query_start_loc))[request]
     keys = list(segments(call.key_start_loc))[request]
     scores = torch.einsum("tnd,snd->nts", call.q[rows].double(), call.k[keys].double())
-    if problem.case.is_causal:
+    if problem.case.call != Call.CONTEXT_CHUNK:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return scores if raw else scores * problem.case.softmax_scale
 

@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging import judged_rows
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judged_rows import choose_rows
@@ -65,7 +65,7 @@ def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
         query_start_loc=problem.query_start_loc,
         key_start_loc=call.key_start_loc,
         scale=problem.case.softmax_scale,
-        causal=problem.case.is_causal,
+        causal=problem.case.call != Call.CONTEXT_CHUNK,
     )
     torch.testing.assert_close(found.calls[0].output, found.rows.pick(whole.output), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(found.calls[0].lse, found.rows.pick(whole.lse, dim=1), rtol=1e-12, atol=1e-13)

@@ -21,7 +21,7 @@ from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
-from mla_conformance.vocabulary.arrays import SPACES, array_of, kept_arrays
+from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -44,14 +44,14 @@ OPERAND = '        sink: Annotated[Tensor | None, Form("N", torch.float32)],\n'
 @pytest.fixture
 def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The role's file in the current folder; what this process takes up of it, with a short array, goes again."""
-    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES, kept_arrays(), sys.modules)
+    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES, KEPT, sys.modules)
     for table in tables:
         for name in table:
             monkeypatch.setitem(table, name, table[name])
     before = [set(table) for table in tables]
     monkeypatch.chdir(tmp_path)
     copied = Path(shutil.copy(EXAMPLES / "window_decode.py", tmp_path))
-    kept_arrays()["window_combinations"] = ["window_combinations:call=window_decode;q=[1];kv=[5]"]
+    KEPT["window_combinations"] = ["window_combinations:call=window_decode;q=[1];kv=[5]"]
     yield copied
     array_of.cache_clear()
     lists_of.cache_clear()

@@ -8,7 +8,6 @@ from functools import partial
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.case import Case
-from mla_conformance.cases.work import operations_of
 from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
@@ -43,7 +42,7 @@ def judged_trial(
         started(case)
         trial.require_support()
         if is_too_long(case, kind):
-            work, most = operations_of(case), MOST_OPERATIONS[kind]
+            work, most = case.operations(), MOST_OPERATIONS[kind]
             what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
             trial.settle(Verdict(Status.UNAVAILABLE, what))
         if kind == "cuda":

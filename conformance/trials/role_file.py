@@ -19,7 +19,7 @@ from mla_conformance.cases.case import CLASSES, CaseError
 from mla_conformance.files.inputs import InputError, read_bytes
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.table import DEFINITIONS
-from mla_conformance.vocabulary.arrays import SPACES, kept_arrays
+from mla_conformance.vocabulary.arrays import KEPT, SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, add_role
 
 _DIGEST = "@sha256:"
@@ -78,7 +78,7 @@ def _add(path: Path, file: str, array: Sequence[str]) -> None:
         raise InputError(f"role {role}: expected a space of its own, which says what varies in its cases")
     DEFINITIONS[role], role.file = definition, file
     if array:
-        kept_arrays()[space.capability] = list(array)
+        KEPT[space.capability] = list(array)
     entries = add_role(space, definition.lists, definition.capabilities)
     found = {case.call: case for entry in entries for case in reversed(entry.cases)}
     for case in found.values():

@@ -6,7 +6,7 @@ They are kept, since finding them takes longer than judging some of them.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib.resources import files
@@ -14,7 +14,7 @@ from itertools import chain, combinations, islice
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.covering import Pair, Pairs, cover, mixed
-from mla_conformance.cases.dimensions import RESIDUES, residues_of
+from mla_conformance.cases.dimensions import residues
 from mla_conformance.cases.space import Row, Space, held
 from mla_conformance.cases.work import CPU_WORK, GPU_WORK, is_light, work_of
 from mla_conformance.roles.cache.case import CACHE
@@ -33,6 +33,11 @@ SPACES: dict[str, Space] = {
     for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, COMPRESS, CACHE, SPARSE_LAYER)
 }
 """By the capability whose cases their arrays are."""
+KEPT: dict[str, list[str]] = {
+    capability: [f"{capability}:{fields}" for fields in array]
+    for capability, array in json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text()).items()
+}
+"""The ids of each array, as they are kept; of that of a role from outside once it is asked for."""
 _LIGHT = 2e7
 """Work of a case of an array that is taken where there is one."""
 _COMPARED = 6
@@ -42,22 +47,14 @@ _COMPARED = 6
 @cache
 def array_of(capability: str) -> tuple[Case, ...]:
     """The cases of a capability's covering array; that of a role from outside is found when it is asked for."""
-    kept = kept_arrays()
-    if capability not in kept:
-        kept[capability] = [case.id for case in found_array(SPACES[capability], ())[0]]
-    return tuple(map(Case.parse, kept[capability]))
-
-
-@cache
-def kept_arrays() -> dict[str, list[str]]:
-    """The ids of each array, as they are kept."""
-    kept = json.loads((files("mla_conformance.fixtures") / "arrays.json").read_text(encoding="utf-8"))
-    return {capability: [f"{capability}:{fields}" for fields in array] for capability, array in kept.items()}
+    if capability not in KEPT:
+        KEPT[capability] = [case.id for case in found_array(SPACES[capability], ())[0]]
+    return tuple(map(Case.parse, KEPT[capability]))
 
 
 def digest_of(fitted: Iterable[str], listed: Iterable[str] | None = None) -> str:
     """Twelve hexadecimal digits of the arrays, or of those in another list, and of cases fitted beside them."""
-    arrays = kept_arrays()
+    arrays: Mapping[str, list[str]] = KEPT
     if listed is not None:
         arrays = {name: [id for id in listed if id.startswith(f"{name}:")] for name in SPACES}
     text = "\n".join([*chain.from_iterable(arrays.get(name, ()) for name in SPACES), *sorted(fitted)])
@@ -107,7 +104,8 @@ class _Members:
     """Draws the members of rows."""
 
     def __init__(self, space: Space, given: Iterable[Case]) -> None:
-        self._space, finer = space, replace(space, dimensions=(*space.dimensions, *RESIDUES))
+        self._residues = tuple(residues())
+        self._space, finer = space, replace(space, dimensions=(*space.dimensions, *self._residues))
         self._left = Pairs.every(finer) - Pairs(finer, finer.rows(given))
 
     def of(self, row: Row, left: Pairs, most: float) -> Case | None:
@@ -118,7 +116,10 @@ class _Members:
         if work_of(self._space.case_of(row)) > most:  # those that are drawn are hardly less
             return None
         fits = (case for case in self._space.drawn(row) if work_of(case) <= most)
-        rows = {case: {**row, **residues_of(case)} for case in islice(fits, _COMPARED)}
+        rows = {
+            case: {**row, **{each.name: each.class_of(case) or "" for each in self._residues}}
+            for case in islice(fits, _COMPARED)
+        }
 
         def added(case: Case) -> tuple[int, int]:
             return left.new_in(self._space.rows((case,))), self._left.held_by(rows[case])

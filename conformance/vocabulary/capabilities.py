@@ -6,14 +6,14 @@ Adding a capability is one entry in ``capabilities.toml``; if none of the proced
 
 import json
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import chain
+from typing import NoReturn
 
-from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Call, Case, CaseError, parse_fields
 from mla_conformance.cases.covering import choose
 from mla_conformance.cases.grammar import Fields
@@ -28,21 +28,30 @@ CONFORMS = "conforms"
 """The procedure of one call, judged."""
 
 
-def smoke_cases(cases: Sequence[Case]) -> tuple[Case, ...]:
-    """The first cases, the first of each role, since a decode has its laws too, and those that kill; in their order."""
-    first = {case.role: case for case in reversed(cases)}
-    return with_killing(cases, (*cases[:_FIRST], *first.values()))
+def smoke_of(capability: str, cases: Sequence[Case], before: Iterable[Case] = ()) -> tuple[Case, ...]:
+    """What the smoke tier takes of some cases of a capability, in their order; those that kill in any case.
 
-
-def with_killing(cases: Sequence[Case], taken: Collection[Case]) -> tuple[Case, ...]:
-    """The cases that are taken anyway and those that kill; in their order."""
-    return tuple(case for case in cases if case in taken or case.id in _killing())
+    Of a covering array few of those that a CPU is asked for, which with the cases ``before`` hold every class; else the
+    first ones, and the first of each role, since a decode has its laws too.
+    """
+    if capability in SPACES:
+        space, light = SPACES[capability], [case for case in cases if work_of(case) <= CPU_WORK] or cases
+        given = chain.from_iterable(map(space.classes_of, before))
+        taken = {light[number] for number in choose([space.classes_of(case) for case in light], given)}
+    else:
+        taken = {*cases[:_FIRST], *{case.role: case for case in reversed(cases)}.values()}
+    return tuple(case for case in cases if case in taken or case.id in killing())
 
 
 @cache
-def _killing() -> frozenset[str]:
+def killing() -> frozenset[str]:
+    """The ids of the cases that kill a known defect each, as the stored run of all says."""
     text = (files("mla_conformance.fixtures") / "defects.json").read_text(encoding="utf-8")
     return frozenset(json.loads(text)["killing_cases"].values())
+
+
+class CapabilityError(ValueError):
+    """An unknown capability or tier, or an entry that is wrong."""
 
 
 class Tier(StrEnum):
@@ -55,9 +64,9 @@ class Tier(StrEnum):
     NIGHTLY = "nightly"
     """Those, long contexts, and what is fitted to a backend for triples of values."""
 
-
-class CapabilityError(ValueError):
-    """An unknown capability or tier."""
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise CapabilityError(f"unknown tier '{value}'; expected one of {', '.join(cls)}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,7 @@ class Capability:
     @cached_property
     def cases(self) -> tuple[Case, ...]:
         """The cases that decide it, the most telling first."""
-        if self.is_array:
+        if self.name in SPACES:
             return array_of(self.name)
         found = []
         for name in self.lists:  # of a role, or of those that several roles share
@@ -105,17 +114,8 @@ class Capability:
     @cached_property
     def smoke(self) -> tuple[Case, ...]:
         """Those of them that the smoke tier takes."""
-        if not self.is_array:
-            return smoke_cases(self.cases)
-        space = SPACES[self.name]
-        light = [case for case in self.cases if work_of(case) <= CPU_WORK]
-        given = chain.from_iterable(map(space.classes_of, counted(space, Tier.SMOKE)))
-        chosen = choose([space.classes_of(case) for case in light], given)
-        return with_killing(self.cases, {light[number] for number in chosen})
-
-    @property
-    def is_array(self) -> bool:
-        return self.name in SPACES
+        before = counted(SPACES[self.name], Tier.SMOKE) if self.name in SPACES else ()
+        return smoke_of(self.name, self.cases, before)
 
     @property
     def profile(self) -> str:
@@ -156,18 +156,11 @@ def lists_of(role: str) -> dict[str, list[Fields]]:
     return found
 
 
-def load_lists() -> None:
-    """Read every list of cases, which otherwise is when the first case of its capability is asked for."""
-    for role in ("", *ROLES):
-        lists_of(role)
-
-
-def _entries(text: str) -> dict[str, Capability]:
-    entries = tomllib.loads(text).items()
-    return {name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry) for name, entry in entries}
-
-
-CAPABILITIES = _entries((files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8"))
+_TABLE = (files("mla_conformance.vocabulary") / "capabilities.toml").read_text(encoding="utf-8")
+CAPABILITIES = {
+    name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry)
+    for name, entry in tomllib.loads(_TABLE).items()
+}
 _OF_THE_SUITE = tuple(CAPABILITIES)
 
 
@@ -182,7 +175,8 @@ def add_role(space: Space, lists: str, capabilities: str) -> Iterable[Capability
     Raises:
         ValueError: an entry has another one's name; the texts are not of these forms, or a line is no case.
     """
-    entries = _entries(capabilities)
+    parsed = tomllib.loads(capabilities).items()
+    entries = {name: Capability(name, lists=tuple(entry.pop("cases", ())), **entry) for name, entry in parsed}
     if taken := [name for name in entries if name in CAPABILITIES]:
         raise CapabilityError(f"capability {taken[0]}: the name is taken")
     if space.capability not in entries:
@@ -195,7 +189,7 @@ def add_role(space: Space, lists: str, capabilities: str) -> Iterable[Capability
 def counted(space: Space, tier: Tier) -> Iterator[Case]:
     """The listed cases of a role that are judged by one right call anywhere, as those of its array are."""
     for entry in CAPABILITIES.values():
-        if counts(entry.name) and not entry.is_array:
+        if counts(entry.name) and entry.name not in SPACES:
             yield from (case for case in entry.select(tier) if case.role is space.role)
 
 
@@ -210,7 +204,7 @@ def is_due_on_gpu(case: Case) -> bool:
     entry = find_capability(case.capability)
     if entry.large:
         return case.far.startswith("rows") or work_of(case) > LARGE_CPU_WORK
-    return entry.is_array and work_of(case) > CPU_WORK
+    return entry.name in SPACES and work_of(case) > CPU_WORK
 
 
 def listed(space: Space) -> tuple[Case, ...]:
@@ -229,9 +223,3 @@ def find_capability(name: str) -> Capability:
     if name not in CAPABILITIES:
         raise CapabilityError(f"unknown capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
     return CAPABILITIES[name]
-
-
-def find_tier(name: str) -> Tier:
-    if name not in list(Tier):
-        raise CapabilityError(f"unknown tier '{name}'; expected one of {', '.join(Tier)}")
-    return Tier(name)

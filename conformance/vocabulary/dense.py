@@ -88,7 +88,7 @@ def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
         kv[first], kv[second] = draw.pick((513, 700, 1100), "longer"), draw.pick((513, 1000, 1025), "longest")
     if case.role is Role.SPARSE_LAYER:  # whose keys are made from hidden states, which takes long
         kv = [tokens % _SHORT for tokens in kv]
-    if not case.has_context or (case.role in _OF_ANY_NEW and draw.below(2, "new")):
+    if case.call == Call.NEW_TOKENS or (case.role in _OF_ANY_NEW and draw.below(2, "new")):
         q, kv = kv, q[::-1]
     return _shaped(case, q, kv, draw)
 
@@ -98,7 +98,7 @@ def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict
     number, few = draw.pick((1, 2, 3), "requests"), draw.pick((1, 1, 2, 4), "queries")
     q, kv = [few] * number, [draw.pick(_EDGES, "kv", n) for n in range(number)]
     place = draw.below(number, "longest")
-    (q if rows or not case.has_context or case.role is Role.CACHE else kv)[place] = length
+    (q if rows or case.call == Call.NEW_TOKENS or case.role is Role.CACHE else kv)[place] = length
     heads = {"heads": draw.pick((1, 1, 2, 3), "heads")} if case.heads > 1 and case.role is not Role.COMPRESS else {}
     return {**_shaped(case, q, kv, draw), **heads}
 
@@ -114,7 +114,7 @@ def _shaped(case: Case, q: list[int], kv: list[int], draw: Draw) -> dict[str, An
             q, decodes = [drafted] * many + longer[many:], {"decodes": many}
         else:
             q, decodes = longer[: len(q) - many] + [drafted] * many, {"decodes": many}
-    lengths: dict[str, Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.has_context else ()}
+    lengths: dict[str, Lengths] = {"q": tuple(q), "kv": tuple(kv) if case.call != Call.NEW_TOKENS else ()}
     room = {"workspace": case.page * len(q) * draw.pick((1, 2, 4, 16), "workspace")} if case.call in _PLANNED else {}
     return {**lengths, **decodes, **room}
 

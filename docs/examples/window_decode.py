@@ -19,9 +19,9 @@ from mla_conformance.backends.operands import Form, table
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.case import at_least, one_of
-from mla_conformance.cases.classes import Draw, Numbers, exactly, first
+from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Row, Space, values
+from mla_conformance.cases.space import Row, Space, exactly, values
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.reference.selected import RowLists
 from mla_conformance.roles.decode.call import DecodeCall

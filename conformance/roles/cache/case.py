@@ -1,17 +1,17 @@
 """Cases of cache operations, entries written and gathered and slots computed, and what varies in them. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.cached import CacheOperation
 from mla_conformance.cases.case import Call, Kind, Layout, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import Draw, Numbers, exactly, first
+from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.dimensions import COLUMNS, K_SCALES, PADDING, POISONS, numbers, room, spare_blocks, storage
 from mla_conformance.cases.grammar import Data, Fields
-from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, exactly, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 from mla_conformance.roles.layer.case import LATENTS
 
@@ -199,7 +199,7 @@ CACHE = Space(
         never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
         never("something is asked for", {"share": ("none",), "requests": ("1",)}),
         *(rule for rule in batches.LONE_RULES if "queries" not in rule.over),
-        batches.in_both(4),
+        replace(batches.IN_BOTH, holds=lambda *classes: bool(batches.lengths(*classes, 4))),
         *batches.END_RULES,
         Rule(
             f"more than {_MOST_ENTRIES:,} entries",

@@ -8,11 +8,11 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Kind, Layout, Sizes, at_least, given, one_of, some_of
-from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
+from mla_conformance.cases.case import Call, Kind, Layout, Sizes, at_least, given, one_of
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import PADDING, POISONS, numbers, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Row, Rule, Space, exactly, measured, never, plain, values
 
 VALUES = ("normal", "peaked", "large_scores", "tiny_values", "zeros")
 """What key states and scores are like; ``problem.py`` says what each reveals."""
@@ -33,7 +33,7 @@ class CompressCase(CacheOperation):
 
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
-    data: str = some_of(VALUES, "normal", "what key states and scores are like")
+    data: str = one_of(VALUES, "normal", "what key states and scores are like", joined=True)
     ratio: int = at_least(2, 4, "tokens of an entry", Kind.SIZE)
     overlap: bool = given(False, "whether groups take the one before as well")
     norm: bool = given(True, "whether entries are normalised")

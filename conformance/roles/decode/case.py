@@ -6,7 +6,7 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CACHES, CachedCase
-from mla_conformance.cases.case import Call, Sizes
+from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Draw, first
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Row, Rule, Space, never, values
@@ -18,14 +18,8 @@ class DecodeCase(CachedCase):
 
     role: ClassVar[Role] = Role.DECODE
     calls: ClassVar[tuple[Call, ...]] = (Call.DECODE,)
-
-    @property
-    def sizes(self) -> Sizes:
-        """By the head dims before absorption: results outweigh queries and keys, which heads share."""
-        each = self.heads * (self.dimensions.qk_head_dim + self.dimensions.v_head_dim)
-        # The latent is both key and value.
-        columns = 2 * self.kv_lora_rank + self.dimensions.qk_rope_head_dim
-        return super().sizes._replace(columns=columns, row=each, key=each)
+    # Rows and keys count by the head dims before absorption: results outweigh queries and keys, which heads share.
+    absorbed: ClassVar[bool] = True
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
@@ -46,7 +40,7 @@ DECODE = Space(
         dimensions.PADDING,
         dimensions.POISONS,
         dimensions.LSE,
-        dimensions.data("needle", "normal"),
+        dimensions.DATA,
         dimensions.LAYOUT,
         dimensions.SCALE,
         *dimensions.storage(),

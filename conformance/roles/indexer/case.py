@@ -43,10 +43,6 @@ class IndexerCase(CachedCase):
         return not self.gathered
 
     @property
-    def visible_lens(self) -> tuple[int, ...]:
-        return self.kv
-
-    @property
     def sizes(self) -> Sizes:
         """An output has as many scores as the longest request; heads share a key."""
         return Sizes(self.head_dim, self.heads * self.head_dim, max(self.totals), self.head_dim)
@@ -98,7 +94,7 @@ INDEXER = Space(
         *batches.pages(_PAGED),
         *dimensions.list_dimensions(_SELECTS),
         values("space", "space", IndexSpace.POSITION, IndexSpace.SLOT, only=_SELECTS),
-        dimensions.data("needle", "normal"),
+        dimensions.DATA,
         dimensions.LAYOUT,
         dimensions.SCALE,
         *dimensions.storage(_PAGED),

@@ -12,9 +12,9 @@ from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call, at_least, given, one_of
-from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
-from mla_conformance.cases.space import NOTHING, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import NOTHING, Row, Rule, Space, exactly, measured, never, plain, values
 from mla_conformance.reference.chunking import plan_context_chunks
 
 LATENTS = (
@@ -292,7 +292,7 @@ LAYER = Space(
         values("latents", "latents", *LATENTS),
         values("weights", "weights", "selection", "dense"),
         plain("out", {"none": {"out": False}, "given": {"out": True}}),
-        dimensions.data("needle", "normal"),
+        dimensions.DATA,
         dimensions.LAYOUT,
         dimensions.SCALE,
         *dimensions.storage(),
@@ -337,7 +337,7 @@ LAYER = Space(
             ("tokens", "longest"),
             lambda new, longest: TOKENS.least(new) <= batches.LONGEST.parts[longest][0][-1],
         ),
-        batches.in_both(1),
+        batches.IN_BOTH,
         *batches.END_RULES,
         Rule("no batch has such lengths and chunks", _SHAPE, _exists, always=True),
     ),

@@ -9,7 +9,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import LAYOUT, MAXIMA, PADDING, POISONS, SCALE, data, numbers
+from mla_conformance.cases.dimensions import DATA, LAYOUT, MAXIMA, PADDING, POISONS, SCALE, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
@@ -47,14 +47,6 @@ class PrefillCase(Case):
     )
 
     @property
-    def has_context(self) -> bool:
-        return self.call != Call.NEW_TOKENS
-
-    @property
-    def is_causal(self) -> bool:
-        return self.call != Call.CONTEXT_CHUNK
-
-    @property
     def is_merged(self) -> bool:
         return self.call == Call.CHUNKED_CONTEXT
 
@@ -71,7 +63,6 @@ class PrefillCase(Case):
         return ""
 
     def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
         if not self.is_merged:
             return
         slices = slices_of(self.kv, self.workspace)
@@ -270,7 +261,7 @@ PREFILL = Space(
         values("quant", "quant", "none", "fp8", only=_NEW),
         numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
         plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}}, _NEW),
-        data("needle", "normal"),
+        DATA,
         LAYOUT,
         SCALE,
         PADDING,

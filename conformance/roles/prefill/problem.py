@@ -92,10 +92,11 @@ class PrefillBatch(Draw[PrefillCase]):
         """[T, N, P + R] in the operands' dtype; many of them on the device, as keys are."""
         case = self.case
         q = self._normal(sum(case.q), case.heads, case.dimensions.qk_head_dim).float()
+        causal = case.call != Call.CONTEXT_CHUNK
 
         def sites() -> Iterator[tuple[slice, Site]]:
             for rows, k in zip(segments(start_loc(case.q)), keys, strict=True):
-                yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), case.is_causal)
+                yield rows, Site(q[rows], k, case.softmax_scale, edges(k.shape[0], case), causal)
 
         return stored(self.queries_of(q, sites), self.dtype)
 
@@ -130,7 +131,7 @@ class _Prefill(RoleDefinition):
     def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
         """What configurations do not say is asked of the class by itself."""
         reasons = super().reasons(kernel, case, dtype, capability)
-        if (case.lse or case.has_context) and not getattr(kernel, "returns_lse", True):
+        if (case.lse or case.call != Call.NEW_TOKENS) and not getattr(kernel, "returns_lse", True):
             reasons.append(NO_LSE)
         if case.own_merge and not hasattr(kernel, "merge_attn_states"):
             reasons.append("no merge_attn_states of its own")

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
-from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of, some_of
+from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers
 from mla_conformance.cases.grammar import Fields
@@ -34,6 +34,7 @@ class PrepareCase(Case):
     role: ClassVar[Role] = Role.PREPARE
     calls: ClassVar[tuple[Call, ...]] = (Call.PREPARE_INDEX,)
     longer: ClassVar[Mapping[str, int]] = {"kv": 13}
+    causal: ClassVar[bool] = False  # no token meets another
     # Beyond DeepSeek-V3.2's: the first columns in halves, transformed, with folded weights.
     asked: ClassVar = {
         "dtype": ("bf16", "{}"),
@@ -49,7 +50,7 @@ class PrepareCase(Case):
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
     heads: int = at_least(1, _USUAL_HEADS)
-    data: str = some_of(VALUES, "normal", "what queries and keys are like")
+    data: str = one_of(VALUES, "normal", "what queries and keys are like", joined=True)
     pairs: str = one_of(PAIRS, "halves", "what is rotated together, columns R/2 apart or neighbours")
     rope_last: bool = given(False, "whether the last R columns are rotated, not the first")
     hadamard: bool = given(True, "whether queries and keys pass through the Hadamard transform")
@@ -78,10 +79,6 @@ class PrepareCase(Case):
         return self.eps / 1e6
 
     @property
-    def is_causal(self) -> bool:
-        return False  # no token meets another
-
-    @property
     def visible_lens(self) -> tuple[int, ...]:
         """As many products for each column as there are columns."""
         return (self.head_dim,) * len(self.q)
@@ -93,7 +90,6 @@ class PrepareCase(Case):
         return super().sizes._replace(columns=columns, row=self.heads * columns, key=self.rope_dim)
 
     def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
         width, rope = self.head_dim, self.rope_dim
         if min(self.q) < 1:
             yield f"{self.call} expects at least one token a request, got q={list(self.q)}"

@@ -26,6 +26,8 @@ class SparseCase(CachedCase):
 
     role: ClassVar[Role] = Role.SPARSE
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)
+    causal: ClassVar[bool] = False  # the lists alone say what is seen
+    layouts: ClassVar[tuple[str, ...]] = ("cache", "extra")
 
     cache: str = one_of(MAIN_CACHES, "auto", "layout of the cache; gathered keys are plain")
     topk: int = at_least(1, 64, "columns of the lists")
@@ -75,10 +77,6 @@ class SparseCase(CachedCase):
         return super().holds_codes or self.extra not in ("none", "auto")
 
     @property
-    def is_causal(self) -> bool:
-        return False  # the lists alone say what is seen
-
-    @property
     def visible_lens(self) -> tuple[int, ...]:
         main = (min(self.topk, total) for total in self.totals)
         extra = (min(self.extra_topk, length) if self.has_extra else 0 for length in self.extra_lens)
@@ -107,8 +105,6 @@ class SparseCase(CachedCase):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.has_extra:
-            yield from self.too_large_for(self.extra)
         if not self.is_paged and (self.cache != "auto" or self.has_extra or self.ranks > 1):
             yield (
                 "call sparse_prefill: expected cache=auto, extra=none and ranks=1, since gathered keys are plain, got "
@@ -172,7 +168,7 @@ SPARSE = Space(
         values("sink", "sink", "none", "drawn", "extreme"),
         values("space", "space", *IndexSpace),
         dimensions.LSE,
-        dimensions.data("needle", "normal"),
+        dimensions.DATA,
         dimensions.LAYOUT,
         dimensions.SCALE,
         *dimensions.storage(PAGED),

@@ -9,10 +9,10 @@ from mla_conformance.cases import batches
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
-from mla_conformance.cases.classes import Draw, Numbers, exactly, first
+from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers, room
 from mla_conformance.cases.grammar import Data, Fields
-from mla_conformance.cases.space import Only, Row, Rule, Space, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
 from mla_conformance.roles.prepare.case import PAIRS
@@ -32,6 +32,7 @@ class SparseLayerCase(CachedCase):
 
     role: ClassVar[Role] = Role.SPARSE_LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.SPARSE_LAYER,)
+    causal: ClassVar[bool] = False  # the lists alone say what is seen
 
     dtype: str = one_of(("bf16", "fp16"), "bf16")
     dims: str = "32-32-32-128"
@@ -56,10 +57,6 @@ class SparseLayerCase(CachedCase):
     @property
     def is_merged(self) -> bool:
         return False  # one rank has all tokens
-
-    @property
-    def is_causal(self) -> bool:
-        return False  # the lists alone say what is seen
 
     @property
     def visible_lens(self) -> tuple[int, ...]:

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
-from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of, some_of
-from mla_conformance.cases.classes import PLAIN, Draw, Numbers, exactly, first
+from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import COLUMNS, LAYOUT, LENGTHS, MAXIMA, PADDING, POISONS, against, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
-from mla_conformance.cases.space import Only, Row, Rule, Space, measured, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, plain, values
 
 LOGITS = (
     *("normal", "integers", "ones", "last_bits", "relu", "zeros", "negative", "rising", "falling", "outliers"),
@@ -46,7 +46,7 @@ class TopKCase(Case):
     dtype: str = one_of(("fp32", "bf16", "fp16"), "fp32")
     dims: str = "small"
     heads: int = at_least(1, 1)
-    data: str = some_of(LOGITS, "normal", "what the logits are like")
+    data: str = one_of(LOGITS, "normal", "what the logits are like", joined=True)
     topk: int = at_least(1, _USUAL, "columns selected for each row, or their tokens")
     packed: bool = given(
         False,
@@ -84,7 +84,6 @@ class TopKCase(Case):
         return Sizes(columns=1, row=_STEPS * self.width, output=max(self.spans) + self.topk, key=0)
 
     def contradictions(self) -> Iterator[str]:
-        yield from super().contradictions()
         if min(self.q) < 1:
             yield f"{self.call} expects at least one row a request, got q={list(self.q)}"
         if self.topk % self.pool or (self.tail and self.pool == 1):
@@ -203,7 +202,7 @@ TOPK = Space(
     ),
     rules=(
         *batches.LONE_RULES,
-        batches.in_both(1),
+        batches.IN_BOTH,
         Rule(
             "no such length, or no such number of columns",
             ("queries", "longest", "tile", "columns", "keys", "pool"),
