@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import mla_conformance as mla
-from mla_conformance.api import selection, verdicts
+from mla_conformance.api import verdicts
 from mla_conformance.api.function_case import why_no_function
 from mla_conformance.api.selection import AT_DEFAULT
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
@@ -30,11 +30,11 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import columns
-from mla_conformance.tests.own_functions import as_function, decode_with
+from mla_conformance.tests.own_functions import as_function, decode_with, lightest
 from mla_conformance.trials.context import Context
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, find_capability
+from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
 CPU = torch.device("cpu")
 LSE = "decode_lse:call=decode;q=[1x4];kv=[64,9,1000,17];page=64"
@@ -245,12 +245,19 @@ def test_frequent_mistakes_are_named(mistake: str) -> None:
 
 
 def test_cases_have_the_values_that_are_asked_for() -> None:
-    found = mla.cases("decode", heads=[16, 128], cache="fp8")
-    assert {case.suite_case.heads for case in found} == {16, 128} and len(found) < len(mla.cases("decode", tier="full"))
+    def lists(role: str, capability: str, **wanted: Any) -> Any:
+        return mla.cases(role, capability=capability, **wanted)  # which refuses what has no case
+
+    found = mla.cases("decode", heads=[16, 128], cache="fp8")  # with cases fitted to that; others are of lists
+    assert {case.suite_case.heads for case in found} == {16, 128}
     assert {getattr(case.suite_case, "cache") for case in found} == {"fp8"}  # noqa: B009 - of a decode's case
-    assert {length for case in mla.cases("decode", q=[1, 2]) for length in case.suite_case.q} == {1, 2}
-    assert all(len(set(case.suite_case.q)) > 1 for case in mla.cases("decode", queries="mixed"))
-    assert {case.suite_case.dtype for case in mla.cases("prefill", tier="full")} == {"bf16"}
+    assert {length for case in lists("decode", "decode_multi_token", q=[1, 2, 3]) for length in case.suite_case.q} == {
+        1,
+        2,
+        3,
+    }
+    assert all(len(set(case.suite_case.q)) > 1 for case in lists("decode", "decode", queries="mixed"))
+    assert {case.suite_case.dtype for case in lists("prefill", "lse", tier="full")} == {"bf16"}
     assert mla.case(found[0].id) == found[0] and str(found[0]) == found[0].id
 
 
@@ -371,11 +378,8 @@ def test_the_page_lists_what_is_handed_out_and_when(role: str) -> None:
 def handed_out(role: str, wanted: dict[str, Any]) -> dict[str, Any]:
     """What a function of a role is called with."""
     seen: dict[str, Any] = {}
-    cases = [case for entry in CAPABILITIES.values() for case in entry.cases if case.role == role]
-    cases = [case for case in cases if all(getattr(case, name, None) == value for name, value in wanted.items())]
-    unusual = selection._unusual  # what nobody asked for
-    smallest = min((each for each in cases if not (unusual(each, wanted) or why_no_function(each))), key=work_of)
-    assert mla.judge(mla.FunctionCase(smallest), lambda **inputs: seen.update(inputs), device="cpu").check == "shape"
+    (smallest,) = lightest(role, wanted)
+    assert mla.judge(smallest, lambda **inputs: seen.update(inputs), device="cpu").check == "shape"
     return seen
 
 
