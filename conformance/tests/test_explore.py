@@ -223,12 +223,3 @@ def test_dimensions_that_decide_only_together_are_learned() -> None:
 def test_the_nightly_tier_alone_asks_for_triples() -> None:
     asked = {tier: RunRequest.of(["EAGER"], tier=tier).triples for tier in ("smoke", "full", "nightly")}
     assert asked == {"smoke": False, "full": False, "nightly": True}
-
-
-def test_cases_without_data_regimes_are_fitted_too() -> None:
-    space = SPACES["cache_combinations"]
-    region = fit(
-        space, listed(space), lambda cases: [case.page != 32 for case in cases], reachable(space, "cuda"), LIGHT
-    )
-    missing = reachable(space, "cuda") - Pairs(space, region.rows)
-    assert missing and all(("page", "32") in pair for pair in missing if space.completed(pair))
