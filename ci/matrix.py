@@ -18,7 +18,7 @@ from mla_conformance.scoreboard.board import Entry
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "fixtures" / "records"
-_KERNELS = "| kernel | version | passed | known to fail | worst of budget |\n|---|---|---|---|---|"
+_KERNELS = "| kernel | version | passed | known to fail |\n|---|---|---|---|"
 _FAILURES = "| kernels, cases | for example | why |\n|---|---|---|"
 
 
@@ -48,11 +48,10 @@ def kernels(records: list[Shown]) -> str:
     places = [most, *(f"{', '.join(record.backend for record in made[place])}: {place}" for place in others)]
     for record in records:
         counts = record.counts
-        behind = [f"{name} {version}" for name, version in record.distributions.items()]
-        versions = ", ".join(each for each in behind if each == behind[0] or not each.startswith("torch "))
+        name, version = next(iter(record.distributions.items()))
         lacking = f", {counts.unavailable} lacked memory" if counts.unavailable else ""
         passed = f"{counts.passed}/{counts.listed}{lacking}"
-        rows.append(_row([record.backend, versions, passed, counts.waived, f"{record.worst_share:.2f}"]))
+        rows.append(_row([record.backend, f"{name} {version}", passed, counts.waived]))
     return "\n".join(["; ".join(places), "", _KERNELS, *rows])
 
 

@@ -26,8 +26,11 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.files.outputs import Section
 
 ROOT = Path(__file__).parents[1]
-_NOISE = re.compile(r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n", re.MULTILINE)
-"""Usage, which repeats the options, headings, and the option that every command has."""
+_NOISE = re.compile(
+    r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n", re.MULTILINE
+)
+"""Usage, which repeats the options, headings, the option that every command has, and examples."""
+_ENTRY = re.compile(r"^  (-\S.*|CASE_ID.*)\n(?:   .*\n)*", re.MULTILINE)
 _WIDTH = 80
 _FURTHER = MLATopKBackend, MLAPrepareBackend, MLACompressBackend, MLACacheBackend, MLASparseLayerBackend
 _UNBROKEN = "\0"
@@ -41,7 +44,26 @@ def commands() -> str:
             (name, _NOISE.sub("", parser.format_help()).strip("\n"))
             for name, parser in commands_of(command_line(COMMANDS, GROUPS))
         ]
-    return "\n\n".join(f"## {name}\n\n```text\n{text}\n```" for name, text in texts)
+    seen = set[str]()
+    return "\n\n".join(f"## {name}\n\n```text\n{_without(seen, text)}\n```" for name, text in texts)
+
+
+def _without(seen: set[str], text: str) -> str:
+    """A command's help without entries that stand word for word in that of an earlier one, whose names are listed."""
+    known = list[str]()
+
+    def entry(found: re.Match[str]) -> str:
+        name, words = found[0].split()[0].rstrip(","), " ".join(found[0].split())
+        if words in seen:
+            known.append(name)
+            return ""
+        seen.add(words)
+        return found[0]
+
+    text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
+    before, exit_status, after = text.rpartition("exit status: ")
+    above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) + "\n\n" if known else ""
+    return f"{before}{above}{exit_status}{after}"
 
 
 def case_fields() -> str:

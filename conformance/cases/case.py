@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from enum import StrEnum
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, Self, get_origin
 
 from mla_conformance.backends.roles import Role
@@ -261,6 +261,7 @@ class Case(ABC):
         return cls(capability=capability, call=call, **{name: value for name, value in values.items() if name in own})
 
     @staticmethod
+    @lru_cache(maxsize=2**14)  # the same ids are read again from lists, journals and reports
     def parse(text: str) -> "Case":
         """The case with this id.
 

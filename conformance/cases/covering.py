@@ -45,10 +45,10 @@ class Pairs:
 
     def add(self, row: Row) -> None:
         """And those of a row."""
-        mask = self.mask(row)
-        for value in held(row):
-            if value in self._bits:
-                self._partners[value] |= mask & ~self._bits[value]
+        bits = {value: self._bits[value] for value in held(row) if value in self._bits}
+        mask = sum(bits.values())
+        for value, bit in bits.items():
+            self._partners[value] |= mask & ~bit
 
     def drop(self, row: Row) -> None:
         """Without those of a row."""

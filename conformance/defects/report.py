@@ -117,19 +117,8 @@ def closing_line(report: DefectReport) -> str:
 def markdown(report: DefectReport) -> str:
     """The section of docs/known-defects.md."""
     rest = f"{len(reported_bugs().not_emulated)} further reports are not emulated; `mla-conformance defects` says why."
-    return "\n".join([f"{closing_line(report)}. {rest}", "", *_threads(report)])
-
-
-def _threads(report: DefectReport) -> Iterator[str]:
-    """Threads of the pipeline of layers with selected keys: what emulates them, and the first case that fails."""
-    threads = reported_bugs().pipeline
-    yield from ("| reported | mistake | known defect | first case that fails |", "|---|---|---|---|")
-    for entry in known_defects().values():
-        if named := [thread for thread in threads if thread in entry.sources]:
-            case = report.killing_cases.get(entry.id, "none")
-            yield f"| {', '.join(named)} | {entry.sentence} | `{entry.id}` | `{case}` |"
-    yield from ("", "Without a known defect:", "")
-    yield from (f"- {thread}: {reason}" for thread, reason in threads.items() if reason)
+    lacking = (f"- {thread}: {reason}" for thread, reason in reported_bugs().pipeline.items() if reason)
+    return "\n".join([f"{closing_line(report)}. {rest}", "", "Of layers with selected keys:", "", *lacking])
 
 
 def stored() -> DefectReport:

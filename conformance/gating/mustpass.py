@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -54,6 +54,7 @@ class MustPass:
     demanded: tuple[str, ...] = ()  # profiles that bind a backend whatever it declares
 
     @staticmethod
+    @cache
     def of_vocabulary() -> "MustPass":
         """The list that the vocabulary gives; ``mla-conformance mustpass`` prints it."""
         cases = [case for capability in CAPABILITIES.values() for case in capability.cases]

@@ -46,14 +46,6 @@ class TwoFaced(EagerPrefillBackend):
     declaration = Declaration() if FIRST else loose
 
 
-class OneTuple(EagerPrefillBackend):
-    """Returns its output in a tuple."""
-
-    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
-        found = super().run_prefill_new_tokens(*arguments, **options)
-        return found if isinstance(found, tuple) else (found,)
-
-
 class RewritesTheReport(EagerPrefillBackend):
     """Wrong; leaves a process that is nobody's child and makes a pass of every fail in the report."""
 

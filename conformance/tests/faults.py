@@ -2,13 +2,10 @@
 
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -20,9 +17,6 @@ from typing import Any, ClassVar
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.judging.golden import GoldenAttention
-from mla_conformance.judging.verdict import Status, Verdict
-from mla_conformance.roles.table import judge
 
 
 class Faulty(EagerPrefillBackend):
@@ -132,43 +126,6 @@ class ClosesStdout(Faulty):
     def before(self, *_: Any) -> None:
         sys.stdout.close()
         os.closerange(1, 2)
-
-
-def _passes(*_: Any, **__: Any) -> Any:
-    from mla_conformance.judging.verdict import Status, Verdict
-
-    return Verdict(Status.PASS)
-
-
-class RewritesTheJudge(Faulty):
-    """Three times what is right, and a judge whose code says that it passes: it is still the same function."""
-
-    def before(self, *_: Any) -> None:
-        judge.__code__ = _passes.__code__
-        assert judge(None, None, None, None) == Verdict(Status.PASS)  # type: ignore[arg-type]
-
-    def after(self, result: Any, *_: Any) -> Any:
-        return result[0].mul_(3), result[1]
-
-
-class LooksForTheRightResult(Faulty):
-    def before(self, *_: Any) -> None:
-        found = [each for each in gc.get_objects() if type(each) is GoldenAttention]
-        assert not found, "what is expected is in this process"
-
-
-class Forges(Faulty):
-    """Answers in place of the process that calls it."""
-
-    answer = b'{"number": 1, "error": "", "verdict": "pass"}'
-
-    def before(self, *_: Any) -> None:
-        for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            try:
-                connection = socket.socket(fileno=os.dup(number))
-            except OSError:  # no socket, or the folder's own
-                continue
-            connection.sendall(struct.pack("<Q", len(self.answer)) + self.answer)
 
 
 class Forks(Faulty):

@@ -34,13 +34,6 @@ from mla_conformance.trials.trial import Context
 
 NEW = ["new_tokens:dims=small;q=[5];lse=0", "new_tokens:dims=small;q=[3]"]
 CHUNKS = [Case.parse(f"context_chunk:call=context_chunk;dims=small;q=[{n}];kv=[9]").id for n in (1, 2, 3, 4)]
-REPLACES_LEN = """
-import builtins
-from mla_conformance.backends.eager import EagerPrefillBackend
-builtins.len = lambda _: 0
-
-class ReplacesLen(EagerPrefillBackend): ...
-"""
 ENDS = """
 import os, pathlib
 from mla_conformance.backends.eager import EagerPrefillBackend
@@ -66,7 +59,7 @@ Records = dict[tuple[str, str], Record]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("attacks")
     shutil.copy(Path(__file__).with_name("attacking.py"), folder)
-    for name, text in {"replaces": REPLACES_LEN, "ends": ENDS, "lacks": LACKS}.items():
+    for name, text in {"ends": ENDS, "lacks": LACKS}.items():
         (folder / f"{name}.py").write_text(text)
     return folder
 
@@ -74,9 +67,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> tuple[Records, str]:
     """The records of one run in one worker, and what it printed."""
-    attacking = ("TwoFaced", "OneTuple", "RewritesTheReport", "DiesOfContext", "EndsOthers", "Innocent")
+    attacking = ("TwoFaced", "RewritesTheReport", "DiesOfContext", "EndsOthers", "Innocent")
     names = [f"attacking.py:{name}" for name in attacking]
-    names += ["replaces.py:ReplacesLen", "ends.py:Ends", "lacks.py:Lacks"]
+    names += ["ends.py:Ends", "lacks.py:Lacks"]
     request = RunRequest.of([f"{folder}/{name}" for name in names], device="cpu", cases=[*NEW, *CHUNKS])
     run, printed = Run(request, RunFolder.claim(folder / "out"), Limits(1, 20.0, give_up_after=2)), io.StringIO()
     with contextlib.redirect_stdout(printed), unexplained():
@@ -86,8 +79,9 @@ def run(folder: Path) -> tuple[Records, str]:
 
 
 def test_the_innocent_pass(run: tuple[Records, str]) -> None:
-    right = ("Innocent", "EndsOthers", "ReplacesLen")  # whose import replaces a function of Python's, which is put back
-    assert {run[0][name, case].status for name in right for case in (*NEW, *CHUNKS)} == {Status.PASS}
+    assert {run[0][name, case].status for name in ("Innocent", "EndsOthers") for case in (*NEW, *CHUNKS)} == {
+        Status.PASS
+    }
 
 
 def test_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: tuple[Records, str]) -> None:
@@ -101,11 +95,6 @@ def test_a_declaration_that_differs_between_processes_is_a_failure(run: tuple[Re
     records, _ = run
     said = [record.message for (name, _), record in records.items() if name == "TwoFaced" and record.failed]
     assert said and all("'rounded-p'" in each and "where it was judged" in each for each in said)
-
-
-def test_a_tuple_of_one_is_a_failure(run: tuple[Records, str]) -> None:
-    records, _ = run
-    assert [records["OneTuple", case].status for case in NEW] == [Status.FAIL, Status.PASS]
 
 
 def test_a_call_is_given_up_and_the_others_are_judged(run: tuple[Records, str]) -> None:

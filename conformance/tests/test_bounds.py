@@ -56,7 +56,7 @@ def test_a_process_that_says_what_no_kernel_says_is_ended_and_the_next_one_judge
     Path("cases").mkdir()
     write_case(Path("cases/one.json"), CASE)
     backends = [f"--backend=loud.py:{name}" for name in ("Mega", "Endless", "Stray", "Mute")]
-    options = ["--cases=cases", "--device=cpu", "-n1", "--timeout=10", "--out=out", "--give-up-after=1"]
+    options = ["--cases=cases", "--device=cpu", "-n1", "--timeout=5", "--out=out", "--give-up-after=1"]
     with unexplained():
         assert main(["certify", *backends, *options]) == 1
     assert Path("out/journal.jsonl").stat().st_size < 2**20

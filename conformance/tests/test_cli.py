@@ -1,6 +1,7 @@
 """The command line on bad input: exit status 2 before anything runs, and a message that lists what exists."""
 
 import argparse
+import os
 import re
 import shlex
 import shutil
@@ -11,7 +12,6 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-import torch
 
 from mla_conformance.__main__ import start
 from mla_conformance.backends.declaration import Declaration
@@ -22,13 +22,9 @@ from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.outcome import capability_lines
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject, describe
-from mla_conformance.trials.trial import Context
+from mla_conformance.tests.drawn import judged
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
-
-CPU = torch.device("cpu")
 
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend as E\n"
 CERTIFY = ["certify", "--device", "cpu"]
@@ -93,20 +89,6 @@ def test_cuda_where_there_is_none(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     message = refused(capsys, "certify", "--device", "cuda", "-n1", "--out", str(tmp_path / "out"))
     assert "sees no CUDA device; use --device cpu" in message and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("import no_such_library", "does not import: ModuleNotFoundError: No module named 'no_such_library'"),
-        (EAGER + "class Mine(E): run_prefill_context_chunk = None", "class Mine lacks run_prefill_context_chunk"),
-        (EAGER + "class Mine(E): declaration = 'exact'", "Mine.declaration must be a Declaration, got str"),
-    ],
-)
-def test_a_file_that_holds_no_backend_is_unavailable(tmp_path: Path, source: str, said: str) -> None:
-    (tmp_path / "mine.py").write_text(source)
-    (reason,) = describe(Subject.of(f"{tmp_path / 'mine.py'}:Mine", CPU)).reasons
-    assert said in reason and "BackendReferenceError" not in reason
 
 
 def test_two_backends_of_one_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -185,15 +167,6 @@ def test_every_option_is_described_and_help_keeps_to_80_columns(monkeypatch: pyt
         assert [line for line in parser.format_help().splitlines() if len(line) > 80] == [], parser.prog
 
 
-@pytest.mark.parametrize("command", ["models", "capabilities"])
-def test_lists_keep_to_80_columns(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(command.split()) == 0
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
 def test_versions_of_package_and_suite(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
@@ -237,27 +210,35 @@ def test_backends_are_listed_with_reasons(capsys: pytest.CaptureFixture[str], mo
     assert named.startswith("TRTLLM_RAGGED unavailable: needs compute capability") and "of no use here" in named
 
 
-def test_help_usage_errors_the_list_of_capabilities_and_cases_need_no_torch(tmp_path: Path) -> None:
+def test_help_usage_errors_lists_references_and_cases_need_no_torch(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     wrong = (["--backend", "NOPE"], ["--tier", "huge"], ["--nonsense"], ["--backend", "EAGER", "--out", "file"])
     commands = [["--help"], ["certify", "--help"], *(["certify", *each] for each in wrong), ["capabilities"]]
-    commands += [["replay", "no-case", "--backend", "EAGER"]]
+    commands += [["replay", "no-case", "--backend", "EAGER"], ["models"]]
     code = f"""
 import sys
 import mla_conformance as mla
+import mla_conformance.fixtures
+from mla_conformance.backends.references import known_variants, parse_reference
+from mla_conformance.backends.registry import MLAPrefillBackendEnum
 from mla_conformance.cli import main
+from mla_conformance.reference import chunking, dimensions
+assert [parse_reference(each.name) for each in known_variants()] == known_variants()
+assert MLAPrefillBackendEnum["FLASH_ATTN"].get_path().endswith("FlashAttnPrefillBackend")
 for command in {commands}:
     try:
         status = main(command)
     except SystemExit as ended:
         status = ended.code
     print(status)
-mla.cases("decode")
+mla.cases("decode", capability="decode_lse")
 sys.exit(any(name in sys.modules for name in ("torch", "rich", "shtab", "pytest")))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    narrow = {**os.environ, "COLUMNS": "80"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=narrow)
     printed = done.stdout.splitlines()
-    assert [line for line in printed if line.isdigit()] == ["0", "0", "2", "2", "2", "2", "0", "2"]
+    assert [line for line in printed if line.isdigit()] == ["0", "0", "2", "2", "2", "2", "0", "2", "0"]
+    assert max(map(len, printed)) <= 80
     (lse,) = [line for line in printed if line.startswith("lse ")]
     assert "cases · SPEC 1.4 · The LSE is the natural logarithm" in lse
     assert done.returncode == 0, done.stderr
@@ -268,8 +249,7 @@ class NotDeclared(EagerPrefillBackend):
 
 
 def test_undeclared_determinism_is_unsupported_and_not_passed() -> None:
-    subject = Subject.of(f"{NotDeclared.__module__}:NotDeclared", CPU)
-    records = [judge_one(subject, case, Context()) for case in find_capability("determinism").select(Tier.SMOKE)]
+    records = [judged(NotDeclared, case) for case in find_capability("determinism").select(Tier.SMOKE)]
     assert {record.status for record in records} == {Status.UNSUPPORTED}
     assert {record.message for record in records} == {"not declared deterministic", "prefill only"}
     assert list(capability_lines(records)) == ["NotDeclared – unsupported", "  – 1 unsupported: determinism"]

@@ -9,16 +9,13 @@ import torch
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.request import RequestError, RunRequest
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
+from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.trials import trial as kept
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import BoundedCache, Context
 
 CASE = Case.parse("new_tokens:dims=small;heads=2;q=[5,9]")
-CPU = torch.device("cpu")
 WRONG = """
 from mla_conformance.backends.eager import EagerPrefillBackend
 
@@ -40,21 +37,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Mock]:
     return makers
 
 
-def judged(context: Context, reference: str = "EAGER") -> Record:
-    return judge_one(Subject.of(reference, CPU), CASE, context)
-
-
 def test_inputs_and_golden_result_are_made_once_for_two_backends(made: list[Mock]) -> None:
     context = Context()
-    assert [judged(context, name).status for name in ("EAGER", "TORCH_SDPA", "EAGER")] == [Status.PASS] * 3
+    assert [judged(name, CASE, context).status for name in ("EAGER", "TORCH_SDPA", "EAGER")] == [Status.PASS] * 3
     assert [each.call_count for each in made] == [1, 1]
 
 
 def test_what_a_backend_writes_into_its_inputs_no_other_sees(made: list[Mock], tmp_path: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     context = Context()
-    assert judged(context, f"{tmp_path}/wrong.py:SpoilsItsInputs").check == Check.MUTATED_INPUT
-    assert judged(context).status is Status.PASS
+    assert judged(f"{tmp_path}/wrong.py:SpoilsItsInputs", CASE, context).check == Check.MUTATED_INPUT
+    assert judged("EAGER", CASE, context).status is Status.PASS
     assert [each.call_count for each in made] == [1, 1]
 
 

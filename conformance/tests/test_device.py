@@ -1,6 +1,5 @@
 """The device capabilities' procedures, as far as a CPU shows them; a GPU's own part runs where there is one."""
 
-import inspect
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,17 +13,14 @@ from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.judging.needs import Reach, needed_bytes, rows_before
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
+from mla_conformance.tests.drawn import CONTEXT, CPU, judged
 from mla_conformance.trials.far import _spread
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-CPU = torch.device("cpu")
-CONTEXT = Context()
 GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -47,17 +43,12 @@ class LongestOfTheCapture(Capturable):
         return output, lse
 
 
-def judged(backend: type, case: str, device: torch.device = CPU) -> Record:
-    location = f"{inspect.getfile(backend)}:{backend.__name__}"
-    return judge_one(Subject.of(location, device), Case.parse(case), CONTEXT)
-
-
 @pytest.mark.parametrize(
     "case",
     ["graph_replay:call=decode;q=[1,1];kv=[9,5];ranks=2", "sparse_layer_graph:call=sparse_layer;q=[1];kv=[9];tp=2"],
 )
 def test_a_graph_of_several_ranks_is_refused_in_words(case: str) -> None:
-    found = judge_one(Subject.of("EAGER", torch.device("cpu")), Case.parse(case), Context())
+    found = judged("EAGER", case)
     assert found.status is Status.UNSUPPORTED and "one rank" in found.message
 
 
@@ -178,9 +169,8 @@ def test_the_memory_that_a_case_needs_is_stated() -> None:
 def test_what_leaves_the_stream_is_found(case: Case) -> None:
     if case.role is not Role.PREFILL:
         pytest.skip("a prefill backend is asked")
-    device = torch.device("cuda", 0)
-    assert judged(EagerPrefillBackend, case.id, device).status is Status.PASS
-    assert judged(OnTheDefaultStream, case.id, device).status is Status.FAIL
+    for name, status in (("EAGER", Status.PASS), (f"{__file__}:OnTheDefaultStream", Status.FAIL)):
+        assert judge_one(Subject.of(name, torch.device("cuda", 0)), case, CONTEXT).status is status
 
 
 class OnTheDefaultStream(EagerPrefillBackend):

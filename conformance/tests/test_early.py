@@ -96,7 +96,8 @@ UNAVAILABLE = {
 AVAILABLE = {
     "Prints": "import os; print('{'); os.write(1, b'['); os.write(2, b'[')",
     "Forks": "import os; os.fork()",
-    "Replaces": "import torch; exp = torch.exp; torch.Tensor.exp = lambda tensor: 2 * exp(tensor)",
+    "Replaces": "import builtins, torch; exp = torch.exp; torch.Tensor.exp = lambda tensor: 2 * exp(tensor); "
+    "builtins.len = lambda _: 0",
 }
 HANGS_WHEN_MADE = """
 import time

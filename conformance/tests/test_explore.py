@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.loading import load_role
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, parse_reference
@@ -208,33 +207,6 @@ def test_every_pair_of_what_a_kernel_declares_is_held() -> None:
             assert row is None or not supports([DECODE.case_of(row)])[0], f"{pair} is declared, and no case holds it"
 
 
-class NarrowDecode(EagerDecodeBackend):
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8"]
-    supports_nonuniform_queries = False
-    supported_latent_dims: ClassVar[list[tuple[int, int]]] = [(512, 64)]
-    supported_query_len = 4
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int]:  # type: ignore[override]
-        return [64]
-
-
-def test_the_region_of_a_narrow_kernel_is_what_it_declares() -> None:
-    subject = Subject.of(f"{NarrowDecode.__module__}:NarrowDecode", torch.device("cpu"))
-    vars(subject).update(roles=(Role.DECODE,), _classes={Role.DECODE: NarrowDecode}, _unavailable={Role.DECODE: []})
-    region = region_of(subject, DECODE)
-    expected = {
-        "cache": ["auto", "fp8"],
-        "page": ["64"],
-        "queries": ["1", "2", "3", "4"],
-        "dims": ["r1"],
-        "tile scales": [],
-    }
-    classes = region.classes
-    assert {name: classes[name] for name in expected} == expected
-    assert region.cases and not [case.id for case in region.cases if case.page != 64 or len(set(case.q)) > 1]
-
-
 def test_dimensions_that_decide_only_together_are_learned() -> None:
     def supports(cases: Sequence[Case]) -> list[bool]:
         rows = map(DECODE.row_of, cases)
@@ -251,12 +223,3 @@ def test_dimensions_that_decide_only_together_are_learned() -> None:
 def test_the_nightly_tier_alone_asks_for_triples() -> None:
     asked = {tier: RunRequest.of(["EAGER"], tier=tier).triples for tier in ("smoke", "full", "nightly")}
     assert asked == {"smoke": False, "full": False, "nightly": True}
-
-
-def test_cases_without_data_regimes_are_fitted_too() -> None:
-    space = SPACES["cache_combinations"]
-    region = fit(
-        space, listed(space), lambda cases: [case.page != 32 for case in cases], reachable(space, "cuda"), LIGHT
-    )
-    missing = reachable(space, "cuda") - Pairs(space, region.rows)
-    assert missing and all(("page", "32") in pair for pair in missing if space.completed(pair))

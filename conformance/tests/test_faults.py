@@ -41,9 +41,6 @@ OF_PROCESSES: dict[str, tuple[Status, str]] = {
     "Compiles": (Status.UNAVAILABLE, ""),
     "Floods": PASS,  # to print is no fault of a kernel; only the log must not grow with it
     "Forks": PASS,  # the child is ended where it comes back
-    "LooksForTheRightResult": PASS,
-    "RewritesTheJudge": (Status.FAIL, Check.OUTPUT),
-    "Forges": (Status.FAIL, Check.CALL),
     "Signals": (Status.FAIL, Check.CALL) if FORBIDS_SIGNALS else PASS,
     "ReturnsItsBuffer": (Status.FAIL, Check.STALE_RESULT),
 }
@@ -109,8 +106,6 @@ SAID = {
     "KillsItsParent": "the process died during this case: Killed",
     "StopsItself": "no verdict within the time",
     "Compiles": "unjudged: it was still compiling when the time",
-    "RewritesTheJudge": "new tokens: output is",
-    "Forges": "malformed reply from the kernel process",
     "Signals": "PermissionError" if FORBIDS_SIGNALS else "",
     "ReturnsItsBuffer": "overwrote the result of an earlier one",
 }

@@ -127,6 +127,7 @@ def test_a_changed_vocabulary_is_not_the_list_of_this_version(monkeypatch: pytes
     fewer = replace(CAPABILITIES["lse"])
     vars(fewer)["cases"] = fewer.cases[1:]
     monkeypatch.setitem(CAPABILITIES, "lse", fewer)
+    monkeypatch.setattr(MustPass, "of_vocabulary", MustPass.of_vocabulary.__wrapped__)
     with pytest.raises(InputError, match=r"mustpass\.json: expected digest .* a changed list needs a new version"):
         MustPass.of_suite()
 

@@ -6,20 +6,17 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.judging import judged_rows
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.record import Record, detection
+from mla_conformance.judging.record import detection
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.attention import attention
 from mla_conformance.roles.table import build_problem
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.trials.trial import Context
 
-CPU = torch.device("cpu")
 CASES = [
     "new_tokens:dims=small;heads=2;q=[400,0,300]",
     "context_chunk:dims=small;heads=2;q=[400,300];kv=[65,9]",
@@ -33,11 +30,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judged_rows, "FULL_OPERATIONS", {"cpu": 0.0})
     monkeypatch.setattr(judged_rows, "TELLING_ROWS", 40)
     monkeypatch.setattr(judged_rows, "DRAWN_ROWS", 60)
-
-
-def judged(case: str, backend: type[EagerPrefillBackend] = EagerPrefillBackend) -> Record:
-    subject = Subject(BackendReference(backend.__name__, f"{backend.__module__}:{backend.__qualname__}"), CPU)
-    return judge_one(subject, Case.parse(case), Context())
 
 
 @pytest.mark.usefixtures("few")
@@ -69,7 +61,7 @@ def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
     )
     torch.testing.assert_close(found.calls[0].output, found.rows.pick(whole.output), rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(found.calls[0].lse, found.rows.pick(whole.lse, dim=1), rtol=1e-12, atol=1e-13)
-    record = judged(case)
+    record = judged("EAGER", case, Context())
     assert record.status is Status.PASS and record.sampled == {"rows": 96, "of": 700, "drawn": 60}
 
 
@@ -90,11 +82,11 @@ class NanRow(WrongRow):
 
 @pytest.mark.usefixtures("few")
 def test_a_wrong_row_is_named_by_its_place_in_the_batch_and_none_may_hold_nan() -> None:
-    found = judged(CASES[1], WrongRow)
+    found = judged(WrongRow, CASES[1], Context())
     assert found.status is Status.FAIL and "request 1, query 15" in found.message
     assert "wrong in 1 of 2 requests, 1 of 96 rows" in found.message
 
-    found = judged(CASES[1], NanRow)  # in a row that is not judged
+    found = judged(NanRow, CASES[1], Context())  # in a row that is not judged
     assert found.status is Status.FAIL and "output is nan at request 0, query 200" in found.message
 
 

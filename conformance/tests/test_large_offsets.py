@@ -11,12 +11,8 @@ from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
-from mla_conformance.backends.references import BackendReference
-from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
+from mla_conformance.tests.drawn import judged
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
@@ -68,10 +64,6 @@ class GridOfRows(EagerCacheBackend):
         super().run_write_latent(kv_c[:65535], k_pe[:65535], kv_cache, slot_mapping[:65535], k_scale)
 
 
-def judged(backend: BackendReference, case: str) -> Record:
-    return judge_one(Subject(backend, torch.device("cpu")), Case.parse(case), Context())
-
-
 @pytest.mark.parametrize(
     ("kernel", "case"),
     [
@@ -83,13 +75,13 @@ def judged(backend: BackendReference, case: str) -> Record:
     ],
 )
 def test_offsets_of_32_bits_and_grids_that_end_are_found_on_a_cpu(kernel: type, case: str) -> None:
-    record = judged(BackendReference(kernel.__name__, f"{kernel.__module__}:{kernel.__qualname__}"), case)
+    record = judged(kernel, case, Context())
     assert record.status is Status.FAIL, record.message
 
 
 def test_what_reaches_far_takes_no_memory_and_a_right_kernel_passes() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for case in LARGE[-19:]:
-        record = judged(BackendReference("EAGER", "EAGER"), case)
+        record = judged("EAGER", case, Context())
         assert record.status is Status.PASS, (case, record.message)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # 256 MiB

@@ -25,22 +25,11 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 Write = Callable[..., Path]
 
 
-@pytest.mark.parametrize(
-    ("streams", "said", "record", "status"),
-    [
-        (">/dev/full", ["No space left on device"], FAILED, 1),
-        ("<&- >&- 2>&-", [], PASSED, 0),
-    ],
-)
-def test_the_gates_status_stands(
-    write_report: Write, streams: str, said: list[str], record: Record, status: int
-) -> None:
-    report = write_report("a.json", [record])
-    line = f'exec "$0" gate "$1" --require-tier none {streams}'
-    done = subprocess.run(["bash", "-c", line, COMMAND, report], capture_output=True, timeout=60)
-    assert done.returncode == status
-    lines = [f"mla-conformance: standard output cannot be written: {each}" for each in said]
-    assert done.stderr.decode().splitlines() == lines
+def test_the_gates_status_stands(write_report: Write) -> None:
+    line = 'exec "$0" gate "$1" --require-tier none >/dev/full'
+    done = subprocess.run(["bash", "-c", line, COMMAND, write_report("a.json", [FAILED])], capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr == b"mla-conformance: standard output cannot be written: No space left on device\n"
 
 
 def test_a_reader_that_has_enough_changes_no_status() -> None:

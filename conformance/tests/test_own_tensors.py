@@ -13,10 +13,9 @@ import mla_conformance as mla
 from mla_conformance.api import verdicts
 from mla_conformance.api.own_tensors import MAKERS
 from mla_conformance.api.tables import TABLES
-from mla_conformance.cases.work import work_of
 from mla_conformance.files.inputs import InputError
 from mla_conformance.reference.index_scores import IndexScores
-from mla_conformance.tests.own_functions import decode_with
+from mla_conformance.tests.own_functions import decode_with, lightest
 from mla_conformance.trials.trial import Context
 
 LSE = "decode_lse:call=decode;heads=2;q=[1x4];kv=[64,9,100,17];page=64"
@@ -41,10 +40,6 @@ def unexplained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures of cases are not compared with known ones, which own tensors are not; nor is it told where to look."""
     monkeypatch.setenv("MLA_CONFORMANCE_ALONE", "1")
     monkeypatch.setattr(verdicts, "advice", lambda record: "")
-
-
-def lightest(role: str, wanted: dict[str, Any], count: int) -> list[mla.FunctionCase]:
-    return sorted(mla.cases(role, **wanted), key=lambda case: work_of(case.suite_case))[:count]
 
 
 def said(check: Callable[[], None]) -> str:
@@ -96,7 +91,7 @@ def test_a_failure_shows_where_errors_are() -> None:
 
 @pytest.mark.parametrize(("role", "wanted"), HANDED)
 def test_every_operand_means_what_it_means_in_a_case(role: str, wanted: dict[str, Any]) -> None:
-    (case,) = lightest(role, wanted, 1)
+    (case,) = lightest(role, wanted)
     x, context = case.inputs("cpu"), Context()
     problem = context.problem(case.suite_case, torch.device("cpu"))
     golden: Any = context.expect(problem).calls[0]  # type: ignore[attr-defined]

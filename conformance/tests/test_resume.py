@@ -65,7 +65,7 @@ def test_a_journal_cut_inside_a_verdict_can_be_resumed_and_what_lacked_memory_is
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--shard", "1/2", "--capability", "lse"], ["--explore", "2", "--capability", "indexer_combinations"]]
+    "arguments", [["--shard", "1/2", "--capability", "lse"], ["--explore", "2", "--capability", "prepare_combinations"]]
 )
 def test_a_shard_and_drawn_cases_are_resumed(tmp_path: Path, settled: Settled, arguments: list[str]) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"

@@ -11,24 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.cases.case import CLASSES
+from mla_conformance.cases.case import CLASSES, Case
 from mla_conformance.cli import main
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import DEFINITIONS
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
+from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 WRONG = """
 class OneTooFar(MyWindow):
-    supported_dtypes, supported_block_sizes = [torch.bfloat16], [64]  # which is enough to be wrong
-
     def attend(self, q, keys, window, sink):
         return super().attend(q, keys, window + 1, sink)
 
@@ -53,6 +48,7 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     copied = Path(shutil.copy(EXAMPLES / "window_decode.py", tmp_path))
     KEPT["window_combinations"] = ["window_combinations:call=window_decode;q=[1];kv=[5]"]
     yield copied
+    Case.parse.cache_clear()
     array_of.cache_clear()
     lists_of.cache_clear()
     for table, names in zip(tables, before, strict=True):
@@ -64,22 +60,20 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(
     role: Path, command: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
-    backends = [f"--backend=my_window.py:{name}" for name in ("MyWindow", "OneTooFar")]
-    called = [str(command), "certify", "--role", role.name, *backends, "--device=cpu", "--out=run", "-n1"]
+    named = ["--role", role.name, "--backend=my_window.py:MyWindow"]
+    called = [command, "certify", *named, "--device=cpu", "--out=run", "-n1"]
     threads = {**os.environ, "OMP_NUM_THREADS": "2"}  # with which a forked process can wait for those of its parent
     done = subprocess.run(called, capture_output=True, text=True, env=threads, timeout=300)
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     assert "a role from outside, which is judged and never certified" in done.stdout + done.stderr
 
     report = json.loads(Path("run/report.json").read_text())
     digest = hashlib.sha256(role.read_bytes()).hexdigest()
     assert report["environment"]["role"] == f"{role}@sha256:{digest}"
-    right, wrong = report["backends"].values()
+    (right,) = report["backends"].values()
     assert right["status"] == "pass"
     assert right["pairs"]["window_decode"]["claimed"] == right["pairs"]["window_decode"]["judged"] > 0
     assert 0 < right["capabilities"]["window_combinations"]["error_budget_used"] < 1
-    assert wrong["status"] == "fail" and "the LSE is wrong" in wrong["causes"][0]["sentence"]
-    assert wrong["causes"][0]["replay"].endswith(f"--role {role}")
     events = map(json.loads, Path("run/journal.jsonl").read_text().splitlines())
     assert {each["record"]["role"] for each in events if each["event"] == "verdict"} == {report["environment"]["role"]}
 
@@ -87,9 +81,13 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(
     assert f"expected --role {role}, as it was: sha256:{digest}" in capsys.readouterr().err
     assert main(["report", "render", "run", "--role", role.name]) == 0
     assert "MyWindow ✔ right" in capsys.readouterr().out
-    subject = Subject.of("my_window.py:ForgetsSinks", torch.device("cpu"))
-    record = judge_one(subject, CAPABILITIES["window_sinks"].cases[1], Context())
-    assert (record.status, record.check) == (Status.FAIL, Check.OUTPUT) and "; the LSE is right" in record.message
+    for name, check, said in (
+        ("OneTooFar", Check.LSE, "the output is wrong"),
+        ("ForgetsSinks", Check.OUTPUT, "the LSE is right"),
+    ):
+        record = judged(f"my_window.py:{name}", CAPABILITIES["window_sinks"].cases[1])
+        assert (record.status, record.check) == (Status.FAIL, check) and said in record.message
+        assert record.replay.endswith(f"--role {role}")
 
 
 @pytest.mark.parametrize(
@@ -120,19 +118,10 @@ def test_a_file_that_is_no_role_is_refused_in_a_sentence(
     assert [dict(table) for table in (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES)] == known
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--record=mine.json"], "--record: cannot be combined with --role, by whose file nothing is certified"),
-        (["--certificate=mine.json"], "--certificate: cannot be combined with --role"),
-        (["--submission=mine.json"], "--submission: cannot be combined with --role"),
-    ],
-)
-def test_a_role_from_outside_is_never_certified(
-    role: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
-    assert main(["certify", "--role", role.name, "--backend", "EAGER", *options]) == 2
-    assert said in capsys.readouterr().err
+def test_a_role_from_outside_is_never_certified(role: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--record", "--certificate", "--submission"):
+        assert main(["certify", "--role", role.name, "--backend", "EAGER", f"{option}=mine.json"]) == 2
+        assert f"{option}: cannot be combined with --role, by whose file nothing is cert" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)

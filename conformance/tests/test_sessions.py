@@ -11,18 +11,13 @@ from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
-from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.fences import Buffers, MovedCall
 from mla_conformance.roles.table import build_problem
-from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.trials.session import _small_batches, _steps_of_an_engine
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
 
-CPU = torch.device("cpu")
 SELECT = "call=select;q=[1,1];kv=[9,4];topk=4"
 WRITES = "call=write_latent;dims=16-8-16-32;q=[3,1];kv=[9,4];page=16"
 DECODE = "call=decode;dims=small;heads=1;q=[1,1];kv=[9,4];page=64"
@@ -80,11 +75,6 @@ class OrderOfTheFirst(EagerTopKBackend):
             return super()._choose(keys, topk_tokens)
         chosen = super()._choose(keys.flip(1), topk_tokens)
         return torch.where(chosen < 0, chosen, keys.shape[1] - 1 - chosen)
-
-
-def judged(kernel: type, text: str) -> Record:
-    backend = BackendReference(kernel.__name__, f"{kernel.__module__}:{kernel.__qualname__}")
-    return judge_one(Subject(backend, CPU), Case.parse(text), Context())
 
 
 @pytest.mark.parametrize(

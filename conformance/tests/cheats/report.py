@@ -132,17 +132,13 @@ def closing_line(report: CheatReport) -> str:
 
 
 def markdown(report: CheatReport) -> str:
-    """The section of the threat model: which are caught, and what the others attempt and why it works."""
-    caught = ", ".join(f"`{name}`" for name in cheats() if report.outcomes[name])
+    """The section of the threat model: what is not caught, and why."""
     through: dict[str, list[Cheat]] = {}
     for entry in (entry for name, entry in cheats().items() if not report.outcomes[name]):
         through.setdefault(entry.trust, []).append(entry)
-    rows = [
-        f"| {', '.join(f'`{each.name}`' for each in group)} | {'; '.join(each.attempt for each in group)} | {trust} |"
-        for trust, group in through.items()
-    ]
-    head = ["| not caught | attempts | why |", "|---|---|---|"]
-    return "\n".join([f"{closing_line(report)}.", "", *head, *rows, "", f"Caught: {caught}."])
+    rows = [f"| {', '.join(f'`{each.name}`' for each in group)} | {trust} |" for trust, group in through.items()]
+    head = ["| not caught | why |", "|---|---|"]
+    return "\n".join([f"{closing_line(report)}.", "", *head, *rows])
 
 
 def _short(said: str) -> str:
