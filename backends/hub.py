@@ -52,18 +52,15 @@ def _asked(reference: str) -> _Asked:
 
 
 def parse(reference: str) -> tuple[str, str]:
-    """The name of a kernel, and its reference on every machine, with a commit in place of a version.
-
-    Raises:
-        BackendReferenceError: neither a folder nor a repository with a version, or one that cannot be downloaded.
-    """
+    """The name of a kernel, and its reference, with the commit that its version stands for."""
     place, version, adapter = _asked(reference)
-    if not re.fullmatch(r"[\w.-]+", Path(place).name, re.ASCII):
+    name = Path(place).name
+    if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
         expected = "expected a folder whose name is of letters, digits, '.', '_' and '-'"
-        raise BackendReferenceError(f"'{cut(reference, 200)}': {expected}, got {cut(Path(place).name, 200)!r}")
+        raise BackendReferenceError(f"'{cut(reference, 200)}': {expected}, got {name!r}")
     if version and not _COMMIT.fullmatch(version):
         version = _downloaded(place, version).parents[1].name
-    return Path(place).name, f"{HUB}{place}{version and f'@{version}'}" + (f":{adapter}" if adapter else "")
+    return name, f"{HUB}{place}{version and f'@{version}'}" + (f":{adapter}" if adapter else "")
 
 
 def adapter_of(reference: str) -> Path | None:
@@ -77,8 +74,8 @@ def required_adapter(reference: str) -> Path:
     *_, adapter = _located(reference, _downloaded)
     if adapter.is_file():
         return adapter
-    how = f"write it, or name another as {HUB}REPOSITORY:FILE.py"
-    raise BackendReferenceError(f"'{reference}': expected an adapter, class Backend in {adapter}, got no file; {how}")
+    said = f"'{reference}': expected an adapter, class Backend in {adapter}, got no file; write it, or name another"
+    raise BackendReferenceError(f"{said} as {HUB}REPOSITORY:FILE.py")
 
 
 def _located(reference: str, get: Callable[[str, str], Path]) -> tuple[Path, Path, Path]:
@@ -100,8 +97,8 @@ def _local(reference: str, folder: Path) -> Path:
     if fitting:
         return folder / fitting[max(fitting)]
     expected = f"expected a build for torch {torch.get('__version__')} on {platform.machine()}, such as torch-universal"
-    got = cut(", ".join(variants), 400) or "none"
-    raise BackendReferenceError(f"'{reference}': {expected}, got {got} in {folder}; build it for this torch")
+    got = f"got {cut(', '.join(variants), 400) or 'none'} in {folder}"
+    raise BackendReferenceError(f"'{reference}': {expected}, {got}; build it for this torch")
 
 
 def _rank(variant: str, torch: dict[str, Any]) -> tuple[int, ...]:
@@ -155,11 +152,11 @@ def load(reference: str, import_file: Callable[[Path], Any]) -> Any:
     evidence |= {"build": build.name, "digest": digest(reference)}
     kernel, backend = import_file(package), getattr(import_file(adapter), "Backend", None)
     if not isinstance(backend, type):
-        got = cut(repr(backend), 200)
+        got = type(backend).__name__
         raise BackendReferenceError(f"'{reference}': expected a class Backend in {adapter}, got {got}")
 
     def driving(cls: Any, **others: Any) -> Any:  # its own class: one adapter may drive several repositories
-        tells = getattr(cls, "kernel_evidence", lambda self: {})
+        tells: Any = getattr(cls, "kernel_evidence", lambda self: {})
         own = {"kernel": kernel, "kernel_evidence": lambda self: {**tells(self), **evidence}}
         return type(cls)(cls.__name__, (cls,), {**own, **others, "__module__": cls.__module__})
 
@@ -178,6 +175,6 @@ def digest(reference: str) -> str:
 
 if __name__ == "__main__":
     try:
-        sys.stdout.write(f"{_install(*sys.argv[1:])}\n")
+        sys.stdout.write(f"{_install(sys.argv[1], sys.argv[2])}\n")
     except Exception as error:  # of others' code
         sys.exit(one_line(error))

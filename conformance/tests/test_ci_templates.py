@@ -120,6 +120,7 @@ def shell(script: str | Path, folder: Path, path: Path, *arguments: str) -> subp
 def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path, command: Path) -> None:
     for file, text in (("kernel.py", page), ("my_backend.py", ROOT / "docs" / "tutorial.md")):
         (tmp_path / file).write_text("".join(blocks(text, "python")), encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "docs" / "examples")
     finished = shell("\n".join(blocks(page, "bash")), tmp_path, command.parent)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
