@@ -18,6 +18,10 @@ class ForeignError(Exception):
     """What code of others raised, as one line; the exception itself is the cause."""
 
 
+class BackendReferenceError(ValueError):
+    """A backend reference that names nothing that can be judged."""
+
+
 class AnswerError(TypeError):
     """An answer of another type than the one that was asked for."""
 

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mla_conformance.backends import hub
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.declared import declared_errors
 from mla_conformance.backends.foreign import AnswerError, ForeignError, call_foreign, reasons_of, yes_or_no
@@ -73,6 +74,8 @@ def _load_named(backend: BackendReference) -> Any:
     def load() -> Any:
         if plugin:
             return as_backend(plugin.load())
+        if backend.reference.startswith(hub.HUB):
+            return as_backend(hub.load(backend.reference, import_file))
         module = import_file(Path(location)) if location.endswith(".py") else import_module(location)
         if not hasattr(module, name):
             raise BackendReferenceError(f"'{backend.reference}': no class {name} in {location}")

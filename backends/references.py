@@ -1,7 +1,8 @@
 """What a user writes for a backend, checked without importing it: NAME, ``package.module:Class``, ``file.py:Class``.
 
 NAME is a member of an enumeration, or of several in as many roles, or an entry point of the group
-``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name. For an unknown name, of
+``mla_conformance.backends``; ``NAME[variant]`` is one of the kernels that share a name; ``hub:...`` is a repository of
+kernels (``backends/hub.py``). For an unknown name, of
 whatever it should have been, :func:`unknown` says which one was meant. Nothing here imports torch.
 """
 
@@ -15,16 +16,14 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
+from mla_conformance.backends import hub
+from mla_conformance.backends.foreign import BackendReferenceError
 from mla_conformance.backends.registry import ENUMS, BackendEnum
 
 ENTRY_POINT_GROUP = "mla_conformance.backends"
 _MOST_BYTES = 2**24
 """Of a module's source, which is searched for names."""
 _MAKES_NAMES = re.compile(r"import\s*\*|__getattr__|\b(globals|setattr|exec)\b")
-
-
-class BackendReferenceError(ValueError):
-    """A backend reference that names nothing that can be judged."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,8 @@ class BackendReference:
 
     @property
     def file(self) -> Path | None:
+        if self.reference.startswith(hub.HUB):
+            return hub.adapter_of(self.reference)
         location = self.reference.rpartition(":")[0]
         return Path(location) if location.endswith(".py") else None
 
@@ -48,7 +49,7 @@ class BackendReference:
         """Where its classes stand, found without importing them: names of modules, or the path of its file."""
         location = self.reference.rpartition(":")[0]
         if location:
-            return [location]
+            return [str(path) for path in [self.file] if path] if self.reference.startswith(hub.HUB) else [location]
         plugin = plugins().get(self.name)
         paths = [member.get_path(self.variant) for member in self.members()]
         return [plugin.module] if plugin else [path.rpartition(".")[0] for path in paths]
@@ -88,8 +89,10 @@ def parse_reference(reference: str) -> BackendReference:
     """The backend that ``reference`` names, without importing it.
 
     Raises:
-        BackendReferenceError: an unknown name, or a path that does not exist.
+        BackendReferenceError: an unknown name, a path that does not exist, or a hub's repository that cannot be had.
     """
+    if reference.startswith(hub.HUB):
+        return BackendReference(*hub.parse(reference))
     if ":" not in reference:
         if reference.endswith(".py"):
             classes = _classes(_existing(reference, reference), reference)
@@ -112,6 +115,8 @@ def require_class(reference: str) -> None:
     Raises:
         BackendReferenceError: it is not there, and nothing in the file makes names while it is imported.
     """
+    if reference.startswith(hub.HUB):
+        reference = f"{hub.required_adapter(reference)}:Backend"
     location, _, name = reference.rpartition(":")
     if not location.endswith(".py"):
         return

@@ -23,7 +23,7 @@ from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.vocabulary.capabilities import Tier
 
-_REFERENCE = "NAME, module:Class or file.py:Class"
+_REFERENCE = "NAME, module:Class, file.py:Class or hub:REPOSITORY"
 _TIERS = "|".join(Tier)
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
 _ENDED = "129, 130, 143 ended by SIGHUP, Ctrl-C, SIGTERM"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.backends import slots
+from mla_conformance.backends.hub import HUB
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.export.program import LIBRARY, NotWritable, folded
 from mla_conformance.files.installed import is_followed, source_files
@@ -158,6 +159,8 @@ def own_class(subject: Subject, loaded: Any) -> OwnClass | None:
         raise NotWritable(
             "its class is driven through another generation of the interface, which a script does not hold"
         )
+    if subject.backend.reference.startswith(HUB):
+        raise NotWritable("its kernel is in a hub's repository, which a script does not hold")
     if issubclass(loaded, LibraryKernel) or module.startswith(f"{_OURS}."):
         return None
     location = subject.backend.reference.rpartition(":")[0]

@@ -15,6 +15,8 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 
+from mla_conformance.backends.hub import HUB
+from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.inputs import InputError, decode, read_bytes, read_text
 from mla_conformance.judging.record import BackendFacts, Record
@@ -177,6 +179,12 @@ class Required:
 
     @staticmethod
     def asked(text: str) -> "Required":
+        if text.startswith(HUB):
+            try:
+                backend = parse_reference(text)
+            except BackendReferenceError as error:
+                raise InputError(str(error)) from error
+            return Required(backend.name, backend.reference)
         location, _, name = text.rpartition(":")
         digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""
         return Required(name, text, digest)

@@ -124,6 +124,7 @@ def shell(script: str | Path, folder: Path, path: Path, *arguments: str) -> subp
 def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path, command: Path) -> None:
     for file, text in (("kernel.py", page), ("my_backend.py", ROOT / "docs" / "tutorial.md")):
         (tmp_path / file).write_text("".join(blocks(text, "python")), encoding="utf-8")
+    (tmp_path / "examples").symlink_to(ROOT / "docs" / "examples")
     lighter = " ".join(f"--capability {name}" for name in CAPABILITIES if name not in HEAVY)
     script = re.sub(r"(certify --backend \S+ --tier smoke)", rf"\1 {lighter}", "\n".join(blocks(page, "bash")))
     finished = shell(script, tmp_path, command.parent)

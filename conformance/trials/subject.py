@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends import hub
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.graph_support import AttentionCGSupport
@@ -124,6 +125,8 @@ def describe(subject: Subject) -> BackendFacts:
         fingerprint = ", ".join(f"{name} {version}" for name, version in versions.items()) or "no distribution"
         if (location := reference.rpartition(":")[0]).endswith(".py"):
             fingerprint = "file " + hashlib.sha256(Path(location).read_bytes()).hexdigest()[:12]
+        elif reference.startswith(hub.HUB):
+            fingerprint = "hub " + hub.digest(reference)[:12]
         elif reasons:
             fingerprint = "unavailable"
         if reasons:
