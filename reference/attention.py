@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.merge_roundings import MergeTerms
+from mla_conformance.reference.roundings import MergeTerms
 
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.cpu_room import CpuRoom, touched_rooms
-from mla_conformance.problems.cuda_room import CudaRoom
 from mla_conformance.problems.memory import Guarded, storage_bytes
+from mla_conformance.problems.rooms import CpuRoom, CudaRoom, touched_rooms
 
 ALIGNMENT = 16
 """Bytes that every operand's address is a multiple of."""
