@@ -92,7 +92,6 @@ def in_lanes(device: torch.device, works: Sequence[Iterator[object]]) -> None:
 
 
 def _on(stream: torch.cuda.Stream, steps: Iterator[object]) -> Iterator[None]:
-    """The steps, each on the stream."""
     while True:
         with torch.cuda.stream(stream):
             if next(steps, _END) is _END:

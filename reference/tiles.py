@@ -123,7 +123,6 @@ class Queries:
         return self.map(lambda x: padded(x, rows))
 
     def map(self, view: View) -> "Queries":
-        """The view of each part."""
         return Queries(view(self.wide), self.factor, None if self.low is None else view(self.low))
 
 
@@ -169,7 +168,6 @@ class TileKeys:
         return self.map(lambda x: padded(x, keys))
 
     def map(self, view: View) -> "TileKeys":
-        """The view of each part."""
         low_k, low_v = (None if part is None else view(part) for part in (self.low_k, self.low_v))
         return TileKeys(view(self.k), view(self.v), low_k, low_v)
 

@@ -107,7 +107,6 @@ class KernelCall(ABC):
 
     @property
     def entry(self) -> str:
-        """The method that is called."""
         return ""
 
     @property
@@ -185,7 +184,6 @@ class KernelCall(ABC):
         )
 
     def given_otherwise(self, **arguments: Any) -> Self:
-        """With other arguments of these names."""
         given, named = (
             {**held, **{n: x for n, x in arguments.items() if n in held}} for held in (self.given, self.named)
         )
@@ -217,7 +215,6 @@ class KernelCall(ABC):
         return getattr(backend, self.entry)(*self.given.values(), **written, **named)
 
     def reset(self) -> None:
-        """What is written, as it was before."""
         for image in self.written.values():
             image.reset()
 
@@ -273,6 +270,5 @@ class AttentionCall(KernelCall):
 
 
 def attention_call(call: KernelCall) -> AttentionCall:
-    """A call of a problem that asks for attention."""
     assert isinstance(call, AttentionCall), f"{call.name} asks for something else"
     return call

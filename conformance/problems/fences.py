@@ -45,7 +45,6 @@ class Fence:
     only: str = ""
 
     def holds(self, name: str) -> bool:
-        """Whether an operand of this name is moved."""
         return self.only in ("", name)
 
     def place(self, name: str, source: torch.Tensor) -> "_Placed":
@@ -68,7 +67,6 @@ class Buffers:
     _rooms: dict[str, CpuRoom | CudaRoom] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
-        """Every one."""
         return True
 
     def place(self, name: str, source: torch.Tensor) -> "_Placed":

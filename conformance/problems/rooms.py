@@ -117,7 +117,6 @@ _noting = _Action(_Handler(_fault), flags=_WITH_INFO)
 
 @contextmanager
 def noted_faults() -> Iterator[None]:
-    """Have faults in the zones of all rooms noted."""
     before = _Action()
     _libc.sigaction(signal.SIGSEGV, ctypes.byref(_noting), ctypes.byref(before))
     try:
