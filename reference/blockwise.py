@@ -33,10 +33,9 @@ from mla_conformance.reference.attention import (
     segments,
     workspace_elements,
 )
-from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import LARGEST_EXPONENT, LEAST_SUM, empty_state, norms, store
-from mla_conformance.reference.tiles import RequestRows, TileKeys, requests_of
+from mla_conformance.reference.tiles import RequestRows, TileKeys, cuts, in_lanes, plan_blocks, requests_of
 
 _LOW_PRECISION_PAIRS = 2**28
 """Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below."""

@@ -18,8 +18,7 @@ from mla_conformance.problems.cached_batch import PageForm, Pages, int32, poison
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
 from mla_conformance.problems.written import WrittenEntries
-from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
-from mla_conformance.reference.prepare_index import Prepared, rotated
+from mla_conformance.reference.prepare_index import Prepared, pooled, rms_norm, rotated, windows
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.cache.problem import CacheCall, CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase
