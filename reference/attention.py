@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.merge_roundings import MergeTerms
+from mla_conformance.reference.roundings import MergeTerms
 
 WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
@@ -23,7 +23,6 @@ _ON_GPU = 8
 
 
 def workspace_elements(device: torch.device) -> int:
-    """Elements of a temporary there."""
     return WORKSPACE_ELEMENTS * (_ON_GPU if device.type == "cuda" else 1)
 
 
@@ -90,7 +89,6 @@ class ProjectedTerms:
     accumulation: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ProjectedTerms":
-        """Each of them changed."""
         return ProjectedTerms(**{name: change(term) for name, term in vars(self).items()})
 
 

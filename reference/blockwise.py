@@ -19,7 +19,6 @@ scores and weights takes 11.8 ps there, p·v 4.7, magnitudes 1.1 and the terms' 
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -34,10 +33,9 @@ from mla_conformance.reference.attention import (
     segments,
     workspace_elements,
 )
-from mla_conformance.reference.blocks import cuts, in_lanes, plan_blocks
 from mla_conformance.reference.panel import Panel
 from mla_conformance.reference.row_sums import LARGEST_EXPONENT, LEAST_SUM, empty_state, norms, store
-from mla_conformance.reference.tiles import RequestRows, TileKeys, requests_of
+from mla_conformance.reference.tiles import RequestRows, TileKeys, cuts, in_lanes, plan_blocks, requests_of
 
 _LOW_PRECISION_PAIRS = 2**28
 """Pairs of a query and a key, over all heads, from which a GPU's error terms are bfloat16; float32 below."""
@@ -82,7 +80,7 @@ def blockwise_attention(
     if requests and large and not shared and not with_key_terms:
         low = low_precision(pairs, q.device) if with_terms else None
         wanted = list(requests_of(q, k, v, query_start_loc, key_start_loc, causal, rows))
-        state = _Sweep(wanted, (heads, v.shape[2]), scale, low, q.device).state()
+        state = _swept(wanted, (heads, v.shape[2]), scale, low, q.device)
         if state is not None:
             return state
     attend = partial(attention, scale=scale, causal=causal, with_terms=with_terms, with_key_terms=with_key_terms)
@@ -93,90 +91,59 @@ def blockwise_attention(
     return state.map(lambda x: x[chosen])
 
 
-@dataclass(frozen=True)
-class _Sweep:
-    """All rows of all requests, panel by panel.
+def _swept(
+    requests: list[RequestRows], shape: tuple[int, int], scale: float, low: torch.dtype | None, device: torch.device
+) -> AttentionState | None:
+    """The state of all rows of all requests, panel by panel; None where operands are not finite.
 
-    Attributes:
-        requests: the rows and their keys.
-        shape: heads N and width V of the output.
-        scale: factor of the logits.
-        low: precision of the error terms' products; None without error terms.
-        device: where the operands are.
+    shape: heads N and width V of the output. low: precision of the error terms' products; None without error terms.
     """
-
-    requests: list[RequestRows]
-    shape: tuple[int, int]
-    scale: float
-    low: torch.dtype | None
-    device: torch.device
-
-    def state(self) -> AttentionState | None:
-        """The state of all rows; None where operands are not finite."""
-        bounds = self._bounds()
-        finite = bounds.amax() + 0.0 * _largest_norm([request.v for request in self.requests])
-        # A GPU is asked at the end only, and given its work meanwhile.
-        if not finite.is_cuda and not math.isfinite(finite):
-            return None
-        state, panels, shift = self._empty(), self._panels(), self._shift(bounds)
-        extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
-        shifts = [None if shift is None else shift[panel.heads, panel.at] for panel in panels]
-        in_lanes(self.device, [self._fill(state, *work) for work in zip(panels, shifts, extremes[1:], strict=True)])
-        (bound, _), *found = extremes.tolist()
-        if not math.isfinite(bound):
-            return None
-        for panel, (least, most) in zip(panels, found, strict=True):
-            if not (least >= LEAST_SUM and math.isfinite(most)):
-                in_lanes(self.device, [self._fill(state, panel, panel.maxima(), extremes[0])])
-        return state
-
-    def _empty(self) -> AttentionState:
-        return empty_state(self.rows, *self.shape, self.low is not None, self.device)
-
-    def _shift(self, bounds: Tensor) -> Tensor | None:
-        """[N, T, 1] float64, what the scores are taken relative to; None for 0."""
-        if not bounds.is_cuda and bounds.amax() <= LARGEST_EXPONENT:
-            return None
-        return (bounds - LARGEST_EXPONENT).clamp_(min=0.0)
-
-    def _fill(self, state: AttentionState, panel: Panel, shift: Tensor | None, extremes: Tensor) -> Iterator[None]:
-        """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
-        sums = panel.zeros(shift)
-        yield from panel.add_to(sums)
-        store(panel.own(sums), self.low, state.map(lambda x: x[panel.at, panel.heads]))
-        extremes.copy_(panel.extremes(sums))
-
-    @property
-    def rows(self) -> int:
-        """Rows of all requests."""
-        return sum(len(request.positions) for request in self.requests)
-
-    def _bounds(self) -> Tensor:
-        """[N, T, 1] float64, bounds of the scores of each row: |scale|·|q|·(the largest |k| of the request)."""
-        bounds = torch.zeros(self.shape[0], self.rows, 1, dtype=torch.float64, device=self.device)
-        for request in self.requests:
-            if request.k.shape[0]:
-                product = abs(self.scale) * norms(request.q) * norms(request.k).amax(dim=0)
-                bounds[:, request.rows] = product.mT.unsqueeze(-1)
-        return bounds
-
-    def _panels(self) -> list[Panel]:
-        key_bytes = TileKeys.bytes_of_key(self.requests[0], self.low)
-        pair_bytes = 8 if self.low is None else 8 + 3 * self.low.itemsize
-        blocks = plan_blocks(self.device, heads=self.shape[0], key_bytes=key_bytes, pair_bytes=pair_bytes)
-        # Counts are made here, before the lanes, each of which has a stream of its own and waits for this one alone.
-        return [
-            Panel(request, heads, rows, counts[rows], blocks, self.scale, self.low)
-            for request, counts in ((request, request.counts()) for request in self.requests)
-            for rows in cuts(len(request.positions), blocks.panel)
-            for heads in cuts(self.shape[0], blocks.heads)
-        ]
+    count = sum(len(request.positions) for request in requests)
+    # [N, T, 1] bounds of the scores of each row: |scale|·|q|·(the largest |k| of the request).
+    bounds = torch.zeros(shape[0], count, 1, dtype=torch.float64, device=device)
+    for request in requests:
+        if request.k.shape[0]:
+            product = abs(scale) * norms(request.q) * norms(request.k).amax(dim=0)
+            bounds[:, request.rows] = product.mT.unsqueeze(-1)
+    lengths = [norms(request.v).amax().double() for request in requests if request.v.numel()]
+    longest = torch.stack(lengths).amax() if lengths else torch.zeros((), dtype=torch.float64, device=device)
+    finite = bounds.amax() + 0.0 * longest
+    # A GPU is asked at the end only, and given its work meanwhile.
+    if not finite.is_cuda and not math.isfinite(finite):
+        return None
+    state = empty_state(count, *shape, low is not None, device)
+    key_bytes, pair_bytes = TileKeys.bytes_of_key(requests[0], low), 8 if low is None else 8 + 3 * low.itemsize
+    blocks = plan_blocks(device, heads=shape[0], key_bytes=key_bytes, pair_bytes=pair_bytes)
+    # Counts are made here, before the lanes, each of which has a stream of its own and waits for this one alone.
+    panels = [
+        Panel(request, heads, rows, counts[rows], blocks, scale, low)
+        for request, counts in ((request, request.counts()) for request in requests)
+        for rows in cuts(len(request.positions), blocks.panel)
+        for heads in cuts(shape[0], blocks.heads)
+    ]
+    # What the scores are taken relative to; None for 0.
+    is_shifted = bounds.is_cuda or bool(bounds.amax() > LARGEST_EXPONENT)
+    shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0) if is_shifted else None
+    shifts = [None if shift is None else shift[panel.heads, panel.at] for panel in panels]
+    extremes = finite.repeat(len(panels) + 1, 2)  # the first stays, the others are written by the panels
+    in_lanes(device, [_filled(state, *work, low) for work in zip(panels, shifts, extremes[1:], strict=True)])
+    (bound, _), *found = extremes.tolist()
+    if not math.isfinite(bound):
+        return None
+    for panel, (least, most) in zip(panels, found, strict=True):
+        if not (least >= LEAST_SUM and math.isfinite(most)):
+            in_lanes(device, [_filled(state, panel, panel.maxima(), extremes[0], low)])
+    return state
 
 
-def _largest_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest length of a row of any of them, float64; 0 without rows."""
-    found = [norms(x).amax().double() for x in tensors if x.numel()]
-    return torch.stack(found).amax() if found else torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+def _filled(
+    state: AttentionState, panel: Panel, shift: Tensor | None, extremes: Tensor, low: torch.dtype | None
+) -> Iterator[None]:
+    """Write a panel's rows into the state, and its sums' extremes into a [2] float64; one tile a step."""
+    sums = panel.zeros(shift)
+    yield from panel.add_to(sums)
+    store(panel.own(sums), low, state.map(lambda x: x[panel.at, panel.heads]))
+    extremes.copy_(panel.extremes(sums))
 
 
 def low_precision(pairs: int, device: torch.device) -> torch.dtype:

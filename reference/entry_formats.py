@@ -63,12 +63,10 @@ class TiledFormat:
 
     @property
     def tiles(self) -> int:
-        """Scales of an entry."""
         return self.coded // self.tile
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of an entry's codes."""
         return self.coded * CODE_BITS[self.codes] // 8
 
     @property
@@ -78,7 +76,6 @@ class TiledFormat:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of an entry's plain values."""
         return self.plain * (1 if self.plain_codes else _SIXTEEN_BITS)
 
     @property
@@ -95,7 +92,6 @@ class TiledFormat:
 
     @property
     def width(self) -> int:
-        """Bytes of an entry."""
         return self.code_bytes + self.scale_bytes + self.plain_bytes
 
     @property
@@ -104,7 +100,6 @@ class TiledFormat:
         return (self.width - self.scale_bytes, self.scale_bytes) if self.scales_behind_page else (self.width,)
 
     def page_bytes(self, page: int) -> int:
-        """Bytes of a page of so many tokens."""
         return -(-page * self.width // self.page_multiple) * self.page_multiple
 
 

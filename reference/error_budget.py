@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
-from mla_conformance.reference.shared_roundings import P_ROUNDOFFS
+from mla_conformance.reference.roundings import P_ROUNDOFFS
 
 FLOAT32_ROUNDOFF = 2.0**-24
 _LARGEST_SHIFT = 40.0

@@ -163,5 +163,4 @@ def _concat_query(nope: Tensor, pe: Tensor) -> Tensor:
 
 
 def _lengths(start_loc: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each request."""
     return tuple(stop - start for start, stop in pairwise(start_loc))

@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mla_conformance.reference.blocks import Blocks, cuts
 from mla_conformance.reference.row_sums import RowSums
 from mla_conformance.reference.tiles import (
     Band,
+    Blocks,
     Queries,
     RequestRows,
     TileKeys,
     cut,
+    cuts,
     folded,
     heads_first,
     magnitudes,

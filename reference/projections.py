@@ -51,7 +51,6 @@ class MLAWeights:
         return {name: weight for name, weight in vars(self).items() if weight is not None}
 
     def widened(self) -> "MLAWeights":
-        """The same in float64."""
         return replace(self, **{name: weight.to(torch.float64) for name, weight in self.present().items()})
 
 

@@ -41,7 +41,6 @@ class TermSums:
         return TermSums(*(torch.zeros(x, device=device) for x in shapes))
 
     def map(self, view: View) -> "TermSums":
-        """The view of each part."""
         return TermSums(*(view(part) for part in vars(self).values()))
 
     def add(self, products: Tensor, v: Tensor) -> None:
@@ -78,7 +77,6 @@ class RowSums:
         return RowSums(output, totals, shift, TermSums.zeros(shape, device) if with_terms else None)
 
     def map(self, view: View) -> "RowSums":
-        """The view of each part."""
         shift = None if self.shift is None else view(self.shift)
         return RowSums(view(self.output), view(self.totals), shift, self.terms and self.terms.map(view))
 

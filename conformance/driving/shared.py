@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.written import CacheImage
 
 HOST = "cpu"
 _LENGTH = struct.Struct("<Q")

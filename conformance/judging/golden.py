@@ -22,10 +22,9 @@ from mla_conformance.reference.error_budget import (
     lse_budget,
     rms_limit,
 )
-from mla_conformance.reference.merge_roundings import MergeTerms, merged_chunks, merged_states
 from mla_conformance.reference.projections import projected_terms
+from mla_conformance.reference.roundings import MergeTerms, merged_chunks, merged_states, running_sums, shared_roundings
 from mla_conformance.reference.selected import NO_KEY, selected_attention, sink_share
-from mla_conformance.reference.shared_roundings import running_sums, shared_roundings
 
 _MOST_KEPT = 8
 

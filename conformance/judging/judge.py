@@ -31,7 +31,7 @@ from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms, rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
-from mla_conformance.reference.shared_roundings import most_of_a_sum
+from mla_conformance.reference.roundings import most_of_a_sum
 
 
 @dataclass(frozen=True)

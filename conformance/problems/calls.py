@@ -65,6 +65,7 @@ class KernelCall(ABC):
         given: arguments that stand in the order of the entry, by name.
         named: those that are handed over by name; None where there is none. A backend must not write either.
         written: the memory that the call writes, by the names of its arguments, with what must stand in it afterwards.
+        meant: names of the tensors that say what is asked.
         token_dims: the dimension in which each part of a result counts tokens, as an output and an LSE do.
         interface: the class that has the entry.
         means: names of the tensors that say what the operands stand for, and are handed to no backend; of each T or S
@@ -81,6 +82,7 @@ class KernelCall(ABC):
     named: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Written] = field(default_factory=dict)
 
+    meant: ClassVar[tuple[str, ...]] = ("q", "k")
     token_dims: ClassVar[tuple[int, ...]] = (0, 1)
     interface: ClassVar[Any] = None
     means: ClassVar[Mapping[str, str]] = {}
@@ -105,7 +107,6 @@ class KernelCall(ABC):
 
     @property
     def entry(self) -> str:
-        """The method that is called."""
         return ""
 
     @property
@@ -183,7 +184,6 @@ class KernelCall(ABC):
         )
 
     def given_otherwise(self, **arguments: Any) -> Self:
-        """With other arguments of these names."""
         given, named = (
             {**held, **{n: x for n, x in arguments.items() if n in held}} for held in (self.given, self.named)
         )
@@ -215,7 +215,6 @@ class KernelCall(ABC):
         return getattr(backend, self.entry)(*self.given.values(), **written, **named)
 
     def reset(self) -> None:
-        """What is written, as it was before."""
         for image in self.written.values():
             image.reset()
 
@@ -254,6 +253,8 @@ class AttentionCall(KernelCall):
     output_scale: torch.Tensor | None = None
     merges: int = 0
 
+    meant: ClassVar = ("q", "k", "v")
+
     @property
     def result_shape(self) -> tuple[int, ...]:
         return (*self.q.shape[:2], self.v.shape[-1])
@@ -269,6 +270,5 @@ class AttentionCall(KernelCall):
 
 
 def attention_call(call: KernelCall) -> AttentionCall:
-    """A call of a problem that asks for attention."""
     assert isinstance(call, AttentionCall), f"{call.name} asks for something else"
     return call

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.cpu_room import CpuRoom, touched_rooms
-from mla_conformance.problems.cuda_room import CudaRoom
 from mla_conformance.problems.memory import Guarded, storage_bytes
+from mla_conformance.problems.rooms import CpuRoom, CudaRoom, touched_rooms
 
 ALIGNMENT = 16
 """Bytes that every operand's address is a multiple of."""
@@ -46,7 +45,6 @@ class Fence:
     only: str = ""
 
     def holds(self, name: str) -> bool:
-        """Whether an operand of this name is moved."""
         return self.only in ("", name)
 
     def place(self, name: str, source: torch.Tensor) -> "_Placed":
@@ -69,7 +67,6 @@ class Buffers:
     _rooms: dict[str, CpuRoom | CudaRoom] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
-        """Every one."""
         return True
 
     def place(self, name: str, source: torch.Tensor) -> "_Placed":

@@ -39,7 +39,6 @@ class Written(ABC):
     """Names of what says what must be there after the call, of which a backend is handed the form alone."""
 
     def reset(self) -> None:
-        """As before the call."""
         if len(self.before):
             storage_bytes(self.cache).copy_(self.before)
 

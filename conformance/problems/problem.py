@@ -61,5 +61,7 @@ class Problem:
     def tensors(self) -> Iterator[torch.Tensor]:
         """The operands and what they mean."""
         yield from self.caller_owned.values()
-        for meant in (*self.calls, *([self.whole] if self.whole else [])):
-            yield from (vars(meant)[name] for name in ("q", "k", "v") if name in vars(meant))
+        for call in self.calls:
+            yield from (getattr(call, name) for name in call.meant)
+        if self.whole is not None:
+            yield from (self.whole.q, self.whole.k, self.whole.v)

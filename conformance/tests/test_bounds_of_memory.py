@@ -17,8 +17,8 @@ from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import end, reads
 from mla_conformance.defects.known import KnownDefect, known_defects
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems import cuda_room
-from mla_conformance.problems.cpu_room import ZONE, CpuRoom, noted_faults, touched_rooms
+from mla_conformance.problems import rooms
+from mla_conformance.problems.rooms import ZONE, CpuRoom, noted_faults, touched_rooms
 from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
@@ -89,7 +89,7 @@ def test_a_fault_in_an_operation_on_several_threads_is_noted() -> None:
 
 def test_another_fault_ends_the_process_as_ever() -> None:
     code = (
-        "import ctypes; from mla_conformance.problems.cpu_room import noted_faults\n"
+        "import ctypes; from mla_conformance.problems.rooms import noted_faults\n"
         "with noted_faults():\n    ctypes.string_at(8)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == -11
@@ -110,16 +110,16 @@ def _over(room: CpuRoom, size: int) -> torch.Tensor:
 
 def test_a_full_gpu_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(cuMemCreate=lambda: 2, cuMemMap=lambda: 700)
-    monkeypatch.setattr(cuda_room, "_library", lambda: driver)
+    monkeypatch.setattr(rooms, "_library", lambda: driver)
     with pytest.raises(MemoryError, match="cuMemCreate returned CUresult 2"):
-        cuda_room._driver("cuMemCreate")
+        rooms._driver("cuMemCreate")
     with pytest.raises(RuntimeError, match="cuMemMap returned CUresult 700"):
-        cuda_room._driver("cuMemMap")
+        rooms._driver("cuMemMap")
 
 
 ON_A_GPU = """
 import torch
-from mla_conformance.problems.cuda_room import CudaRoom
+from mla_conformance.problems.rooms import CudaRoom
 torch.special.airy_ai(torch.zeros(1, device="cuda"))  # compiled at run time: torch has loaded NVRTC then
 source = 'extern "C" __global__ void read(char *p, int at, char *out) {{ *out = p[at]; }}'
 read = torch.cuda._compile_kernel(source, "read")

@@ -8,10 +8,8 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.honest_cache import HONEST_CACHES
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.written_entries import WrittenEntries
-from mla_conformance.problems.written_rows import WrittenRows
+from mla_conformance.problems.written import CacheImage, WrittenEntries, WrittenRows
 from mla_conformance.roles.cache.case import INDEX_CACHES
 from mla_conformance.roles.cache.problem import CacheCall
 from mla_conformance.roles.table import build_problem

@@ -11,7 +11,7 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.written_entries import WrittenEntries
+from mla_conformance.problems.written import WrittenEntries
 from mla_conformance.roles.compress.case import CompressCase
 from mla_conformance.roles.compress.problem import EPS, CompressBatch, CompressCall
 from mla_conformance.tests.drawn import judged

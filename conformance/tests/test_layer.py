@@ -14,8 +14,8 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.memory import storage_bytes
+from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase, Order

@@ -15,9 +15,9 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, call_once
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.cpu_room import noted_faults
 from mla_conformance.problems.fences import OUT, Fence, MovedCall, Side, operands
 from mla_conformance.problems.memory import Guarded, device_lost
+from mla_conformance.problems.rooms import noted_faults
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
 

@@ -135,7 +135,6 @@ class _Exploration:
     _device_lost: bool = False
 
     def search(self, draws: int, until: float) -> None:
-        """Draw so many cases, or until then."""
         number = 0
         while (time.monotonic() < until if until else number * _ROUND < draws) and not self._device_lost:
             self._round(number, min(_ROUND, draws - number * _ROUND) if draws else _ROUND)

@@ -17,13 +17,12 @@ from mla_conformance.backends.metadata import chunked_context_metadata, prefill_
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.needs import Reach, rows_before
-from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, device_lost, poison, reserved
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.problems.problem import Problem
-from mla_conformance.problems.written_entries import WrittenEntries
+from mla_conformance.problems.written import CacheImage, WrittenEntries
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.prefill.call import PrefillCall

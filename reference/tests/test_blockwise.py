@@ -12,8 +12,8 @@ from torch import Tensor
 
 import mla_conformance.reference.blockwise as module
 from mla_conformance.reference.attention import AttentionState, attention
-from mla_conformance.reference.blocks import Blocks, in_lanes
 from mla_conformance.reference.blockwise import blockwise_attention, by_shape
+from mla_conformance.reference.tiles import Blocks, in_lanes
 
 Normal = Callable[..., Tensor]
 BATCH: dict[str, Any] = {"query_start_loc": (0, 4, 4, 24, 25), "key_start_loc": (0, 7, 9, 48, 48), "scale": 0.4}

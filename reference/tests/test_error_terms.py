@@ -17,7 +17,7 @@ from mla_conformance.reference.projections import (
     up_project,
     up_project_output,
 )
-from mla_conformance.reference.shared_roundings import (
+from mla_conformance.reference.roundings import (
     P_ROUNDOFFS,
     Visible,
     most_of_a_sum,

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.reference.error_budget import Roundoffs
-from mla_conformance.reference.index_scores import index_scores
-from mla_conformance.reference.top_k import window_scores
+from mla_conformance.reference.index_scores import index_scores, window_scores
 
 EXACT = {"p": 0.0, "p_floor": 0.0, "partials": 0.0, "output": 0.0, "output_floor": 0.0, "row_sum": 0.0, "exp": 0.0}
 LENGTHS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 9)), min_size=1, max_size=4)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.merge_roundings import merged_chunks, merged_parts, merged_states
+from mla_conformance.reference.roundings import merged_chunks, merged_parts, merged_states
 
 ROUNDOFF = 2.0**-8
 Joined = Callable[[Tensor, Tensor], Tensor]

@@ -9,8 +9,7 @@ from torch import Tensor
 
 import mla_conformance.reference.attention as definition
 from mla_conformance.reference.attention import AttentionState, attention
-from mla_conformance.reference.selected import selected_attention, with_sink
-from mla_conformance.reference.selected_rows import RowsOverLists
+from mla_conformance.reference.selected import RowsOverLists, selected_attention, with_sink
 
 Normal = Callable[..., Tensor]
 T, N, S, D, V = 7, 3, 20, 6, 4

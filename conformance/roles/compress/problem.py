@@ -17,9 +17,8 @@ from mla_conformance.judging.tolerance import tolerance, unit_roundoff
 from mla_conformance.problems.cached_batch import PageForm, Pages, int32, poisoned_pages, tails_of, write_pages
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import Draw, lay_out, segments, start_loc
-from mla_conformance.problems.written_entries import WrittenEntries
-from mla_conformance.reference.compress_keys import pooled, rms_norm, windows
-from mla_conformance.reference.prepare_index import Prepared, rotated
+from mla_conformance.problems.written import WrittenEntries
+from mla_conformance.reference.prepare_index import Prepared, pooled, rms_norm, rotated, windows
 from mla_conformance.reference.rope import Rotation
 from mla_conformance.roles.cache.problem import CacheCall, CacheJudge, golden_bytes
 from mla_conformance.roles.compress.case import CompressCase

@@ -27,6 +27,7 @@ class IndexerCall(KernelCall):
     metadata: MLASparseMetadata
     case: IndexerCase
 
+    meant: ClassVar = ("q", "k", "weights")
     interface: ClassVar = MLAIndexerBackend
     means: ClassVar = {"q": "T", "k": "S", "slots": "S"}
     called: ClassVar = {"q": "query", "k": "stored"}

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 
 from mla_conformance.backends.layer.mla_batch import LayerRequest
-from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import ProblemError, rows_of, start_loc
 from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
+from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk, plan_context_chunks
 from mla_conformance.reference.projections import Projection
 from mla_conformance.roles.layer.case import LayerCase

@@ -9,10 +9,10 @@ import torch
 from mla_conformance.backends.layer.mla_batch import LayerRequest
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cache_bytes import TIE_SLACK, ExpectedCache
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, write_pages
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import REGIMES, Site, edges, segments, start_loc
+from mla_conformance.problems.written import TIE_SLACK, ExpectedCache
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
 from mla_conformance.reference.projections import expand_key, up_project

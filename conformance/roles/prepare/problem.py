@@ -18,7 +18,7 @@ _BASE = 10000.0
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareCall(KernelCall):
-    """``run_prepare_index``; q [T, H, D] is what is handed over."""
+    """``run_prepare_index``; q [T, H, D] and k [T, D] are what is handed over."""
 
     metadata: PrepareMetadata
     case: PrepareCase
@@ -47,7 +47,7 @@ class PrepareBatch(Draw[PrepareCase]):
         norm_bias = self._normal(case.head_dim)[0].to(self.device)
         only = PrepareCall(
             q=q,
-            k=k[:0],
+            k=k,
             given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
             metadata=PrepareMetadata(self.positions.to(self.device), self.table.to(self.device)),
             query_start_loc=starts,

@@ -10,10 +10,10 @@ from torch import Tensor
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.problems.cache_bytes import CacheImage, ExpectedCache
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, sparse_metadata, write_pages
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
+from mla_conformance.problems.written import CacheImage, ExpectedCache
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project

@@ -18,7 +18,7 @@ _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
 
 @dataclass(frozen=True, kw_only=True)
 class TopKCall(KernelCall):
-    """``run_top_k_per_row``, or that of pools; q are the logits [T, C], k none of them."""
+    """``run_top_k_per_row``, or that of pools; q and k are the logits [T, C]."""
 
     metadata: TopKMetadata
     case: TopKCase
@@ -66,7 +66,7 @@ class TopKBatch(Draw[TopKCase]):
         pools = {"pool": case.pool, "tail": case.tail} if case.pool > 1 else {}
         only = TopKCall(
             q=logits,
-            k=logits[:0],
+            k=logits,
             given={"logits": logits, "topk_tokens": case.topk, **pools},
             query_start_loc=start_loc(case.q),
             key_start_loc=start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),

@@ -19,8 +19,8 @@ from mla_conformance.judging.steps import Form
 from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.index_scores import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
-from mla_conformance.reference.top_k import WindowScores, window_scores
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.topk.case import TIED, TopKCase
 from mla_conformance.roles.topk.problem import TopKBatch, TopKCall

@@ -1,0 +1,224 @@
+"""Memory of the caller that calls write: what was there, what must be there afterwards, and what differs.
+
+A paged cache by its bytes, rows that a call fills, and entries of a cache between which values they must be.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.problems.cached_batch import Pages
+from mla_conformance.problems.memory import Guarded, Written, poison, storage_bytes
+from mla_conformance.reference.cache_layout import decode_rows
+from mla_conformance.reference.kv_cache import read_entries, write_entries
+
+TIE_SLACK = 2.0**-20
+"""Relative slack of a stored code: a kernel divides by the scale in float32, and may meet the other side of a tie."""
+
+
+@dataclass(frozen=True)
+class CacheImage(Written):
+    """A paged cache [blocks, page, width]."""
+
+    case: CachedCase  # for layout and scale
+    after: torch.Tensor  # the bytes that must be there after the call
+    slots: torch.Tensor  # [T] slots that the call writes, flat numbers block · page + offset
+    latents: tuple[torch.Tensor, torch.Tensor]  # kv_c [T, L] and k_pe [T, R] that belong there, in the model's dtype
+
+    expected: ClassVar = ("after", "latents")
+
+    def with_only(self, rows: torch.Tensor) -> "CacheImage":
+        """The same cache before a call that writes only these [n] of the new tokens."""
+        slots = self.slots[rows.to(self.slots.device)]
+        after = self.before.clone()
+        rows_after = read_entries(self._view(self.after), slots, self.case.cache)
+        write_entries(self._view(after), rows_after, slots, self.case.cache)
+        latents = (self.latents[0][rows], self.latents[1][rows])
+        return replace(self, after=after, slots=slots, latents=latents)
+
+    def difference(self) -> str:
+        wrong = storage_bytes(self.cache) != self.after
+        if not bool(wrong.any()):
+            return ""
+        every = torch.arange(self.cache.shape[0] * self.cache.shape[1], device=wrong.device)
+        found = read_entries(self._view(wrong.to(torch.uint8)), every, self.case.cache).bool()
+        if found.sum() < wrong.sum():
+            return "bytes of the cache's buffer were written that are not this layer's"
+        slots = every[found.any(dim=1)]
+        written = torch.isin(slots, self.slots)
+        if not bool(written.all()):
+            return f"slot {int(slots[~written][0])} of the cache was written, no new token belongs there"
+        return self._wrong_entries(slots)
+
+    def _wrong_entries(self, slots: torch.Tensor) -> str:
+        """Whether the entries that differ in their bytes also differ in what they mean."""
+        if not self.case.holds_codes:
+            return f"the entry of slot {int(slots[0])} of the cache is not the new token's"
+        codes = (self.case.cache, self.case.cache_scale, *self.case.latent_dims, self.latents[0].dtype)
+        own = torch.isin(self.slots, slots)
+        chosen, given = self.slots[own], [x[own.cpu()].double() for x in self.latents]
+        expected = self._rows(self.after, chosen)
+        found = self._rows(storage_bytes(self.cache), chosen)
+        for name, x, right, got in zip(
+            ("latent" if self.case.latent_dims[1] else "key", "rope key"),
+            given,
+            decode_rows(expected, *codes),
+            decode_rows(found, *codes),
+            strict=True,
+        ):
+            allowed = (right.cpu() - x).abs() + TIE_SLACK * x.abs()
+            off = ~((got.cpu() - x).abs() <= allowed)
+            if bool(off.any()):
+                row = int(off.any(dim=1).nonzero()[0])
+                return f"the {name} in slot {int(chosen[row])} of the cache is not the code nearest to the new token's"
+        return ""
+
+    def _rows(self, storage: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """[n, width] entries of these slots in bytes laid out as the cache is."""
+        return read_entries(self._view(storage), slots, self.case.cache).view(self.cache.dtype)
+
+    def _view(self, storage: torch.Tensor) -> torch.Tensor:
+        """[blocks, page, bytes of an entry] of bytes laid out as the cache is, in place."""
+        cache = torch.empty(0, dtype=self.cache.dtype, device=self.cache.device)
+        cache.set_(storage.untyped_storage(), self.cache.storage_offset(), self.cache.shape, self.cache.stride())
+        return cache.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class ExpectedCache:
+    """A cache that holds all tokens of a batch on one rank, the new ones included.
+
+    Attributes:
+        case: the case.
+        pages: cache and block table.
+        new: [S] bool, of all tokens that are stored here, whether they are new.
+        latents: kv_c [S, L] and k_pe [S, R] of all tokens that are stored here.
+    """
+
+    case: CachedCase
+    pages: Pages
+    new: torch.Tensor
+    latents: tuple[torch.Tensor, torch.Tensor]
+
+    @cached_property
+    def block_ids(self) -> list[list[int]]:
+        """Blocks of each request, and what the table holds behind them."""
+        return [[int(block) for block in row] for row in self.pages.block_table.tolist()]
+
+    def image(self) -> CacheImage:
+        """The cache without its new tokens, in whose place is poison, and with them."""
+        cache, after = self.pages.cache, storage_bytes(self.pages.cache).clone()
+        rows = self.new.nonzero().flatten()
+        slots = self.pages.slots[rows].to(cache.device)
+        holes = poison((len(slots), cache.shape[2]), cache.dtype, cache.device, self.case.poison)
+        write_entries(cache, holes, slots, self.case.cache)
+        latents = (self.latents[0][rows], self.latents[1][rows])
+        return CacheImage(cache, storage_bytes(cache).clone(), self.case, after, slots, latents)
+
+
+_FILLING = 0x5A
+"""Of numbers before a call, since all bits set would be -1, which is right in some places."""
+
+
+@dataclass(frozen=True)
+class WrittenRows(Written):
+    """A tensor [rows, …] between guard zones."""
+
+    name: str  # how messages call it
+    low: torch.Tensor  # [n, …] the least that the first n rows may hold, in its dtype
+    high: torch.Tensor  # [n, …] the most
+    starts: tuple[int, ...]  # first row of each request, and n
+
+    expected: ClassVar = ("low", "high")
+
+    @staticmethod
+    def allocate(
+        name: str, low: torch.Tensor, high: torch.Tensor, *, behind: int, starts: Sequence[int], kind: str = "nan"
+    ) -> "WrittenRows":
+        """Rows for what is expected, and so many ``behind`` them; all hold poison of a kind, or no right number."""
+        shape = (len(low) + behind, *low.shape[1:])
+        guarded = Guarded.allocate(shape, low.dtype, low.device)
+        if low.dtype.is_floating_point:
+            guarded.view.copy_(poison(shape, low.dtype, low.device, kind))
+        else:
+            guarded.view.view(torch.uint8).fill_(_FILLING)
+        return WrittenRows(guarded.view, guarded.storage.clone(), name, low, high, tuple(starts))
+
+    def difference(self) -> str:
+        row = self.cache[:1].numel() * self.cache.element_size()
+        start = self.cache.storage_offset() * self.cache.element_size()
+        changed = storage_bytes(self.cache) != self.before
+        changed[start : start + len(self.low) * row] = False
+        if bool(changed.any()):
+            number = (int(changed.nonzero()[0]) - start) // max(1, row)
+            if 0 <= number < len(self.cache):
+                return f"row {number} of {self.name} was written, only {len(self.low)} are asked for"
+            return f"bytes beside {self.name} were written"
+        # Codes by their bytes, which alone can be right.
+        compared = (self.cache[: len(self.low)], self.low, self.high)
+        got, low, high = (x.view(torch.uint8) if x.element_size() == 1 else x for x in compared)
+        wrong = ~((got >= low) & (got <= high))
+        if not bool(wrong.any()):
+            return ""
+        place = wrong.nonzero()[0]
+        row, *column = place.tolist()
+        found, right = (x[tuple(place)].item() for x in (got, low))
+        request = next((n for n, (a, b) in enumerate(pairwise(self.starts)) if a <= row < b), None)
+        token = "padding" if request is None else f"number {row - self.starts[request]} of request {request}"
+        where = f"row {row} of {self.name} ({token})" + (f", column {column[0]}," if column else "")
+        return f"{where} is {found:.6g}, expected {right:.6g}; {int(wrong.sum())} of {wrong.numel()} are wrong"
+
+
+@dataclass(frozen=True)
+class WrittenEntries(Written):
+    """A paged cache [blocks, page, width]."""
+
+    name: str  # how messages call it
+    slots: torch.Tensor  # [n] int64 slots that calls may write, block · page + offset
+    starts: tuple[int, ...] = ()  # first of them of each request, and n; empty where entries are not told apart
+    # the least and the most [n, width] that stands there afterwards, in its dtype; None where that is free
+    bounds: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    expected: ClassVar = ("bounds",)
+
+    @staticmethod
+    def of(
+        name: str, cache: torch.Tensor, slots: torch.Tensor, starts: tuple[int, ...] = (), *bounds: torch.Tensor
+    ) -> "WrittenEntries":
+        """What must become of a cache as it is now."""
+        on = cache.device
+        low_high = (bounds[0].to(on), bounds[1].to(on)) if bounds else None
+        return WrittenEntries(cache, storage_bytes(cache).clone(), name, slots.to(on), starts, low_high)
+
+    def difference(self) -> str:
+        changed = storage_bytes(self.cache) != self.before
+        size, (blocks, page, width) = self.cache.element_size(), self.cache.shape
+        strides = (self.cache.stride(0) * size, self.cache.stride(1) * size, 1)
+        # [blocks, page, bytes of an entry], in place.
+        rows = changed.as_strided((blocks, page, width * size), strides, self.cache.storage_offset() * size)
+        places = self.slots // page, self.slots % page
+        rows[places] = False
+        if bool(changed.any()):
+            slots = rows.any(dim=2).flatten().nonzero()
+            if not len(slots):
+                return f"bytes of the buffer of {self.name} were written that are not this layer's"
+            return f"slot {int(slots[0])} of {self.name} was written, nothing belongs there"
+        if self.bounds is None:
+            return ""
+        got, (low, high) = self.cache[places], self.bounds
+        wrong = ~((got >= low) & (got <= high))
+        if not bool(wrong.any()):
+            return ""
+        row, column = wrong.nonzero()[0].tolist()
+        request = next(number for number, end in enumerate(self.starts[1:]) if row < end)
+        found, least, most = (float(x[row, column]) for x in (got, low, high))
+        return (
+            f"entry {row - self.starts[request]} of request {request}, in slot {int(self.slots[row])} of {self.name}, "
+            f"is {found:.6g} in column {column}, expected {least:.6g} to {most:.6g}; "
+            f"{int(wrong.any(dim=1).sum())} of {len(wrong)} entries are wrong"
+        )
