@@ -78,6 +78,8 @@ class Run:
     _begun: bool = False
     _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
+    _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list
+    _known: dict[str, dict[str, str]] = field(default_factory=dict)  # what conditions compare with, by backend
     _on_record: Callable[[Record], None] = lambda record: None
     _on_phase: Callable[[str], None] = lambda what: None
 
@@ -428,7 +430,7 @@ class Run:
         self.folder.journal.append(event)
         self.found.keep(event)
         if isinstance(event, journal.Judgement):
-            self._on_record(self.expectations.apply(event.record, self._known[event.record.backend]))
+            self._on_record(self.expectations.apply(event.record, self._known.get(event.record.backend, {})))
 
     @property
     def resume_line(self) -> str:
@@ -442,7 +444,7 @@ class Run:
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
                 record = record.with_fields(explanation=UNASKED if self.explains else UNWANTED)
-            groups[record.backend].append(self.expectations.apply(record, self._known[record.backend]))
+            groups[record.backend].append(self.expectations.apply(record, self._known.get(record.backend, {})))
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:
             # One record stands for all drawn cases.
