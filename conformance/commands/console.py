@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mla_conformance.backends.foreign import cut
@@ -215,6 +215,7 @@ _SOME = 10
 """One in so many records has to be there before their pace says what is left: the first ones load and warm up."""
 
 
+@dataclass
 class Progress:
     """Counts what is judged, of so many records; failures are told by their causes, at the end.
 
@@ -222,20 +223,25 @@ class Progress:
     the first failure is shown meanwhile.
     """
 
-    def __init__(self, total: int, done: int = 0, failed: int = 0, parts: int = 10) -> None:
-        self.total, self.done, self.failed, self.parts = total, done, failed, parts
-        self.began = time.monotonic()
-        self._before, self._since = done, self.began  # what the pace is counted from
-        self._phase = self._now = self._failure = ""
-        self.left = Counter[str]()  # of each of several backends, which are told of when nothing is
-        self._found = defaultdict[str, Counter[str]](Counter)
-        self.tell: Callable[[str], None] = say  # while no line is live
+    total: int
+    done: int = 0
+    failed: int = 0
+    parts: int = 10
+    left: Counter[str] = field(default_factory=Counter)  # of each of several backends, told of when nothing is
+    tell: Callable[[str], None] = say  # while no line is live
+    began: float = field(default_factory=lambda: time.monotonic())
+    _since: float = 0.0  # when the pace of the moment began, and how many were judged at it
+    _at_pace: int = 0
+    _phase: str = ""
+    _now: str = ""
+    _failure: str = ""
+    _found: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def __call__(self, record: Record) -> None:
         if record.confirmation or record.is_explained:
             return  # it was counted when it was judged first
         self.done += 1
-        self._before += record.status is Status.UNSUPPORTED and not record.seconds  # no process was asked
+        self._at_pace += record.status is not Status.UNSUPPORTED or record.seconds > 0  # else no process was asked
         self.failed += record.failed
         self._failure = self._failure or (f"{record.backend} {record.case}: {record.message}" if record.failed else "")
         self._now = f"{record.backend} {record.capability}"
@@ -253,7 +259,7 @@ class Progress:
     def phase(self, what: str) -> None:
         """Tell what goes on from here, at a pace of its own."""
         self._phase, self._now = what, ""
-        self._before, self._since = self.done, time.monotonic()
+        self._at_pace, self._since = 0, time.monotonic()
         if self.parts and self.tell is say:
             for line in f"… {self.line}".splitlines():
                 say(line)
@@ -263,9 +269,9 @@ class Progress:
     def line(self) -> str:
         """Judged of all, failed, time since it began, what is left of it at this pace, and what goes on."""
         told = [f"{self.done}/{self.total} judged", f"{self.failed} failed", clock(time.monotonic() - self.began)]
-        seconds, judged = time.monotonic() - self._since, self.done - self._before
-        if _SOME * judged >= self.total - self._before and self.done < self.total:
-            told.append(f"about {clock(seconds * (self.total - self.done) / judged)} left")
+        seconds, judged, left = time.monotonic() - (self._since or self.began), self._at_pace, self.total - self.done
+        if _SOME * judged >= left + judged and left > 0:
+            told.append(f"about {clock(seconds * left / judged)} left")
         failure = wrapped(cut(self._failure), columns(), "  ", "  ") if self._phase and self.parts else []
         return "\n".join([" · ".join(filter(None, (*told, self._phase, self._now))), *failure])
 

@@ -5,9 +5,10 @@ import os
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
+from math import inf
 
 import msgspec
 
@@ -78,21 +79,20 @@ class Run:
     _begun: bool = False
     _explored_so_far: dict[RecordKey, Record] = field(default_factory=dict)
     _missing: dict[str, dict[str, str]] = field(default_factory=dict)
+    _positions: dict[str, int] = field(default_factory=dict)  # of cases in the list; drawn ones stand behind them
+    _known: dict[str, dict[str, str]] = field(default_factory=dict)  # what conditions compare with, by backend
     _on_record: Callable[[Record], None] = lambda record: None
     _on_phase: Callable[[str], None] = lambda what: None
-
-    def __post_init__(self) -> None:
-        timeout = self.limits.timeout or (CPU_TIMEOUT if self.request.surely_cpu else GPU_TIMEOUT)
-        self.supervisor = Supervisor(timeout, self.limits.ends_at)
 
     def __enter__(self) -> "Run":
         prctl(DUMPABLE, 0)
         refuse_written_since(time.time())
-        self.supervisor.__enter__()
+        timeout = self.limits.timeout or (CPU_TIMEOUT if self.request.surely_cpu else GPU_TIMEOUT)
+        self.supervisor = Supervisor(timeout, self.limits.ends_at)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.supervisor.__exit__()
+        self.supervisor.close()
         load_all_again()
         os.close(self.folder.lock)
         prctl(DUMPABLE, 1)
@@ -107,11 +107,7 @@ class Run:
         """
         self._deciding = deciding_files()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
-        # While they import torch; of a role whose case cannot be called no other case need be.
-        examples = {case.role: case.id for case in map(Case.parse, reversed(self.request.judged_ids))}
-        self._examples = tuple(examples.values())
-        hello = self._pool.settle()
-        self.supervisor.hello(of_all=True)  # what judges is there before anything of a backend is
+        hello = self._pool.hello
         self.device = hello.device
         reported = {"suite": SUITE_VERSION, "version": __version__, "tier": self.request.tier.value}
         asked = {
@@ -149,7 +145,7 @@ class Run:
         """Have every backend imported where it was not yet, and described; one whose process ends is unavailable."""
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
-        asked = self.request.arrays, self.request.triples, self._examples
+        asked = self.request.arrays, self.request.triples, self._pool.examples
         for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names])):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
@@ -213,14 +209,8 @@ class Run:
         self.supervisor.explored = self._keep_explored
         try:
             failures = self._first_verdicts()
-            while pending := self._unconfirmed(failures):
-                explained = sum(each.explain for each in pending)
-                told = f", explaining {explained} (--no-explain leaves that out)"
-                on_phase(f"judging {counted(len(pending), 'failure')} again{told if explained else ''}")
-                for record in self._confirmed(pending):
-                    self._write(journal.Judgement(record))
             if any(record.failed for record in self.found.verdicts.values()):
-                self._compare_failures()
+                self._settle_failures(failures)
             without = [facts.reference for facts in self.available if facts.reference not in self.found.traits]
             if without and (self.request.bitwise or self.request.accuracy):
                 on_phase("asking when bits are the same, and how errors are spread")
@@ -257,8 +247,14 @@ class Run:
                 f"{min(conflicts)}; there is no report: start the run anew"
             )
 
-    def _compare_failures(self) -> None:
-        """See which failures look like another one of their backend that is explained."""
+    def _settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
+        """Judge failures again, explain some, and see which others of their backend look like these."""
+        while pending := self._unconfirmed(outcomes):
+            explained = sum(each.explain for each in pending)
+            told = f", explaining {explained} (--no-explain leaves that out)" if explained else ""
+            self._on_phase(f"judging {counted(len(pending), 'failure')} again{told}")
+            for record in self._confirmed(pending):
+                self._write(journal.Judgement(record))
         failures = [record for record in self.found.verdicts.values() if record.failed]
         groups = grouped(failures, lambda record: record.backend).values()
         if tasks := [[task] for group in groups for task in comparisons(group)]:
@@ -373,7 +369,7 @@ class Run:
             if tasks.groups:
                 self._on_phase(f"judging {counted(len(ahead), 'backend')}, compiling for others beside them")
         elif self.supervisor.gpus:
-            self.supervisor.end_places(self._pool.workers)  # the others were to compile
+            self.supervisor.end(self._pool.workers)  # the others were to compile
         return tasks
 
     def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[FailureConfirmation]:
@@ -387,9 +383,9 @@ class Run:
         # Of cases that were declared unsupported the kernel was not called.
         refused = {key for key, record in self.found.verdicts.items() if record.status is Status.UNSUPPORTED}
         found: list[FailureConfirmation] = []
-        for record in self._in_order(record for record in self.found.verdicts.values() if record.failed):
+        for record in sorted(self.found.verdicts.values(), key=lambda record: self._positions.get(record.case, inf)):
             key = (record.reference, record.capability)
-            if key in done or record.record_key in self._tried:
+            if not record.failed or key in done or record.record_key in self._tried:
                 continue
             self._tried.add(record.record_key)
             verdicts = [self.found.verdicts[key] for key in self._explained if key[0] == record.reference]
@@ -428,7 +424,7 @@ class Run:
         self.folder.journal.append(event)
         self.found.keep(event)
         if isinstance(event, journal.Judgement):
-            self._on_record(self.expectations.apply(event.record, self._known[event.record.backend]))
+            self._on_record(self.expectations.apply(event.record, self._known.get(event.record.backend, {})))
 
     @property
     def resume_line(self) -> str:
@@ -438,11 +434,12 @@ class Run:
     def summary(self) -> RunSummary:
         """The outcome of everything that this process wrote into the journal, or found there to go on with."""
         groups: dict[str, list[Record]] = defaultdict(list)
-        for record in self._in_order({**self._explored_so_far, **self.found.verdicts}.values()):
+        judged = {**self._explored_so_far, **self.found.verdicts}.values()
+        for record in sorted(judged, key=lambda record: self._positions.get(record.case, inf)):
             # Of a failure that was to be explained an empty explanation stays empty, so that `verify` finds it.
             if record.is_wrong_number and not record.explanation and record.record_key not in self._explained:
                 record = record.with_fields(explanation=UNASKED if self.explains else UNWANTED)
-            groups[record.backend].append(self.expectations.apply(record, self._known[record.backend]))
+            groups[record.backend].append(self.expectations.apply(record, self._known.get(record.backend, {})))
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:
             # One record stands for all drawn cases.
@@ -461,7 +458,3 @@ class Run:
             backends.append(BackendSummary(facts, *about))
         run = self.environment, tuple(backends), request.case_ids, request.shard, request.deployment
         return RunSummary(*run, date=datetime.date.today().isoformat(), code=found.code.own)
-
-    def _in_order(self, records: Iterable[Record]) -> list[Record]:
-        """Records as their cases stand in the list; drawn cases stand behind it."""
-        return sorted(records, key=lambda record: self._positions.get(record.case, len(self._positions)))

@@ -104,7 +104,7 @@ class Stopped(Exception):
 
 
 class Supervisor:
-    """The processes of a run; to be used as a context, at whose end none of them is left."""
+    """The processes of a run, which is told of signals until it is closed; then none of them is left."""
 
     def __init__(self, timeout: float, ends_at: float = inf) -> None:
         self.places: list[WorkerSlot] = []  # one for each worker
@@ -118,29 +118,19 @@ class Supervisor:
         self._starts = 0
         self._signal = 0
         self._tasks, self._part = Tasks(()), WHOLE
-        self._told: tuple[int, int] = (-1, -1)
-        self._heeding = heeded(self._note)
-        self._before: set[int] = set()
         self._unbegun: Counter[int] = Counter()
-
-    def __enter__(self) -> "Supervisor":
         self._before = children()
         self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._heeding = heeded(self._note)
         self._heeding.__enter__()
         prctl(ADOPTS_ORPHANS, 1)
-        return self
 
     def _note(self, number: int, _: object) -> None:
         self._signal = number
         os.write(self._told[1], b"!")
 
-    def end(self) -> None:
-        """End every process of the run, and whatever these have left behind."""
-        self.end_places()
-        end_children(self._before)
-
-    def end_places(self, kept: int = 0) -> None:
-        """End all places but the first so many."""
+    def end(self, kept: int = 0) -> None:
+        """End all places but the first so many; with the last one whatever processes of the run have left behind."""
         ended, self.places = self.places[kept:], self.places[:kept]
         for place in ended:  # all of them at once
             place.connection.close()
@@ -148,8 +138,10 @@ class Supervisor:
             place.keeper.terminate()
         for place in ended:
             place.end()
+        if not kept:
+            end_children(self._before)
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self.end()
         prctl(ADOPTS_ORPHANS, 0)
         os.close(self.log.descriptor)
@@ -290,11 +282,25 @@ class Supervisor:
 
 
 class Pool:
-    """The places of a run, which the supervisor has; those that there are in any case are started at once."""
+    """The places of a run, which the supervisor has: as many as the device is enough for, or as were asked for.
+
+    Attributes:
+        examples: ids of cases, one of each role.
+        hello: what the first place says of the device.
+        workers: how many judge; further places compile ahead.
+        beside: what a worker has of its GPU beside the others.
+    """
 
     def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
+        """Start those that there are in any case at once; the others once the first has said what there is.
+
+        Raises:
+            RequestError: the device that was asked for is not there.
+            RunError: no process can be started.
+            Stopped: by a signal or the deadline.
+        """
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
-        self.beside = WHOLE  # what a worker has of its GPU beside the others
+        self.beside = WHOLE
         self._on_cpu, self._most_on_cpu = request.surely_cpu, min(_MOST_ON_CPU, machine_cores())
         workers = limits.workers
         if not workers and self._on_cpu:
@@ -305,27 +311,22 @@ class Pool:
         self._most = max(1, len(request.judged_ids))  # have something to do
         for _ in range(1, limits.workers or min(workers, self._most)):
             self._add_place(request.device, workers)
-        self.workers = len(supervisor.places)  # how many judge; further places compile ahead
-
-    def settle(self) -> Hello:
-        """Have as many places as the device is enough for, or as were asked for; what the first says of it.
-
-        The GPUs are shared out among them. Those that may compile ahead start as well: what decides is there before a
-        backend is imported.
-
-        Raises:
-            RequestError: the device that was asked for is not there.
-            RunError: no process can be started.
-            Stopped: by a signal or the deadline.
-        """
-        self._hello = hello = self.supervisor.hello()
-        if not hello.device:
+        self.workers = len(supervisor.places)
+        # While they import torch; of a role whose case cannot be called no other case need be.
+        examples = {case.role: case.id for case in map(Case.parse, reversed(request.judged_ids))}
+        self.examples = tuple(examples.values())
+        self.hello = supervisor.hello()
+        if not self.hello.device:
             raise RequestError("device cuda asked for, but torch sees no CUDA device; use --device cpu")
-        if self._on_cpu:
-            return hello
-        gpus = len(hello.gpus) or 1
+        if not self._on_cpu:
+            self._share_out(len(self.hello.gpus) or 1)
+        supervisor.hello(of_all=True)  # what judges is there before anything of a backend is
+
+    def _share_out(self, gpus: int) -> None:
+        """Share so many GPUs, or a CPU without one, out among the places; those that compile ahead start as well."""
+        hello = self.hello
         workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
-        self.supervisor.end_places(workers if gpus == 1 else 1)  # the others have the first GPU, too
+        self.supervisor.end(workers if gpus == 1 else 1)  # the others have the first GPU, too
         self.workers = workers
         may_compile = hello.gpus and not self.limits.workers and self._most > ENOUGH
         places = workers + (ahead_on(gpus, hello.memory, workers) if may_compile else 0)
@@ -334,7 +335,6 @@ class Pool:
         if hello.gpus:
             self.supervisor.gpus = gpus
             self._share_memory(workers)
-        return hello
 
     def get_ahead(self) -> int:
         """The number of the first place that compiles while the others judge; of as many as asked for one of four."""
@@ -343,7 +343,7 @@ class Pool:
         return workers if places > workers else workers - workers // 4
 
     def _share_memory(self, places: int) -> None:
-        self.beside = part_of(self._hello.memory, -(-places // self.supervisor.gpus))
+        self.beside = part_of(self.hello.memory, -(-places // self.supervisor.gpus))
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.

@@ -14,7 +14,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -143,7 +143,7 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
         else:
             send(Hello(process, "", {}))
         executor.use(device := device or torch.device("cpu"))
-        worker = Worker(device, setup.memory, send, executor, setup.salt)
+        worker = Worker(device, setup.memory, send, executor, Context(setup.salt))
         if not select.select([connection], [], [], _AT_ONCE)[0]:
             worker.warm_up()  # while others tell what the backends are
         while line := read_line(connection):
@@ -204,26 +204,27 @@ def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: i
     supervisor.sendall(b"".join(b"kernel | " + line + b"\n" for line in told.splitlines()))
 
 
+@dataclass
 class Worker:
-    def __init__(
-        self, device: torch.device, memory: int | None, send: Send, executor: Executor, salt: str = ""
-    ) -> None:
-        self._device, self._memory, self._send = device, memory, send
-        self._executor, self._context = executor, Context(salt)
-        self._held_to: int | None = None
-        self._last = ""
-        self._subjects: dict[str, Subject] = {}
+    device: torch.device
+    memory: int | None  # bytes that it may allocate; None without a limit
+    send: Send
+    executor: Executor
+    context: Context = field(default_factory=Context)
+    _held_to: int | None = None
+    _last: str = ""
+    _subjects: dict[str, Subject] = field(default_factory=dict)
 
     def warm_up(self) -> None:
         """Use a GPU once, before a case does: what is loaded when it is used first takes a second.
 
         All is done that is done for each case, without a backend: the results are the golden ones.
         """
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             return
         with contextlib.suppress(Exception):  # the first case tells what is wrong
-            problem = self._context.problem(Case.parse(_USUAL), self._device)
-            expected = self._context.expect(problem)
+            problem = self.context.problem(Case.parse(_USUAL), self.device)
+            expected = self.context.expect(problem)
             output, lse = islice(expected.tensors, 2)
             results = output.to(problem.output_dtype), lse.float()
             judge(problem, expected, Observation((Returned(problem.calls[0], results),), None, ()), Declaration())
@@ -231,8 +232,8 @@ class Worker:
     def _subject(self, reference: str) -> Subject:
         """A backend, imported; what that changed in the process is put back, since others are judged there as well."""
         if reference not in self._subjects:
-            subject = self._subjects[reference] = Subject.of(reference, self._device, self._executor)
-            self._executor.query(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
+            subject = self._subjects[reference] = Subject.of(reference, self.device, self.executor)
+            self.executor.query(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return self._subjects[reference]
 
     def answer(self, task: Task | None, share: int | None = None) -> TaskReply:
@@ -241,12 +242,12 @@ class Worker:
             self._make_room()
             return TaskReply()
         if share != self._held_to:  # torch gives back what it keeps before it goes beyond what others count on
-            part = 1.0 if share is None else share / whole_memory(self._device)
-            torch.cuda.set_per_process_memory_fraction(part, self._device)
+            part = 1.0 if share is None else share / whole_memory(self.device)
+            torch.cuda.set_per_process_memory_fraction(part, self.device)
             self._held_to = share
         need = 0
-        if isinstance(task, Judge) and (share is not None or self._device.type == "cuda"):
-            need = memory_need(Case.parse(task.case), self._device.type)
+        if isinstance(task, Judge) and (share is not None or self.device.type == "cuda"):
+            need = memory_need(Case.parse(task.case), self.device.type)
             if not self._has_room(task, need, share):
                 return TaskReply(wants=need + _KEPT)
         self._last = task.case if isinstance(task, Judge) else ""
@@ -256,8 +257,8 @@ class Worker:
             done = self._described(task) if isinstance(task, Describe) else self._asked(task)
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
-            self._executor.make_room()
-        loaded = self._executor.query(newly_loaded, Loaded).value
+            self.executor.make_room()
+        loaded = self.executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
 
     def _has_room(self, task: Judge, need: int, share: int | None) -> bool:
@@ -268,28 +269,28 @@ class Worker:
         if share is not None:
             if need + _KEPT > share:
                 return False
-            if task.case != self._last and need + torch.cuda.memory_allocated(self._device) > share:
+            if task.case != self._last and need + torch.cuda.memory_allocated(self.device) > share:
                 self._make_room()  # what is kept of a case itself is counted with it
-            return need <= free_memory(self._device)
-        if task.fresh or need > whole_memory(self._device) or need <= free_memory(self._device):
+            return need <= free_memory(self.device)
+        if task.fresh or need > whole_memory(self.device) or need <= free_memory(self.device):
             return True
         self._make_room()
-        return need <= free_memory(self._device)
+        return need <= free_memory(self.device)
 
     def _make_room(self) -> None:
         """Give back what this process holds of its GPU for cases to come."""
-        self._context.forget()
-        self._executor.make_room()
+        self.context.forget()
+        self.executor.make_room()
         torch.cuda.empty_cache()
 
     def _asked(self, task: Explore | Trace | Examine | Repeat | TakeTimes) -> TaskReply:
         if isinstance(task, Trace):  # by a process that has not imported the backend before
-            traced = Subject.of(task.reference, self._device, self._executor)
-            seen = self._executor.query(partial(trace_all, traced, task.cases), Traced)
+            traced = Subject.of(task.reference, self.device, self.executor)
+            seen = self.executor.query(partial(trace_all, traced, task.cases), Traced)
             return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
         if isinstance(task, TakeTimes):  # the device first, by a process that has not imported the backend before
-            timed = Subject.of(task.reference, self._device, self._executor)
-            done = self._executor.query(partial(import_module(_TIMING).time_kernel, timed, task.forms), Speed)
+            timed = Subject.of(task.reference, self.device, self.executor)
+            done = self.executor.query(partial(import_module(_TIMING).time_kernel, timed, task.forms), Speed)
             return TaskReply(speed=done.value or Speed(why=cut(f"its times are lost: {done.error}")), leaves=True)
         subject = self._subject(task.reference)
         if isinstance(task, Explore):
@@ -297,15 +298,15 @@ class Worker:
             asked = task.draws, task.seconds, task.capabilities
 
             def so_far(record: Record) -> None:
-                self._send(WorkerExplored(record))
+                self.send(WorkerExplored(record))
 
-            record = explore(subject, *asked, self._context, starts, so_far)
+            record = explore(subject, *asked, self.context, starts, so_far)
             return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, Examine):  # whose kernels are called as no case calls them
-            answers = bitwise(subject, self._context) if task.bitwise else ()
-            spreads = accuracy(subject, self._context) if task.accuracy else ()
+            answers = bitwise(subject, self.context) if task.bitwise else ()
+            spreads = accuracy(subject, self.context) if task.accuracy else ()
             return TaskReply(traits=Traits(answers, spreads), leaves=True)
-        found = repeated(subject, self._context, Case.parse(task.case), task.calls)
+        found = repeated(subject, self.context, Case.parse(task.case), task.calls)
         return TaskReply(repeated=found, leaves=True)
 
     def _judged(self, task: Judge) -> TaskReply:
@@ -313,14 +314,14 @@ class Worker:
         for reference, before in task.before:
             earlier = self._subject(reference)
             if before:  # without a case it is imported, which is all
-                judge_one(earlier, Case.parse(before), self._context, partial(self._starts, earlier))
+                judge_one(earlier, Case.parse(before), self.context, partial(self._starts, earlier))
         case, heat = Case.parse(task.case), None
-        trial, record = judged_trial(subject, case, self._context, partial(self._starts, subject))
-        is_told = record.status is Status.FAIL and not self._executor.lost(self._device)
+        trial, record = judged_trial(subject, case, self.context, partial(self._starts, subject))
+        is_told = record.status is Status.FAIL and not self.executor.lost(self.device)
         if is_told:
             record = with_reach(trial, record)
         if is_told and task.explain:
-            self._send(WorkerJudged(record))
+            self.send(WorkerJudged(record))
             heat, failure = heat_of(trial, record), Failure.of(trial, record)
             if task.reported:
                 looks_like = ReportedCauses(list(task.reported)).explain(failure)
@@ -336,12 +337,12 @@ class Worker:
 
     def _described(self, task: Describe) -> TaskReply:
         subject = self._subject(task.reference)
-        done = self._executor.query(partial(describe, subject), BackendFacts)
+        done = self.executor.query(partial(describe, subject), BackendFacts)
         if not done.error and done.value.reasons:
             return TaskReply(facts=done.value)
         declared = done
         if not done.error:
-            declared = self._executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
+            declared = self.executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
             return TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
         regions = (region_of(subject, SPACES[name], task.triples) for name in task.arrays)
@@ -349,7 +350,7 @@ class Worker:
         words = {role: repr(each) for role, each in declared.value.items()}
         missing = dict[str, str]()  # of a role whose question fails its cases ask again
         for case in map(Case.parse, task.cases):
-            asked = self._executor.query(partial(subject.missing_role, case.role), list[str])
+            asked = self.executor.query(partial(subject.missing_role, case.role), list[str])
             if asked.value and not (asked.error or asked.disturbed):
                 missing[str(case.role)] = "; ".join(asked.value)
         facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted))
@@ -358,11 +359,11 @@ class Worker:
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
         reference = subject.backend.reference
-        capability, salt = capability or case.capability, self._context.salt
+        capability, salt = capability or case.capability, self.context.salt
         record = Record(
             subject.backend.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt, role=case.role.file
         )
-        self._send(WorkerStarted(record))
+        self.send(WorkerStarted(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether this process must not judge further cases.
@@ -370,14 +371,14 @@ class Worker:
         It lost its GPU, or memory that it does not get back: it or that of the backends has taken half of what it may.
         What one case leaked must not be missing to the next. Or a backend left it other than it was.
         """
-        if disturbed or record.check == Check.PROCESS_STATE or self._executor.lost(self._device):
+        if disturbed or record.check == Check.PROCESS_STATE or self.executor.lost(self.device):
             return True
-        crowded = self._executor.spent
-        if not crowded and self._memory is not None:
-            taken = max(allocated_memory(), self._executor.query(allocated_memory, int).value or 0)
-            crowded = 2 * taken > self._memory
+        crowded = self.executor.spent
+        if not crowded and self.memory is not None:
+            taken = max(allocated_memory(), self.executor.query(allocated_memory, int).value or 0)
+            crowded = 2 * taken > self.memory
         if record.status is Status.UNAVAILABLE:
-            self._context.forget()
+            self.context.forget()
             # What processes share of a GPU may not have been opened, and is not offered again.
-            return crowded or self._device.type == "cuda"
+            return crowded or self.device.type == "cuda"
         return crowded

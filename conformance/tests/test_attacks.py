@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -157,7 +158,7 @@ def test_the_threat_model_holds_the_stored_table() -> None:
 @pytest.fixture(scope="module")
 def said(keepers_started_anew: None) -> dict[str, str]:
     """By reference, what is said of each cheat, in processes that have judged nothing else."""
-    with Supervisor(60.0) as supervisor:
+    with closing(Supervisor(60.0)) as supervisor:
         supervisor.add_place(Setup("cpu"), {})
         tasks = Tasks([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
         return {

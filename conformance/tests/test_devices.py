@@ -51,7 +51,7 @@ class Places:
     def places(self) -> list[Mapping[str, str]]:
         return self.environments
 
-    def end_places(self, kept: int) -> None:
+    def end(self, kept: int = 0) -> None:
         del self.environments[kept:]
 
     def hello(self, of_all: bool = False) -> Hello:

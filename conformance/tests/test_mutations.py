@@ -273,7 +273,7 @@ def unrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for module in (certify, replay):
         monkeypatch.setattr(module, "run_and_report", stopped)
     for module in (certify, reports):
-        monkeypatch.setattr(module, "shipped", lambda: tmp_path / "none")
+        monkeypatch.setattr(module, "KNOWN_FAILURES", tmp_path / "none")
     monkeypatch.chdir(tmp_path)
 
 

@@ -210,7 +210,8 @@ def test_a_case_has_what_it_wants_of_a_gpu_when_others_leave_it(monkeypatch: pyt
 
     monkeypatch.setattr(supervisor, "_events", events)
     outcomes = list(supervisor.run(Tasks([[case] for case in cases]), GpuPart(share=10, common=20)))
-    os.close(supervisor.log.descriptor)
+    supervisor.places.clear()
+    supervisor.close()
     assert first.given == [(CASES[0], 10), (CASES[0], 25), (CASES[1], 20)]
     assert (second.given, third.given) == ([(CASES[1], 10), (CASES[2], 12)], [(CASES[2], 10)])
     told = [(outcome.task, outcome.answer.record and outcome.answer.record.status) for outcome in outcomes]
