@@ -99,12 +99,12 @@ class AiterTritonDecodeBackend(PagedDecodeBackend):
         return output
 
 
-class AiterTritonPrefill(AiterTritonDecodeBackend, variant="prefill"):
-    function = "mla_prefill_fwd"
-    supported_kv_cache_dtypes = ["auto"]
-    supports_nonuniform_queries = True
-    declaration = packaged.further(AiterTritonDecodeBackend.declaration, packaged.UNSCALED_P)
-
-
-AiterTritonInterpreted = packaged.interpreted(AiterTritonDecodeBackend, InterpretedAiter)
-AiterTritonPrefillInterpreted = packaged.interpreted(AiterTritonPrefill, InterpretedAiter, "prefill-interpreted")
+_PREFILL = AiterTritonDecodeBackend.also(
+    "prefill",
+    packaged.UNSCALED_P,
+    function="mla_prefill_fwd",
+    supported_kv_cache_dtypes=["auto"],
+    supports_nonuniform_queries=True,
+)
+packaged.interpreted(AiterTritonDecodeBackend, InterpretedAiter)
+packaged.interpreted(_PREFILL, InterpretedAiter, "prefill-interpreted")

@@ -41,4 +41,4 @@ class AiterTritonSparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
         return output.masked_fill_((indices < 0).all(dim=1)[:, None, None], 0.0), None
 
 
-AiterTritonSparseInterpreted = packaged.interpreted(AiterTritonSparseBackend, InterpretedAiter)
+packaged.interpreted(AiterTritonSparseBackend, InterpretedAiter)

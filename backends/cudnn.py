@@ -42,8 +42,19 @@ class CudnnPrefillBackend(RaggedPrefillBackend):
         return output, self.written(aligned(q), aligned(k), aligned(v), output, batch)
 
     def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
-        """Write ``output`` [T, N, V], packed; return the LSE [N, T]."""
-        raise self.not_a_family()
+        """Write ``output`` [T, N, V], packed; return the LSE [N, T]. By a graph, of e4m3 operands with scales."""
+        if not self.variant:
+            raise self.not_a_family()
+        lse = q.new_empty(len(q), self.num_heads, dtype=torch.float32)
+        key, tensors = Key.of(q, k, v, batch, self.scale), {"q": q, "k": k, "v": v, "o": output, "stats": lse}
+        if self.writes_e4m3 and self._output_scale is not None:
+            tensors |= dict.fromkeys(SCALES, lse.new_ones(1))
+            tensors |= {"scale_s": lse.new_full((1,), _P_SCALE), "descale_s": lse.new_full((1,), 1 / _P_SCALE)}
+            tensors["scale_o"] = self._output_scale.float().reciprocal().reshape(1)
+            longest = (max(_SHORTEST, key.max_query_len), max(_SHORTEST, key.max_key_len))
+            key = key._replace(max_query_len=longest[0], max_key_len=longest[1])
+        self._served = {"plan": execute(key, tensors, batch)}
+        return lse.mT
 
 
 class CudnnGraph(CudnnPrefillBackend, variant="graph"):
@@ -55,12 +66,6 @@ class CudnnGraph(CudnnPrefillBackend, variant="graph"):
         _ALIGNED,
         ("Hopper's node for e4m3 operands writes e4m3 codes only", "left to the variant fp8"),
     )
-
-    def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
-        lse = q.new_empty(len(q), self.num_heads, dtype=torch.float32)
-        tensors = {"q": q, "k": k, "v": v, "o": output, "stats": lse}
-        self._served = {"plan": execute(Key.of(q, k, v, batch, self.scale), tensors, batch)}
-        return lse.mT
 
 
 class CudnnByFlashInfer(CudnnPrefillBackend, variant="flashinfer"):
@@ -121,16 +126,3 @@ class CudnnFp8(CudnnPrefillBackend, variant="fp8"):
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         raise UnsupportedConfiguration("CUDNN[fp8]: output in e4m3 only, that of a context chunk is bfloat16")
-
-    def written(self, q: Tensor, k: Tensor, v: Tensor, output: Tensor, batch: RaggedBatch) -> Tensor:
-        lse = q.new_empty(len(q), self.num_heads, dtype=torch.float32)
-        assert self._output_scale is not None
-        scales = dict.fromkeys(SCALES, lse.new_ones(1)) | {
-            "scale_o": self._output_scale.float().reciprocal().reshape(1)
-        }
-        scales |= {"scale_s": lse.new_full((1,), _P_SCALE), "descale_s": lse.new_full((1,), 1 / _P_SCALE)}
-        key = Key.of(q, k, v, batch, self.scale)
-        key = key._replace(max_query_len=max(_SHORTEST, key.max_query_len), max_key_len=max(_SHORTEST, key.max_key_len))
-        tensors = {"q": q, "k": k, "v": v, "o": output, "stats": lse, **scales}
-        self._served = {"plan": execute(key, tensors, batch)}
-        return lse.mT

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch
-from mla_conformance.backends.packaged import Library, extra
 
-CUDNN = Library("cudnn", "nvidia-cudnn-frontend", extra("cudnn"))
+CUDNN = packaged.in_extra("cudnn", "cudnn", "nvidia-cudnn-frontend")
 SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
 """Float32 scalars of the node for e4m3 operands: each is multiplied where its name says."""
 _MAXIMA = ("amax_s", "amax_o")

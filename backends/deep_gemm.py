@@ -25,7 +25,7 @@ _OTHERS = (
 
 class DeepGemmIndexerBackend(IndexerKernel):
     name = "DEEPGEMM_INDEXER"
-    libraries = (packaged.Library("deep_gemm", "sgl-deep-gemm", packaged.extra("deepgemm"), _NOTE),)
+    libraries = (packaged.in_extra("deepgemm", "deep_gemm", "sgl-deep-gemm", _NOTE),)
     devices = packaged.HOPPER
     # query tokens of a request that a paged call takes together, and how many processors then share a piece of work
     clusters: ClassVar[Mapping[int, int]] = {1: 1, 2: 1}
@@ -60,7 +60,7 @@ class DeepGemmIndexerBackend(IndexerKernel):
 
 
 class DeepGemmIndexerVllm(DeepGemmIndexerBackend, variant="vllm"):
-    libraries = (packaged.Library("vllm.third_party.deep_gemm", "vllm", packaged.extra("vllm"), _NOTE),)
+    libraries = (packaged.in_extra("vllm", "vllm.third_party.deep_gemm", note=_NOTE),)
     clusters = {1: 1, 2: 1, 4: 2}
     with_scales = True
     declaration = packaged.declared(

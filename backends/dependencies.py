@@ -76,18 +76,14 @@ def _version(distribution: str) -> str:
         found = version(distribution)
     except PackageNotFoundError:
         return "not installed as a distribution"
-    tried = _tried(distribution)
-    return found if tried.contains(found, prereleases=True) else f"{found}, {_UNTRIED} ({distribution}{tried} was)"
-
-
-def _tried(distribution: str) -> SpecifierSet:
-    """The range of versions in this project's extras, empty if the distribution is in none."""
     try:
         extras = map(Requirement, requires("mla-conformance") or [])
     except PackageNotFoundError:
-        return SpecifierSet()
+        return found
+    # The range of versions in this project's extras, empty if the distribution is in none.
     name = canonicalize_name(distribution)
-    return next((each.specifier for each in extras if canonicalize_name(each.name) == name), SpecifierSet())
+    tried = next((each.specifier for each in extras if canonicalize_name(each.name) == name), SpecifierSet())
+    return found if tried.contains(found, prereleases=True) else f"{found}, {_UNTRIED} ({distribution}{tried} was)"
 
 
 def _installed(module: str) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import ALIGNMENT, RaggedBatch, aligned, pad_head_dim
-from mla_conformance.backends.packaged import Library, extra
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
 _OF_FA2 = (
@@ -21,7 +20,8 @@ _OF_FA2 = (
     packaged.COPIES,
     packaged.NO_OUT,
 )
-_UPSTREAMS_FA3 = Library("flash_attn_interface", "flash-attn-3", extra("fa3"))
+_COMMAND = "pip install --no-build-isolation flash-attn"
+_UPSTREAMS_FA3 = packaged.in_extra("fa3", "flash_attn_interface", "flash-attn-3")
 
 
 class FlashAttnPrefillBackend(RaggedPrefillBackend):
@@ -33,8 +33,7 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
     takes_head_dims = staticmethod(lambda qk, v: max(qk, v) <= 256)  # padded
     blanks = ("lse",)
     asked: ClassVar[str] = ""  # how a package is asked for the LSE
-    # which unequal head dims it takes as they are
-    takes_unequal: ClassVar[Any] = staticmethod(lambda qk, v: False)
+    takes_unequal: ClassVar[Any] = staticmethod(lambda qk, v: False)  # which unequal head dims it takes as they are
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         unit, qk_width, v_width = ALIGNMENT // q.element_size(), q.shape[-1], v.shape[-1]
@@ -54,9 +53,7 @@ class FlashAttnPrefillBackend(RaggedPrefillBackend):
 
 
 class FlashAttn2(FlashAttnPrefillBackend, variant="fa2"):
-    libraries = (
-        Library("flash_attn.flash_attn_interface", "flash-attn", "pip install --no-build-isolation flash-attn"),
-    )
+    libraries = (packaged.Library("flash_attn.flash_attn_interface", "flash-attn", _COMMAND),)
     asked = "return_attn_probs"
     declaration = packaged.declared("flash-attn torch", *_OF_FA2)
 
@@ -76,7 +73,7 @@ class TorchFlashAttention(FlashAttnPrefillBackend, variant="torch"):
 
 
 class FlashAttn3(FlashAttnPrefillBackend, variant="fa3"):
-    libraries = (Library("fa3_fwd_interface", "fa3-fwd", extra("fa3"), other=_UPSTREAMS_FA3),)
+    libraries = (packaged.in_extra("fa3", "fa3_fwd_interface", "fa3-fwd", other=_UPSTREAMS_FA3),)
     devices = packaged.HOPPER._replace(needed="9.x")
     asked = "return_attn_probs"
     takes_unequal = staticmethod(lambda qk, v: 128 < qk <= 192 and 96 < v <= 128)  # that it has kernels for
@@ -100,9 +97,9 @@ class FlashAttn4(FlashAttnPrefillBackend, variant="fa4"):
     """The package compiles at the first call for each configuration."""
 
     libraries = (
-        Library("flash_attn.cute", "flash-attn-4", extra("fa4")),
-        Library("cutlass", "nvidia-cutlass-dsl", extra("fa4")),
-        Library("quack", "quack-kernels", extra("fa4")),
+        packaged.in_extra("fa4", "flash_attn.cute", "flash-attn-4"),
+        packaged.in_extra("fa4", "cutlass", "nvidia-cutlass-dsl"),
+        packaged.in_extra("fa4", "quack", "quack-kernels"),
     )
     asked = "return_lse"
     takes_unequal = staticmethod(lambda qk, v: (qk, v) == (192, 128))

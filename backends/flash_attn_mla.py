@@ -76,9 +76,11 @@ class FlashAttnMLAUpstream(FlashAttnMLADecodeBackend, variant="upstream"):
         return any(flags.get(f"{prefix}_DISABLE_{flag}", False) for prefix in ("FLASHATTENTION", "FLASH_ATTENTION"))
 
 
-class FlashAttnMLASGLang(FlashAttnMLADecodeBackend, variant="sglang"):
-    libraries = (Library("sgl_kernel.flash_attn", "sglang-kernel", "pip install sglang-kernel"),)
-    declaration = packaged.declared("sglang-kernel torch", *_DEVIATIONS)
+FlashAttnMLADecodeBackend.also(
+    "sglang",
+    libraries=(Library("sgl_kernel.flash_attn", "sglang-kernel", "pip install sglang-kernel"),),
+    declaration=packaged.declared("sglang-kernel torch", *_DEVIATIONS),
+)
 
 
 class FlashAttnMLAvLLM(FlashAttnMLADecodeBackend, variant="vllm"):

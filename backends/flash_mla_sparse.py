@@ -84,14 +84,15 @@ class FlashMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
         return output.squeeze(1), lse.squeeze(2).masked_fill(lse.squeeze(2) == torch.inf, -torch.inf).mT
 
 
-class FlashMLASparseFloat32Scales(FlashMLASparseBackend, variant="float32"):
-    """The same decode over entries of V3.2 with any float32 scales, as SGLang writes them: no power of two hides what
-    the kernel rounds them to."""
-
-    supported_calls = ["decode"]
-    supported_kv_cache_dtypes = [_V32]
-    supported_extra_kv_cache_dtypes = []
-    supported_tile_scales = ["float32"]
-    supported_latent_dims = [(512, 64)]
-    supports_topk_length = False
-    declaration = packaged.further(_KEPT, (_COARSE_SCALES, "float32 ones, as they are"))
+# The same decode over entries of V3.2 with any float32 scales, as SGLang writes them: no power of two hides what the
+# kernel rounds them to.
+FlashMLASparseBackend.also(
+    "float32",
+    declaration=packaged.further(_KEPT, (_COARSE_SCALES, "float32 ones, as they are")),
+    supported_calls=["decode"],
+    supported_kv_cache_dtypes=[_V32],
+    supported_extra_kv_cache_dtypes=[],
+    supported_tile_scales=["float32"],
+    supported_latent_dims=[(512, 64)],
+    supports_topk_length=False,
+)

@@ -3,7 +3,7 @@
 Written for 0.6.13, whose LSE is base 2 and [T, N] and whose infinity is 5e4, and for 0.7.2, which converts on request.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,11 +11,10 @@ from torch import Tensor
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, natural_heads_first, pad_head_dim, writable
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.packaged import Library, extra
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 
-FLASHINFER = Library("flashinfer", "flashinfer-python", extra("flashinfer"))
-TVM_FFI = Library("tvm_ffi", "apache-tvm-ffi", extra("flashinfer"))
+FLASHINFER = packaged.in_extra("flashinfer", "flashinfer", "flashinfer-python")
+TVM_FFI = packaged.in_extra("flashinfer", "tvm_ffi", "apache-tvm-ffi")
 DISTRIBUTIONS = "flashinfer-python apache-tvm-ffi"
 WORKSPACE_BYTES = 128 << 20
 
@@ -27,7 +26,7 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
     libraries = (FLASHINFER, TVM_FFI)
     devices = packaged.FROM_AMPERE
     by_device = {9: ("fa3", "fa2"), 10: ("cutlass", "fa2"), 0: ("fa2",)}
-    head_dims: ClassVar[tuple[tuple[int, int], ...]] = ((192, 128), (128, 128), (256, 256))
+    head_dims = ((192, 128), (128, 128), (256, 256))
     blanks = ("lse",)
     declaration = packaged.declared(
         DISTRIBUTIONS,
@@ -64,27 +63,16 @@ class FlashInferPrefillBackend(RaggedPrefillBackend):
         return wrapper
 
 
-class FlashInferFa2(FlashInferPrefillBackend, variant="fa2"):
-    declaration = packaged.further(
-        FlashInferPrefillBackend.declaration,
-        packaged.LSE_OF_ROUNDED_P,
-        packaged.PARTIAL_OUTPUTS,
-        rounding=packaged.ROUNDED_P_IN_PARTS,
-    )
-
-
-class FlashInferFa3(FlashInferPrefillBackend, variant="fa3"):
-    supported_dtypes = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-    devices = packaged.HOPPER
-    declaration = packaged.further(
-        FlashInferPrefillBackend.declaration,
-        ("e4m3 kernels have one head dim, 64, 128 or 256", "padded with zeros, the output is sliced"),
-        ("e4m3 operands need scales of each head", "scales of 1 are handed over"),
-        packaged.FP22_SUMS,
-        e4m3_rounding=packaged.SCALED_P_FP22,
-    )
-
-
-class FlashInferCutlass(FlashInferPrefillBackend, variant="cutlass"):
-    devices = packaged.BLACKWELL
-    head_dims = ((192, 128), (128, 128))
+FlashInferPrefillBackend.also(
+    "fa2", packaged.LSE_OF_ROUNDED_P, packaged.PARTIAL_OUTPUTS, rounding=packaged.ROUNDED_P_IN_PARTS
+)
+FlashInferPrefillBackend.also(
+    "fa3",
+    ("e4m3 kernels have one head dim, 64, 128 or 256", "padded with zeros, the output is sliced"),
+    ("e4m3 operands need scales of each head", "scales of 1 are handed over"),
+    packaged.FP22_SUMS,
+    e4m3_rounding=packaged.SCALED_P_FP22,
+    supported_dtypes=[torch.float16, torch.bfloat16, torch.float8_e4m3fn],
+    devices=packaged.HOPPER,
+)
+FlashInferPrefillBackend.also("cutlass", devices=packaged.BLACKWELL, head_dims=((192, 128), (128, 128)))

@@ -15,7 +15,7 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.flashinfer import DISTRIBUTIONS, TVM_FFI, WORKSPACE_BYTES
 from mla_conformance.backends.paged import PagedDecodeBackend
 
-_LIBRARY = packaged.Library("flashinfer.mla", "flashinfer-python", packaged.extra("flashinfer"))
+_LIBRARY = packaged.in_extra("flashinfer", "flashinfer.mla", "flashinfer-python")
 
 
 class _Form(NamedTuple):  # what a plan depends on besides the lengths
@@ -124,12 +124,5 @@ class FlashInferMLADecodeBackend(PagedDecodeBackend):
         return wrapper
 
 
-class FlashInferMLAFa2(FlashInferMLADecodeBackend, variant="fa2"):
-    declaration = packaged.further(
-        FlashInferMLADecodeBackend.declaration, packaged.LSE_OF_ROUNDED_P, rounding=packaged.ROUNDED_P_IN_PARTS
-    )
-
-
-class FlashInferMLAFa3(FlashInferMLADecodeBackend, variant="fa3"):
-    devices = packaged.HOPPER
-    declaration = packaged.further(FlashInferMLADecodeBackend.declaration, rounding=packaged.IN_PARTS)
+FlashInferMLADecodeBackend.also("fa2", packaged.LSE_OF_ROUNDED_P, rounding=packaged.ROUNDED_P_IN_PARTS)
+FlashInferMLADecodeBackend.also("fa3", rounding=packaged.IN_PARTS, devices=packaged.HOPPER)

@@ -1,6 +1,7 @@
 """FLASHINFER_MLA_SPARSE: TensorRT-LLM's sparse decode kernels for Blackwell, from FlashInfer.
 
-Written for 0.7.2. No device with compute capability 10 was at hand: what is checked is how the function is called.
+Each query token is a request of its own. Written for 0.7.2. No device with compute capability 10 was at hand: what is
+checked is how the function is called.
 """
 
 import torch
@@ -16,8 +17,6 @@ _STATISTICS_BYTES = 8 * 256
 
 
 class FlashInferMLASparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
-    """Lists over a plain cache, each query token a request of its own."""
-
     name = "FLASHINFER_MLA_SPARSE"
     libraries = FlashInferMLADecodeBackend.libraries
     devices = packaged.BLACKWELL

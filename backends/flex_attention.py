@@ -24,6 +24,7 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
 
     name = "FLEX_ATTENTION"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    devices = packaged.Devices("", (8, 0), cpu=True)  # that Triton compiles for, and a CPU
     of_torch = {"torch": torch.__version__}
     declaration = packaged.declared(
         "torch triton",
@@ -32,10 +33,6 @@ class FlexAttentionPrefillBackend(RaggedPrefillBackend):
         packaged.NO_OUT,
         ("float32 tiles that exceed a GPU's shared memory", "float32 is computed in tiles of 32"),
     )
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: packaged.DeviceCapability | None) -> bool:
-        return device_capability is None or device_capability >= (8, 0)  # that Triton compiles for
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         self._served = {"mode": "compiled" if q.is_cuda else "eager"}

@@ -36,8 +36,7 @@ class LmdeployTopKBackend(TopKKernel):
     )
 
     def select(self, logits: Tensor, lengths: Tensor, topk_tokens: int) -> Tensor:
-        best: Tensor = self.library.bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
-        return best
+        return self.library.bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
 
 
 class LmdeployIndexerBackend(IndexerKernel):
@@ -74,13 +73,11 @@ class LmdeployIndexerBackend(IndexerKernel):
         operands = (q.contiguous(), weights, codes.view(_E4M3).unflatten(1, (_PAGE, -1)), scales.view(torch.float32))
         options = {"max_q_seqlen": 1 if len(asking) == len(q) else x.max_query_len, "max_k_seqlen": x.max_seq_len}
         batch = (starts, x.seq_lens[asking], x.block_table[asking])
-        logits: Tensor = self.library.fp8_index(*operands, *batch, **options, causal=True)
-        return logits
+        return self.library.fp8_index(*operands, *batch, **options, causal=True)
 
     def choose(self, logits: Tensor, topk_tokens: int) -> Tensor:
         lengths = bounds_of(self._sparse_metadata)
-        best: Tensor = self.libraries[1].load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
-        return best
+        return self.libraries[1].load().bitonic_topk(logits.contiguous(), lengths, lengths, topk_tokens)
 
 
 class LmdeployPrepareBackend(PrepareKernel):
@@ -127,9 +124,5 @@ class LmdeployPrepareBackend(PrepareKernel):
 
 
 # All operands of an indexer are codes, so that the interpreter computes it for models in any dtype.
-LmdeployInterpretedTopK = packaged.interpreted(
-    LmdeployTopKBackend, InterpretedLmdeploy, supported_dtypes=[torch.float32]
-)
-LmdeployInterpretedIndexer = packaged.interpreted(
-    LmdeployIndexerBackend, InterpretedLmdeploy, supported_dtypes=[torch.bfloat16]
-)
+packaged.interpreted(LmdeployTopKBackend, InterpretedLmdeploy, supported_dtypes=[torch.float32])
+packaged.interpreted(LmdeployIndexerBackend, InterpretedLmdeploy, supported_dtypes=[torch.bfloat16])

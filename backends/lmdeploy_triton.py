@@ -43,7 +43,7 @@ class InterpretedLmdeploy(packaged.InterpretedLibrary, _WithoutDevice):
 
 def lmdeploy_library(module: str) -> Library:
     """A module of LMDeploy's kernels."""
-    return Library(f"{_KERNELS}.{module}", "lmdeploy", packaged.extra("lmdeploy"))
+    return packaged.in_extra("lmdeploy", f"{_KERNELS}.{module}")
 
 
 class LmdeployPrefillBackend(RaggedPrefillBackend):
@@ -66,8 +66,7 @@ class LmdeployPrefillBackend(RaggedPrefillBackend):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> Tensor:
         options = {"softmax_scale": self.scale, "causal": True, "kv_layout": "shd"}
-        output: Tensor = self.library.flash_attn_varlen_func(q, k, v, **batch.cumulative, **options)
-        return output
+        return self.library.flash_attn_varlen_func(q, k, v, **batch.cumulative, **options)
 
 
 class LmdeployDecodeBackend(PagedDecodeBackend):
@@ -93,9 +92,8 @@ class LmdeployDecodeBackend(PagedDecodeBackend):
         scales = dict.fromkeys(("k_scales_zeros", "v_scales_zeros"), k_scale if codes else None)
         options = {"causal": True, "quant_policy": policy.FP8 if codes else policy.NONE, **scales}
         batch = (self._decode_metadata.seq_lens, self._decode_metadata.block_table)
-        output: Tensor = self.library.flash_attn_with_kvcache(*operands, *batch, softmax_scale=self.scale, **options)
-        return output
+        return self.library.flash_attn_with_kvcache(*operands, *batch, softmax_scale=self.scale, **options)
 
 
-LmdeployInterpretedPrefill = packaged.interpreted(LmdeployPrefillBackend, InterpretedLmdeploy)
-LmdeployInterpretedDecode = packaged.interpreted(LmdeployDecodeBackend, InterpretedLmdeploy)
+packaged.interpreted(LmdeployPrefillBackend, InterpretedLmdeploy)
+packaged.interpreted(LmdeployDecodeBackend, InterpretedLmdeploy)

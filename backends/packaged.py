@@ -5,6 +5,7 @@ what differs. Triton kernels have a twin by Triton's interpreter, so that a mach
 source; what a GPU's compiler makes of it is another matter, so it counts as emulated and is never certified.
 """
 
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from dataclasses import replace
 from importlib import import_module
 from inspect import signature
 from types import MappingProxyType, ModuleType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -21,17 +22,29 @@ from mla_conformance.backends.declaration import Declaration, Deviation, LseClas
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.platform import (
-    BLACKWELL,
-    FROM_ADA,
-    FROM_AMPERE,
-    FROM_HOPPER,
-    FROM_TURING,
-    HOPPER,
-    DeviceCapability,
-    Devices,
-)
+from mla_conformance.backends.platform import DeviceCapability
 
+
+class Devices(NamedTuple):
+    """Devices that a kernel runs on."""
+
+    needed: str  # their compute capabilities, for a person
+    first: tuple[int, int]  # the least of them
+    end: tuple[int, int] | None = None  # the least beyond them; None without one
+    cpu: bool = False  # whether a CPU is one of them
+
+    def include(self, capability: DeviceCapability | None) -> bool:
+        """Whether a device of this compute capability is one of them; None is a CPU."""
+        return self.cpu if capability is None else self.first <= capability < (self.end or (math.inf, 0))
+
+
+CPU_ALONE = Devices("", (0, 0), (0, 0), cpu=True)
+FROM_TURING = Devices("7.5 or newer", (7, 5))
+FROM_AMPERE = Devices("8.0 or newer", (8, 0))
+FROM_ADA = Devices("8.9 or newer", (8, 9))
+FROM_HOPPER = Devices("9.0 or newer", (9, 0))
+HOPPER = Devices("9.0", (9, 0), (10, 0))
+BLACKWELL = Devices("10.x", (10, 0), (11, 0))  # of data centres: 10.0, 10.3, 10.7
 UNIFORM_BATCH, ONE_TOKEN_EACH = AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 DEQUANTISES = Rounding(dequantised_keys=Precision.MODEL)
 FP22 = Rounding(accumulation=Precision.FP22)
@@ -84,31 +97,28 @@ def further(declaration: Declaration, *deviations: Deviation | tuple[str, str], 
     return replace(declaration, deviations=(*declaration.deviations, *more), **declares)
 
 
+def in_extra(name: str, module: str, distribution: str = "", note: str = "", **other: Any) -> Library:
+    """A library that an extra of this project installs, by default that of the same name."""
+    return Library(module, distribution or name, extra(name), note, **other)
+
+
 def has_parameter(function: Any, parameter: str) -> bool:
     """Whether a function has such a parameter, which tells versions and builds of a library apart."""
     return parameter in signature(function).parameters
 
 
 class LibraryKernel(NamedKernel):
-    """A kernel that comes with a library, with its variants.
+    """A kernel that comes with a library, with its variants."""
 
-    Attributes:
-        libraries: what must be installed; calls go to the first.
-        devices: that the kernel runs on; None where ``supports_compute_capability`` says so otherwise.
-        variant: name of this kernel among those that share a name.
-        variants: those kernels by name, filled as they are defined.
-        by_device: of a family, which has no kernel of its own, those that a device tries, in order, by the major number
-            of its compute capability; under 0 those of all other devices.
-        of_torch: evidence of a kernel that comes with torch; its first entry is torch's version.
-    """
-
-    libraries: ClassVar[tuple[Library, ...]] = ()
-    devices: ClassVar[Devices | None] = None
-    variant: ClassVar[str] = ""
-    variants: ClassVar[Mapping[str, type[Self]]] = MappingProxyType({})
+    libraries: ClassVar[tuple[Library, ...]] = ()  # what must be installed; calls go to the first
+    devices: ClassVar[Devices | None] = None  # that it runs on; None where ``supports_compute_capability`` says so
+    variant: ClassVar[str] = ""  # name of this kernel among those that share a name
+    variants: ClassVar[Mapping[str, type[Self]]] = MappingProxyType({})  # those by name, filled as they are defined
+    # of a family, which has no kernel of its own, those that a device tries, in order, by the major number of its
+    # compute capability; under 0 those of all other devices
     by_device: ClassVar[Mapping[int, tuple[str, ...]]] = MappingProxyType({})
-    of_torch: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    _served: Mapping[str, str] = MappingProxyType({})
+    of_torch: ClassVar[Mapping[str, str]] = MappingProxyType({})  # evidence of what comes with torch, its version first
+    _served: Mapping[str, str] = MappingProxyType({})  # what the last call was served by
 
     def __init_subclass__(cls, variant: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -124,6 +134,15 @@ class LibraryKernel(NamedKernel):
         bases: Any = kernel.__mro__
         shared = next(base for base in bases if not base.variant)
         shared.variants = MappingProxyType({**shared.variants, cls.variant: cls})
+
+    @classmethod
+    def also(cls, variant: str, *deviations: Deviation | tuple[str, str], **changes: Any) -> type[Self]:
+        """A variant of this kernel that deviates further and whose attributes, or fields of its declaration, differ."""
+        declares = {name: changes.pop(name) for name in ("rounding", "e4m3_rounding") if name in changes}
+        given = {"__module__": cls.__module__, "__doc__": f"Variant {variant}."}
+        given |= {"declaration": further(cls.declaration, *deviations, **declares)} | changes
+        made: Any = type(cls)
+        return made(f"{cls.__name__}_{variant.replace('-', '_')}", (cls,), given, variant=variant)
 
     @property
     def library(self) -> Any:
@@ -232,13 +251,9 @@ def interpreted(
     variant: str = "interpreted",
     **changes: Any,
 ) -> _Kernel:
-    """The same source by Triton's interpreter, as a variant of a kernel.
+    """The same source by Triton's interpreter, as a variant of a kernel with what differs in ``changes``.
 
-    Args:
-        kernel: the compiled one, whose libraries and declaration it has, interpreted and never certified.
-        library: class of the libraries.
-        variant: its name.
-        changes: attributes that differ.
+    It has the compiled one's libraries, of the class ``library``, and its declaration, and is never certified.
     """
     said = changes.pop("declaration", kernel.declaration)
     given = {

@@ -32,6 +32,7 @@ class RaggedPrefillBackend(LibraryKernel, MLAPrefillBackend):
     takes_head_dims: ClassVar[Any] = staticmethod(lambda qk, v: True)  # or the rule of those that have one and no list
     # what the library leaves undefined in rows without keys, so that it is set to 0 and -inf: "output", "lse"
     blanks: ClassVar[tuple[str, ...]] = ()
+    _output_scale: Tensor | None = None  # of the last call for new tokens
 
     @classmethod
     def supports_mla_dimensions(cls, dimensions: MLADimensions) -> bool:

@@ -87,8 +87,6 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 
 
 class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
-    """Every MLA prefill backend."""
-
     EAGER = (
         "mla_conformance.backends.eager.EagerPrefillBackend",
         "earlier=mla_conformance.backends.eager_generations.EarlierEagerPrefillBackend",
@@ -111,8 +109,6 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
 
 
 class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
-    """Every MLA decode backend."""
-
     EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
     TORCH_SDPA = (
         "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend",
@@ -136,8 +132,6 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
 
 
 class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
-    """Every sparse MLA backend."""
-
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
     TORCH_SDPA = (
         "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
@@ -158,8 +152,6 @@ class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
 
 
 class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
-    """Every indexer."""
-
     EAGER = "mla_conformance.backends.eager_indexer.EagerIndexerBackend"
     DEEPGEMM_INDEXER = "mla_conformance.backends.deep_gemm.DeepGemmIndexerBackend", "vllm"
     LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployIndexerBackend", "interpreted"
@@ -167,8 +159,6 @@ class MLAIndexerBackendEnum(BackendEnum, role=Role.INDEXER):
 
 
 class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
-    """Every top-k."""
-
     EAGER = "mla_conformance.backends.eager_topk.EagerTopKBackend"
     VLLM_TOPK = "mla_conformance.backends.vllm_topk.VllmTopKBackend", "prefill", "decode", "persistent", "cooperative"
     LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployTopKBackend", "interpreted"
@@ -176,23 +166,17 @@ class MLATopKBackendEnum(BackendEnum, role=Role.TOPK):
 
 
 class MLAPrepareBackendEnum(BackendEnum, role=Role.PREPARE):
-    """Everything that prepares index queries and keys."""
-
     EAGER = "mla_conformance.backends.eager_prepare.EagerPrepareBackend"
     LMDEPLOY_TRITON = "mla_conformance.backends.lmdeploy_index.LmdeployPrepareBackend"
     CUSTOM = None
 
 
 class MLACompressBackendEnum(BackendEnum, role=Role.COMPRESS):
-    """Every compressor of keys."""
-
     EAGER = "mla_conformance.backends.eager_compress.EagerCompressBackend"
     CUSTOM = None
 
 
 class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
-    """Every class of cache operations."""
-
     EAGER = "mla_conformance.backends.eager_cache.EagerCacheBackend"
     VLLM_CACHE = "mla_conformance.backends.vllm_cache.VllmCacheBackend"
     SGLANG_TRITON_CACHE = "mla_conformance.backends.sglang_triton_cache.SGLangTritonCacheBackend", "interpreted"
@@ -200,23 +184,11 @@ class MLACacheBackendEnum(BackendEnum, role=Role.CACHE):
 
 
 class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
-    """Every layer with selected keys."""
-
     EAGER = "mla_conformance.backends.eager_sparse_layer.EagerSparseLayerBackend"
     CUSTOM = None
 
 
-ENUMS: tuple[type[BackendEnum], ...] = (
-    MLAPrefillBackendEnum,
-    MLADecodeBackendEnum,
-    MLASparseBackendEnum,
-    MLAIndexerBackendEnum,
-    MLATopKBackendEnum,
-    MLAPrepareBackendEnum,
-    MLACompressBackendEnum,
-    MLACacheBackendEnum,
-    MLASparseLayerBackendEnum,
-)
+ENUMS = tuple(BackendEnum.__subclasses__())
 """The enumerations of all roles."""
 
 

@@ -20,7 +20,7 @@ _KEYS_OF_A_SPLIT = 32
 
 def sglang_library(module: str) -> packaged.Library:
     """A module of SGLang's kernels."""
-    return packaged.Library(f"sglang.kernels.ops.{module}", "sglang", packaged.extra("sglang"))
+    return packaged.in_extra("sglang", f"sglang.kernels.ops.{module}")
 
 
 class SGLangTritonPrefillBackend(RaggedPrefillBackend):
@@ -109,5 +109,5 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-SGLangTritonInterpretedPrefill = packaged.interpreted(SGLangTritonPrefillBackend)
-SGLangTritonInterpretedDecode = packaged.interpreted(SGLangTritonDecodeBackend)
+packaged.interpreted(SGLangTritonPrefillBackend)
+packaged.interpreted(SGLangTritonDecodeBackend)

@@ -76,7 +76,7 @@ class SGLangTritonCacheBackend(CacheKernel):
 
 
 # Without the codes, which are made of bfloat16 alone.
-SGLangTritonCacheInterpreted = packaged.interpreted(SGLangTritonCacheBackend, supported_kv_cache_dtypes=["auto"])
+packaged.interpreted(SGLangTritonCacheBackend, supported_kv_cache_dtypes=["auto"])
 
 
 def _addressed(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

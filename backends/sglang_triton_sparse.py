@@ -35,28 +35,20 @@ class SGLangTritonSparseBackend(packaged.LibraryKernel, SelectedKeysBackend):
         return self.library.sparse_mla_prefill(*operands, topk_length=sources[0].length, union=self.union), None
 
 
-class SGLangTritonSparseUnion2(SGLangTritonSparseBackend, variant="union2"):
-    """Two rows share their keys; what that path does not take the launcher would serve without it, and say nothing."""
-
-    union = 2
-    supported_heads = [8, 16]
-    supported_topk = [1 << exponent for exponent in range(12)]
-    supports_topk_length = False
-    supports_duplicates = False
-    declaration = packaged.further(
-        SGLangTritonSparseBackend.declaration,
-        ("counts a key that a list names twice once", "declared unsupported"),
-        ("does not look at lengths beside the lists", "declared unsupported"),
-        ("serves other numbers of heads and columns without sharing", "declared unsupported"),
-        ("serves the rows left over of a batch without sharing", "left to the library"),
-    )
-
-
-class SGLangTritonSparseUnion4(SGLangTritonSparseUnion2, variant="union4"):
-    """Four rows share their keys."""
-
-    union = 4
-    supported_heads = [4, 8]
+# Rows share their keys; what that path does not take the launcher would serve without it, and say nothing.
+_UNION2 = SGLangTritonSparseBackend.also(
+    "union2",
+    ("counts a key that a list names twice once", "declared unsupported"),
+    ("does not look at lengths beside the lists", "declared unsupported"),
+    ("serves other numbers of heads and columns without sharing", "declared unsupported"),
+    ("serves the rows left over of a batch without sharing", "left to the library"),
+    union=2,
+    supported_heads=[8, 16],
+    supported_topk=[1 << exponent for exponent in range(12)],
+    supports_topk_length=False,
+    supports_duplicates=False,
+)
+_UNION2.also("union4", union=4, supported_heads=[4, 8])
 
 
 def _launch(self: Any, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, None]:
@@ -71,7 +63,7 @@ def _launch(self: Any, q: Tensor, sources: list[Selected], k_scale: Tensor, sink
     return output, None
 
 
-SGLangTritonSparseInterpreted = packaged.interpreted(
+packaged.interpreted(
     SGLangTritonSparseBackend,
     attend=_launch,
     declaration=packaged.declared(

@@ -22,10 +22,7 @@ _MODULES |= {"tokenspeed_triton": "tokenspeed-triton", "tvm_ffi": "apache-tvm-ff
 class _TokenspeedKernel(packaged.LibraryKernel):
     name = "TOKENSPEED_MLA"
     devices = packaged.BLACKWELL
-    libraries = tuple(
-        packaged.Library(module, distribution, packaged.extra("tokenspeed-mla"))
-        for module, distribution in _MODULES.items()
-    )
+    libraries = tuple(packaged.in_extra("tokenspeed-mla", *each) for each in _MODULES.items())
 
     @classmethod
     def lacks(cls) -> str:

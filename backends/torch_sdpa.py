@@ -18,6 +18,7 @@ from mla_conformance.backends.torch_rows import APPROXIMATE_EXP
 class TorchSDPAPrefillBackend(RaggedPrefillBackend):
     name = "TORCH_SDPA"
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]
+    devices = packaged.CPU_ALONE
     of_torch = {"torch": torch.__version__}
     declaration = packaged.declared(
         "torch",
@@ -28,10 +29,6 @@ class TorchSDPAPrefillBackend(RaggedPrefillBackend):
         APPROXIMATE_EXP,
         rounding=packaged.Rounding(lse=packaged.LseClass.APPROXIMATE_EXP),
     )
-
-    @classmethod
-    def supports_compute_capability(cls, device_capability: packaged.DeviceCapability | None) -> bool:
-        return device_capability is None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: RaggedBatch, out: Tensor | None) -> tuple[Tensor, Tensor]:
         output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim)

@@ -16,7 +16,7 @@ _PAGE = 16
 
 class TritonAttnPrefillBackend(RaggedPrefillBackend):
     name = "TRITON_ATTN"
-    libraries = (packaged.Library("vllm.v1.attention.ops.triton_unified_attention", "vllm", packaged.extra("vllm")),)
+    libraries = (packaged.in_extra("vllm", "vllm.v1.attention.ops.triton_unified_attention"),)
     devices = packaged.FROM_ADA  # where Triton converts to e4m3
     takes_head_dims = staticmethod(lambda qk, v: v <= qk and qk >= 32)  # as vLLM's backend; V is padded and not cut
     writes_e4m3 = True

@@ -32,9 +32,7 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
     """Uniform batches; the LSE is stored in the query's dtype, because vLLM's backend allocates it so."""
 
     name = "TRITON_MLA"
-    libraries = (
-        packaged.Library("vllm.v1.attention.ops.triton_decode_attention", "vllm", packaged.extra("vllm"), _NOTE),
-    )
+    libraries = (packaged.in_extra("vllm", "vllm.v1.attention.ops.triton_decode_attention", note=_NOTE),)
     devices = packaged.FROM_AMPERE  # what Triton compiles for
     supported_block_sizes = [packaged.MultipleOf(16)]
     supported_latent_dims = []
@@ -70,11 +68,7 @@ class TritonMLADecodeBackend(PagedDecodeBackend):
         return output, lse.mT.float()
 
 
-class TritonMLAFloat32Lse(TritonMLADecodeBackend, variant="lse-float32"):
-    """The same kernel with a float32 buffer for its LSE, which shows what is the kernel's own error."""
-
-    declaration = packaged.further(_KEPT, ("vLLM's backend allocates the LSE in the query's dtype", "in float32"))
-    lse_dtype = torch.float32
-
-
-TritonMLAInterpreted = packaged.interpreted(TritonMLADecodeBackend)
+# The same with a float32 buffer for its LSE, which shows what is the kernel's own error.
+_FLOAT32 = packaged.further(_KEPT, ("vLLM's backend allocates the LSE in the query's dtype", "in float32"))
+TritonMLADecodeBackend.also("lse-float32", declaration=_FLOAT32, lse_dtype=torch.float32)
+packaged.interpreted(TritonMLADecodeBackend)

@@ -25,7 +25,7 @@ class TrtllmRaggedPrefillBackend(RaggedPrefillBackend):
     """One call a batch; requests without queries or keys are declared to the kernel on the host, where it can hear."""
 
     name = "TRTLLM_RAGGED"
-    libraries = (packaged.Library("flashinfer.prefill", "flashinfer-python", packaged.extra("flashinfer"), _NOTE),)
+    libraries = (packaged.in_extra("flashinfer", "flashinfer.prefill", "flashinfer-python", _NOTE),)
     devices = packaged.BLACKWELL
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
     blanks = ("output", "lse")

@@ -17,7 +17,7 @@ from mla_conformance.backends.steps import TopKKernel
 from mla_conformance.reference.selected import NO_KEY
 
 _NOTE = "its wheels for CUDA have these operators"
-VLLM_OPERATORS = packaged.Library("vllm._C_stable_libtorch", "vllm", packaged.extra("vllm"), _NOTE)
+VLLM_OPERATORS = packaged.in_extra("vllm", "vllm._C_stable_libtorch", note=_NOTE)
 """Importing it registers them with torch."""
 _ROWS = 64
 """That the cooperative kernel takes at once."""
