@@ -93,9 +93,9 @@ class RunRequest:
             chosen = tuple(wanted) or usual_capabilities()
             if device is not None and device not in DEVICES:
                 raise RequestError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
-            if explore and find_spec("hypothesis") is None:
+            if any(explore) and find_spec("hypothesis") is None:
                 raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
-            if explore and not set(SPACES) & set(chosen):
+            if any(explore) and not set(SPACES) & set(chosen):
                 raise RequestError(
                     f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected"
                 )
@@ -140,7 +140,7 @@ class RunRequest:
 
     def expected(self, facts: BackendFacts) -> dict[str, int]:
         """Records of a backend by capability: one for each of its cases, one for all drawn cases."""
-        return count_by_capability(self.judged_of(facts)) | ({EXPLORED: 1} if self.explore else {})
+        return count_by_capability(self.judged_of(facts)) | ({EXPLORED: 1} if any(self.explore) else {})
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ class RunRequest:
             [Judge(r, case, tuple((r, earlier) for earlier in before)) for r in references]
             for case, references in sides.items()
         ]
-        if self.explore:
+        if any(self.explore):
             drawn = self.explore.draws, self.explore.seconds, self.drawn
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
         left = ([task for task in group if task.record_key not in told] for group in groups)

@@ -16,7 +16,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.driving.driver import Observation, call_in_buffers
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.verdict import Check, Nonconformance, Status
+from mla_conformance.judging.verdict import CLAUSES, Check, Nonconformance, Status
 from mla_conformance.problems.fences import Buffers
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.call import LayerCall
@@ -65,8 +65,8 @@ class Session:
         try:
             return trial.judged(problem, expectation, seen, step)
         except Nonconformance as outcome:
-            if before and outcome.verdict.status is Status.FAIL:
-                clause = f" (SPEC {outcome.verdict.clause})"
+            if before and outcome.verdict.status is Status.FAIL and outcome.verdict.check:
+                clause = f" (SPEC {CLAUSES[outcome.verdict.check]})"
                 said = (
                     f"call {self._count} of this instance, behind “{before}”{self._alone(problem, expectation, seen)}"
                 )

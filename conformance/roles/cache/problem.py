@@ -13,8 +13,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.steps import Form, Steps
+from mla_conformance.judging.steps import Form, Measured, Steps
 from mla_conformance.judging.verdict import Check, Verdict
 from mla_conformance.problems.cache_bytes import TIE_SLACK, CacheImage, ExpectedCache
 from mla_conformance.problems.cached_batch import CachedBatch, int32
@@ -262,9 +261,6 @@ class CacheJudge(Steps):
     """The steps of the verdict on a cache operation, whose result is what it has written."""
 
     writes: ClassVar = Check.WRITTEN
-
-    def __init__(self, problem: Problem, expectation: Golden, *_: Any) -> None:
-        super().__init__(problem, expectation)
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         return iter(())
