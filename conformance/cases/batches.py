@@ -308,8 +308,9 @@ LONE_RULES: tuple[Rule, ...] = (
 )
 """Of batches of one request."""
 
-
-IN_BOTH = Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1)))
+IN_BOTH = Rule(
+    "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
+)
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,

@@ -1,6 +1,7 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from mla_conformance.cases.batches import (
     LONGEST,
@@ -267,8 +268,12 @@ def residues() -> Iterator[Dimension]:
 
         return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
 
-    for size in (64, 128, 512):  # tiles that the longest request fills or begins
-        yield modulo(f"tiles of {size} mod 4", 4, lambda case, size=size: -(-max(totals(case)) // size))
+    def tiles(size: int, case: Case) -> int:
+        """Tiles that the longest request fills or begins."""
+        return -(-max(totals(case)) // size)
+
+    for size in (64, 128, 512):
+        yield modulo(f"tiles of {size} mod 4", 4, partial(tiles, size))
     yield grouped("requests mod 32", 32, lambda case: len(case.q))
     yield grouped("rows mod 64", 64, lambda case: sum(case.q))
     yield modulo("heads mod 4", 4, lambda case: case.heads)

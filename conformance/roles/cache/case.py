@@ -210,7 +210,7 @@ CACHE = Space(
         never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
         never("something is asked for", {"share": ("none",), "requests": ("1",)}),
         *(rule for rule in batches.LONE_RULES if "queries" not in rule.over),
-        replace(batches.IN_BOTH, holds=lambda *classes: bool(batches.lengths(*classes, 4))),
+        replace(batches.IN_BOTH, holds=lambda longest, tile: bool(batches.lengths(longest, tile, 4))),
         *batches.END_RULES,
         Rule(
             f"more than {_MOST_ENTRIES:,} entries",
