@@ -13,7 +13,7 @@ from mla_conformance.engine.machine import find_device
 from mla_conformance.files.inputs import InputError
 from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
 from mla_conformance.problems.problem import Problem
-from mla_conformance.roles.table import definition_of
+from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability
 
@@ -62,7 +62,7 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
     out = call.output_buffer()
     inputs: dict[str, Any] = {}
     kernel = kernel_around(lambda **named: inputs.update(named), case.role, Declaration())
-    instance = definition_of(case.role).kernel(kernel, case, problem.dtype, where)
+    instance = DEFINITIONS[case.role].kernel(kernel, case, problem.dtype, where)
     call.prepare(instance)
     call.invoke(instance, out)
     # Every tensor that must not be written, and once: what is owned, and what was joined from it.

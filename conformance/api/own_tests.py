@@ -24,7 +24,7 @@ from mla_conformance.backends.foreign import one_line
 from mla_conformance.diagnosis import UNEXPLAINED
 from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import Record
-from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.terminal import columns, shown_line, wrapped
 
 JUDGED: deque[Record] = deque(maxlen=1)
@@ -189,7 +189,7 @@ def _record_of(report: pytest.TestReport, call: "pytest.CallInfo[None]", case: s
         for entry in trace.reprentries:
             entry.reprfuncargs = None  # twenty lines of tensors
     report.sections.append(("mla-conformance", f"replay: {replay_of(report.nodeid)}"))
-    error, clause = call.excinfo.value, Check.CALL.clause
+    error, clause = call.excinfo.value, CLAUSES[Check.CALL]
     return passed.with_fields(
         status=Status.FAIL,
         check=Check.CALL,

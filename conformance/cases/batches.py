@@ -41,6 +41,8 @@ QUERIES = Numbers(
 )
 MIXED = "mixed"
 DECODE_QUERIES = ("1", "2", MIXED, "3", "4", "5 to 8", "9 to 16")
+ROW_QUERIES = ("1", "2", MIXED, "3", "4", "17 to 4,096")
+"""Of rows that do not attend: a few, or many."""
 LONGEST = Numbers(
     {
         "65 to 256": (range(65, 257),),
@@ -113,6 +115,7 @@ def _product_class(product: int) -> str:
     return "up to 16" if product <= 16 else "17 to 63" if product < 64 else "beyond 64"
 
 
+MEASURED_HEADS = measured("heads", HEADS, lambda case: HEADS.class_of(case.heads))
 NUMBER = measured("requests", REQUESTS, lambda case: REQUESTS.class_of(len(case.q)))
 TOTALS = (
     measured(
@@ -284,25 +287,30 @@ def fills(page: str, last: str) -> bool:
     return any(last in map(last_page, range(size, 2 * size), repeat(size)) for size in PAGES.some[page])
 
 
+FEW_REQUESTS = ("2 to 7", "1", "8 to 63")
+FEW_HEADS = ("16", "1", "odd", "8", "24", "even")
 SMALL_BATCHES = {
-    "heads": ("16", "1", "odd", "8", "24", "even"),
+    "heads": FEW_HEADS,
     "queries": ("1", "2", MIXED, "3", "4"),
-    "requests": ("2 to 7", "1", "8 to 63"),
+    "requests": FEW_REQUESTS,
     "others": ("shorter", "alone", "no context"),
     "longest": ("65 to 256", "1 to 16", "17 to 64"),
     "unused": ("few",),
 }
 """Classes of batches that are little work."""
+UNMIXED = never("one request has no mixed queries", {"requests": ("1",), "queries": (MIXED,)})
+NOT_BOTH = never("one request does not both", {"requests": ("1",), KIND.name: ("both",)})
 LONE_RULES: tuple[Rule, ...] = (
     never("one request has no others", {"requests": ("1",), "others": OTHERS_BESIDE}),
     never("of several requests none is alone", {"requests": SEVERAL, "others": ("alone",)}),
-    never("one request has no mixed queries", {"requests": ("1",), "queries": (MIXED,)}),
+    UNMIXED,
     never("one request has no mixed queries", {"others": ("alone",), "queries": (MIXED,)}),
 )
 """Of batches of one request."""
 
-
-IN_BOTH = Rule("no length is in both classes", ("longest", "tile"), lambda *classes: bool(lengths(*classes, 1)))
+IN_BOTH = Rule(
+    "no length is in both classes", ("longest", "tile"), lambda longest, tile: bool(lengths(longest, tile, 1))
+)
 # The narrow ones say why; and without them the widest would be asked in vain very often.
 BATCH_RULES: tuple[Rule, ...] = (
     *LONE_RULES,
@@ -353,6 +361,17 @@ def batch_fields(row: Row, shape: Shape, draw: Draw) -> Fields:
         kv[longest] = shape.longest - q[longest]
     paged = row.get("page", NOTHING) != NOTHING
     return {"heads": shape.heads, "q": q, "kv": tuple(kv), **({"page": shape.page} if paged else {})}
+
+
+def decodes_of(row: Row, requests: int, draw: Draw) -> int:
+    """How many requests of a layer's batch decode."""
+    some = 1 + draw.below(requests - 1, "decodes") if draw and requests > 1 else -(-requests // 2)
+    return {"decodes": requests, "prefills": 0, "both": some}[row[KIND.name]]
+
+
+def short(request: int) -> int:
+    """Tokens of a request that is not the longest, where none are drawn; the same for most of many."""
+    return _SHORTER[request % len(_SHORTER) if request < _MANY else 0]
 
 
 def place_of_longest(q: Lengths, draw: Draw) -> int:

@@ -1,6 +1,7 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from mla_conformance.cases.batches import (
     LONGEST,
@@ -21,7 +22,19 @@ from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import POISON, Case, Layout
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, exactly, measured, plain, values
+from mla_conformance.cases.space import (
+    ALWAYS,
+    NOTHING,
+    Dimension,
+    Only,
+    Row,
+    Rule,
+    exactly,
+    measured,
+    never,
+    plain,
+    values,
+)
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
@@ -64,8 +77,11 @@ RANKS = Numbers({**exactly(1, 2, 3, 4), "5 to 8": ((8,), range(5, 9)), "9 to 16"
 SEVERAL_RANKS = tuple(label for label in RANKS.parts if label != "1")
 
 DATA = values("data", "data", *dict.fromkeys(("needle", "normal", *Data)))
+DTYPE = values("dtype", "dtype", "bf16", "fp16", "fp32")
 SCALE = numbers("scale", "scale", SCALES)
 LAYOUT = values("layout", "layout", *(layout.value for layout in Layout))
+ROW_LAYOUT = values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
+"""Of rows that are written, or compressed."""
 PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), range(1, 2**16))}, most=40))
 POISONS = values("poison", "poison", *POISON)
 LSE = plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
@@ -104,6 +120,10 @@ def room(layout: str, dims: str, dtype: str) -> bool:
     head, rank = dimensions_of(dims)
     latent = (rank, head.qk_rope_head_dim)
     return form is None or (latent in form.dims and (not form.plain or dtype in ("bf16", "fp16")))
+
+
+ROOM = Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room)
+WITH_LSE = never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)})
 
 
 def spare_blocks(row: Row, page: int, draw: Draw) -> Fields:
@@ -248,8 +268,12 @@ def residues() -> Iterator[Dimension]:
 
         return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
 
-    for size in (64, 128, 512):  # tiles that the longest request fills or begins
-        yield modulo(f"tiles of {size} mod 4", 4, lambda case, size=size: -(-max(totals(case)) // size))
+    def tiles(size: int, case: Case) -> int:
+        """Tiles that the longest request fills or begins."""
+        return -(-max(totals(case)) // size)
+
+    for size in (64, 128, 512):
+        yield modulo(f"tiles of {size} mod 4", 4, partial(tiles, size))
     yield grouped("requests mod 32", 32, lambda case: len(case.q))
     yield grouped("rows mod 64", 64, lambda case: sum(case.q))
     yield modulo("heads mod 4", 4, lambda case: case.heads)

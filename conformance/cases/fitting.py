@@ -72,6 +72,7 @@ def fit(
     reachable: Pairs,
     light: Callable[[Case], bool],
     triples: bool = False,
+    salt: str = "",
 ) -> Region:
     """The region of a kernel, found by asking.
 
@@ -82,12 +83,13 @@ def fit(
         reachable: the pairs that rows of the device's size hold.
         light: which cases are of the device's size; others are taken where a pair needs them.
         triples: whether they are fitted as well.
+        salt: what the members of rows are drawn with beside the row.
     """
     asked = supports(listed)
     cases = [case for case, supported in zip(listed, asked, strict=True) if supported]
     if not cases:
         return Region(space, [])
-    fitting = _Fitting(space, cases, supports, reachable, light)
+    fitting = _Fitting(space, cases, supports, reachable, light, salt)
     if triples:
         fitting.find_triples(Pairs(space, space.rows(filter(light, (*cases, *fitting.region.cases)))))
     return fitting.region
@@ -97,9 +99,16 @@ class _Fitting:
     """Finding further rows; what is refused once is not asked again."""
 
     def __init__(
-        self, space: Space, cases: Iterable[Case], supports: Supports, reachable: Pairs, light: Callable[[Case], bool]
+        self,
+        space: Space,
+        cases: Iterable[Case],
+        supports: Supports,
+        reachable: Pairs,
+        light: Callable[[Case], bool],
+        salt: str,
     ) -> None:
         self.region, self._supports, self._light, self._needs = Region(space, []), supports, light, True
+        self._salt = salt
         self._left: Pairs | Triples
         self._refused: set[tuple[ClassOf, ...]] = set()
         self._with: dict[ClassOf, list[Row]] = {}
@@ -216,7 +225,7 @@ class _Fitting:
 
     def _member(self, row: Row) -> Case | None:
         """A supported case of a row: of light ones with drawn members that which adds most, or that with the first."""
-        *drawn, plain = self.region.space.drawn(row, tries=_DRAWS)
+        *drawn, plain = self.region.space.drawn(row, self._salt, _DRAWS)
         for tried in (list(filter(self._light, drawn)), [plain] if self._needs or self._light(plain) else []):
             if supported := list(compress(tried, self._supports(tried)) if tried else ()):
                 return max(supported, key=lambda case: self._left.new_in(self.region.space.rows((case,))))

@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mla_conformance.files.inputs import InputError
 
@@ -71,9 +72,8 @@ def split(cases: Sequence[str], count: int, seconds: Mapping[str, float]) -> lis
     return [tuple(case for case in cases if part_of[case] == part) for part in range(count)]
 
 
-@dataclass(frozen=True)
-class Extent:
-    """How much is explored of each backend; nothing by default.
+class Extent(NamedTuple):
+    """How much is explored of each backend; nothing by default, so that ``any`` of it is false.
 
     Attributes:
         draws: cases of each role; 0 where time decides.
@@ -82,9 +82,6 @@ class Extent:
 
     draws: int = 0
     seconds: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.draws or self.seconds)
 
     def __str__(self) -> str:
         return f"{self.seconds}s" if self.seconds else str(self.draws)

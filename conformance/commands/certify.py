@@ -110,7 +110,7 @@ def _new(options: argparse.Namespace, named: list[str]) -> RunRequest:
     request = RunRequest.of(named, chosen, tier, options.device, cases, drawn, salt)
     if not options.shard:
         return request
-    if request.explore:
+    if any(request.explore):
         raise InputError("--explore: cannot be combined with --shard; draw cases in a separate run")
     seconds = load_report(options.durations).seconds if options.durations else {}
     return replace(request, shard=Shard.of(options.shard, request.case_ids, seconds))
@@ -162,7 +162,7 @@ class Issuing:
 
     def obstacle(self, run: Run) -> str:
         try:
-            require_certifiable(run.facts, run.request.judged_ids, bool(run.request.explore))
+            require_certifiable(run.facts, run.request.judged_ids, any(run.request.explore))
             if self.kind == "certificate":
                 require_core(run.facts[0])
             self.pins = _pins(run.facts[0])

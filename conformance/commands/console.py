@@ -95,7 +95,7 @@ def _header(run: Run) -> Iterator[str]:
     """Where the run takes place and what is judged; then in what cases that were named are like none of the suite."""
     asked, environment = run.request, run.environment
     fitted = sum(len(facts.fitted) for facts in run.available)
-    drawn = "" if not asked.explore else f"{asked.explore} drawn for each role"
+    drawn = f"{asked.explore} drawn for each role" if any(asked.explore) else ""
     drawn = f"cases drawn for {asked.explore}" if asked.explore.seconds else drawn
     cases = [counted(len(asked.judged_ids), "case"), f"{fitted} fitted" if fitted else "", drawn]
     salted = f"salt {environment['salt']}" if "salt" in environment else ""

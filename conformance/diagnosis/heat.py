@@ -4,8 +4,8 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.diagnosis.heat_map import BEYOND, MOST, HeatMap, is_mapped
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.steps import Measured
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.roles.table import measure

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.steps import Measured
 from mla_conformance.roles.table import measure
 from mla_conformance.trials.trial import Trial
 

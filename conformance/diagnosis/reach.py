@@ -9,8 +9,8 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.likeness import numbers_of, wrong_numbers
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.steps import Measured
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import segments

@@ -29,8 +29,8 @@ from mla_conformance.engine.keeper import start_module
 from mla_conformance.engine.machine import cause_of
 from mla_conformance.engine.messages import read_line
 from mla_conformance.engine.place import EXPLAIN_SECONDS
-from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.record import UNASKED, Record, ended_by
+from mla_conformance.judging.record import ENDED, UNASKED, Record
+from mla_conformance.judging.steps import Measured
 from mla_conformance.report.causes import symptom
 from mla_conformance.trials.trial import Context
 
@@ -92,7 +92,7 @@ class Explainer:
             return ""
         with self._alone:
             if len(self._ended) >= _MOST_ENDED:
-                return ended_by(f"{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more")
+                return f"{ENDED}{self._ended[-1]} {_MOST_ENDED} times in this process, and is tried no more"
             until = time.monotonic() + EXPLAIN_SECONDS
             try:
                 return self._explained(function, failure, until)
@@ -106,7 +106,7 @@ class Explainer:
                 self._end()
                 raise
             self._ended.append(how)
-            return ended_by(how)
+            return f"{ENDED}{how}"
 
     def _explained(self, function: Function, failure: Failure, until: float) -> str:
         if self._owner != os.getpid():  # a test that forked has its own

@@ -258,7 +258,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             backends={x.reference: f"{x.fingerprint}, region {x.region}" if x.region else x.fingerprint for x in facts},
             capabilities=lists,
             cases=tuple(case.id for case in request.cases),
-            explore=str(request.explore),
+            explore=str(request.explore) if any(request.explore) else "0",
             shard=request.shard,
             deployment=request.deployment,
             salt=request.salt,

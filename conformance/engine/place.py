@@ -29,7 +29,7 @@ from mla_conformance.engine.messages import (
     decode,
     encode,
 )
-from mla_conformance.judging.record import COMPILING, Record, ended_by
+from mla_conformance.judging.record import COMPILING, ENDED, Record
 from mla_conformance.judging.verdict import Status, Verdict
 
 START_SECONDS = 300.0  # a process that imports torch for longer than this will not start at all
@@ -222,7 +222,7 @@ class WorkerSlot:
         """The record of what a worker was judging when it ended; None if that was nothing yet."""
         if self._judged is not None:
             ended = f"its time limit, {EXPLAIN_SECONDS:g} s" if self._asked else cause_of(status)
-            return self._judged.with_fields(explanation=ended_by(ended))
+            return self._judged.with_fields(explanation=f"{ENDED}{ended}")
         if self._started is None:
             return None
         if self._killed:

@@ -98,9 +98,9 @@ class RunRequest:
             chosen = tuple(wanted) or usual_capabilities()
             if device is not None and device not in DEVICES:
                 raise RequestError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
-            if explore and find_spec("hypothesis") is None:
+            if any(explore) and find_spec("hypothesis") is None:
                 raise RequestError("--explore draws its cases with hypothesis: pip install 'hypothesis>=6.130'")
-            if explore and not set(SPACES) & set(chosen):
+            if any(explore) and not set(SPACES) & set(chosen):
                 raise RequestError(
                     f"--explore draws cases of {', '.join(SPACES)}; none of these capabilities is selected"
                 )
@@ -165,7 +165,7 @@ class RunRequest:
             [Judge(r, case, tuple((r, earlier) for earlier in before)) for r in references]
             for case, references in sides.items()
         ]
-        if self.explore:
+        if any(self.explore):
             drawn = self.explore.draws, self.explore.seconds, self.drawn
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
         left = ([task for task in group if (task.reference, task.case) not in told] for group in groups)

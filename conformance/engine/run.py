@@ -443,7 +443,7 @@ class Run:
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:
             # One record stands for all drawn cases.
-            listed = count_by_capability(request.judged_of(facts)) | ({EXPLORED: 1} if request.explore else {})
+            listed = count_by_capability(request.judged_of(facts)) | ({EXPLORED: 1} if any(request.explore) else {})
             records = groups[facts.name]
             mapped = [each for each in records if (each.reference, each.case) in found.heat and is_mapped(each)]
             about = (

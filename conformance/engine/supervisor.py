@@ -305,7 +305,7 @@ class Pool:
         workers = limits.workers
         if not workers and self._on_cpu:
             worth = len(request.judged_ids) * len(request.backends) // _WORTH
-            workers = self._most_on_cpu if request.explore else max(1, min(self._most_on_cpu, worth))
+            workers = self._most_on_cpu if any(request.explore) else max(1, min(self._most_on_cpu, worth))
         workers = workers or min(MOST_ON_GPU, machine_cores())
         self._add_place(request.device, workers)  # imports torch while the cases are counted
         self._most = max(1, len(request.judged_ids))  # have something to do
@@ -358,6 +358,6 @@ class Pool:
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
         array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
-        asked = request.salt, bool(request.explore), self.began, outside(), array
+        asked = request.salt, any(request.explore), self.began, outside(), array
         setup = Setup(device, memory, *asked, variables, request.speed)
         self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))

@@ -76,7 +76,7 @@ from mla_conformance.engine.messages import (
     read_line,
 )
 from mla_conformance.files.places import load_all_again
-from mla_conformance.judging.needs import memory_need
+from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
 from mla_conformance.judging.tolerance import tolerance
 from mla_conformance.judging.traits import Traits
@@ -345,7 +345,7 @@ class Worker:
             declared = self.executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
             return TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
-        regions = (region_of(subject, SPACES[name], task.triples) for name in task.arrays)
+        regions = (region_of(subject, SPACES[name], task.triples, self.context.salt) for name in task.arrays)
         fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role: repr(each) for role, each in declared.value.items()}
         missing = dict[str, str]()  # of a role whose question fails its cases ask again

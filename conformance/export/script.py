@@ -23,7 +23,7 @@ from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
 from mla_conformance.roles.decode.call import DecodeCall
-from mla_conformance.roles.table import definition_of
+from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.subject import describe
 from mla_conformance.version import __version__
 
@@ -110,7 +110,7 @@ def _written_call(found: Reproduced, own: OwnClass | None) -> tuple[Program, dic
         loaded: Any = found.subject.class_of(case.role)
         if own is not None:
             loaded = Handle(loaded, recorder, own.module, f".{loaded.__name__}")
-        instance = definition_of(case.role).kernel(loaded, case, found.problem.dtype, found.problem.device)
+        instance = DEFINITIONS[case.role].kernel(loaded, case, found.problem.dtype, found.problem.device)
         call.prepare(instance)
         value = call.invoke(instance, out)
     return written(recorder.steps, tensors, value if isinstance(value, tuple | list) else [value]), tensors

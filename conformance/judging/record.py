@@ -14,7 +14,7 @@ from msgspec import Meta, field
 from msgspec.structs import replace
 
 from mla_conformance.backends.foreign import LINE, cut
-from mla_conformance.judging.verdict import COMPARED, FAILED, Status, Verdict
+from mla_conformance.judging.verdict import CLAUSES, COMPARED, FAILED, Status, Verdict
 
 EXPLORED: Final = "explored"
 """What an exploration is called where a capability stands in reports; its case ids name the capability they are of."""
@@ -34,15 +34,11 @@ INDISTINCT: Final = "compared with every known defect: several fit about as well
 UNASKED: Final = "not compared with every known defect: other failures of this kernel were"
 """The explanation of a failure that was not chosen for it, and looks like none that was."""
 _EXPLAIN_NOTHING = ("", UNLIKE, UNCOMPARED, INDISTINCT, UNASKED)
-_ENDED = "explanation ended by "
+ENDED: Final = "explanation ended by "
+"""What the explanation of a failure begins with where the process that looked for one ended; how stands behind it."""
 COMPILING: Final = "unjudged: it was still compiling when the time that a case may take was over; raise --timeout"
 """Of a case that says nothing of the kernel, which it did not come to."""
 _SHOWN_CASES = 3
-
-
-def ended_by(how: str) -> str:
-    """The explanation of a failure where the process that looked for one ended, in words; it is never left empty."""
-    return f"{_ENDED}{how}"
 
 
 def replay_line(case: str, reference: str, after: Sequence[str] = (), salt: str = "", role: str = "") -> str:
@@ -155,7 +151,7 @@ class Record(Said, frozen=True):
     @property
     def is_explained(self) -> bool:
         """Whether it fails as a wrong kernel does that is known."""
-        return self.explanation not in _EXPLAIN_NOTHING and not self.explanation.startswith(_ENDED)
+        return self.explanation not in _EXPLAIN_NOTHING and not self.explanation.startswith(ENDED)
 
     @property
     def looks_like(self) -> str:
@@ -166,14 +162,15 @@ class Record(Said, frozen=True):
     def remarks(self) -> tuple[str, ...]:
         """What every view says of a failure below its message: what it looks like, and what confirming it found."""
         named = self.is_explained or bool(self.finding)
-        ended = self.explanation if named and self.explanation.startswith(_ENDED) else ""
+        ended = self.explanation if named and self.explanation.startswith(ENDED) else ""
         looks_like = f"looks like: {self.looks_like}" if named else self.looks_like
         return tuple(filter(None, (looks_like, ended, self.confirmed)))
 
     def with_verdict(self, verdict: Verdict, seconds: float) -> "Record":
         used = {rule: written(share) for rule, share in vars(verdict.used).items()}
+        clause = CLAUSES[verdict.check] if verdict.check else ""
         said = {"message": cut(verdict.message), "finding": cut(verdict.finding), "detail": cut(verdict.detail, LINE)}
-        content = {**vars(verdict), **said, "check": verdict.check or "", "clause": verdict.clause, "used": used}
+        content = {**vars(verdict), **said, "check": verdict.check or "", "clause": clause, "used": used}
         return replace(self, **content, seconds=seconds)
 
 

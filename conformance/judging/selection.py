@@ -6,13 +6,13 @@ there is no budget.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 
 from mla_conformance.judging.diagnosis import Position, extent
-from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.steps import Steps, share_of, worst_of
-from mla_conformance.judging.verdict import BudgetUse, Check, Verdict, failed
+from mla_conformance.judging.steps import Measured, Steps, share_of, worst_of
+from mla_conformance.judging.verdict import Check, Verdict, failed
 from mla_conformance.reference.index_scores import IndexScores
 
 NOTHING = -2  # the position of what is no token of the row
@@ -49,7 +49,7 @@ class SelectionSteps(Steps):
         gap = golden.scores.gather(1, left) - golden.scores.gather(1, best)
         allowed = budget.gather(1, left) + budget.gather(1, best)
         share = share_of(gap.clamp(min=0.0), allowed)[:, 0].masked_fill(~compared, 0.0)
-        self._use(BudgetUse(element=worst_of(share)))
+        self.used = replace(self.used, element=max(self.used.element, worst_of(share)))
         if self.used.element <= 1:
             return None
         row = int(share.argmax())

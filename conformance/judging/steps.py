@@ -2,40 +2,76 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import type_name
 from mla_conformance.driving.driver import Observation, Returned, is_tensor, kind_of, parts_of, why_not_plain
 from mla_conformance.judging.diagnosis import explain_form
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import BudgetUse, Check, Status, Verdict, failed
 from mla_conformance.problems.problem import Problem
+from mla_conformance.reference.quantization import e4m3_ordinal
 
 Form = list[tuple[str, torch.Size, torch.dtype]]  # what each tensor of a result is called, its shape and its dtype
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The output or the LSE of one part: of a call, or of all calls merged."""
+
+    got: torch.Tensor  # what was returned, float64; e4m3 codes by their place in the order of codes
+    golden: torch.Tensor  # what is expected, in the same form; -inf where the LSE of a row without keys is
+    allowed: torch.Tensor  # error that rounding may leave in ``got``, which is as large as it is wrong
+
+    @staticmethod
+    def of_output(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
+        """Of an output [T, N, V] in a float dtype: a row that came out larger was rounded more coarsely."""
+        got = got.double()
+        sizes = got.nan_to_num(0.0, 0.0, 0.0).norm(dim=-1, keepdim=True), golden.norm(dim=-1, keepdim=True)
+        growth = torch.where(sizes[1] > 0, sizes[0] / sizes[1], 1.0).clamp(min=1.0)
+        return Measured(got, golden, budget * growth)
+
+    @staticmethod
+    def of_codes(got: torch.Tensor, low: torch.Tensor, golden: torch.Tensor, high: torch.Tensor) -> "Measured":
+        """Of e4m3 codes [T, N, V] between the codes of both ends of what is allowed."""
+        not_a_number = got.double().isnan()
+        codes = got.view(torch.uint8).masked_fill(not_a_number, 0).view(got.dtype)
+        places = e4m3_ordinal(codes).double().masked_fill(not_a_number, torch.nan)
+        return Measured(places, golden, torch.maximum(high - golden, golden - low))
+
+    @staticmethod
+    def of_lse(got: torch.Tensor, golden: torch.Tensor, budget: torch.Tensor) -> "Measured":
+        got = got.double()
+        growth = got.nan_to_num(0.0, 0.0, 0.0).abs() / golden.nan_to_num(0.0, 0.0, 0.0).abs().clamp(min=1.0)
+        return Measured(got, golden, budget.nan_to_num(0.0) * growth.clamp(min=1.0))
 
 
 class Steps(ABC):
     """The steps of one verdict; the first that fails decides."""
 
     writes: ClassVar[Check] = Check.CACHE  # the check of what a call writes beside its result
+    writes_first: ClassVar[bool] = False  # whether that is looked at before the numbers
 
-    def __init__(self, problem: Problem, expected: Golden) -> None:
-        self.problem, self.rows = problem, expected.rows
+    def __init__(self, problem: Problem, expectation: Golden, declaration: Declaration, numbers: Tolerance) -> None:
+        self.problem, self.rows, self.expectation = problem, expectation.rows, expectation
+        self.declaration, self.numbers = declaration, numbers
         self.used = BudgetUse()
 
     def verdict(self, observation: Observation) -> Verdict:
-        for verdict in self._steps(observation):
-            if verdict is not None:
-                return replace(verdict, sampled=self.rows.to_json())
-        return Verdict(Status.PASS, used=self.used, sampled=self.rows.to_json())
+        found = next(filter(None, self._steps(observation)), None) or Verdict(Status.PASS, used=self.used)
+        if self.rows.numbers is None:
+            return found
+        sampled = {"rows": len(self.rows.numbers), "of": self.rows.query_start_loc[-1], "drawn": self.rows.drawn}
+        return replace(found, sampled=sampled)
 
     def has_form(self, observation: Observation) -> bool:
         """Whether every call returned tensors that can be compared with golden ones."""
-        return all(_raised(returned) is None and self._form(returned) is None for returned in observation.returned)
+        return all(self._form(returned) is None for returned in observation.returned)
 
     @abstractmethod
     def measured(self, observation: Observation) -> Iterator[Measured]:
@@ -50,9 +86,10 @@ class Steps(ABC):
         """Failures of the numbers, None for each step that holds."""
 
     def _steps(self, observation: Observation) -> Iterator[Verdict | None]:
-        for returned in observation.returned:
-            yield _raised(returned)
-            yield self._form(returned)
+        yield from map(self._form, observation.returned)
+        wrong = [(returned.call.name, returned.miswritten) for returned in observation.returned if returned.miswritten]
+        miswritten = [failed(self.writes, f"{name}: {what}") for name, what in wrong]
+        yield from miswritten if self.writes_first else ()
         yield from self._numbers(observation)
         for returned in observation.returned:
             if returned.out is None:
@@ -62,16 +99,21 @@ class Steps(ABC):
                 yield failed(Check.OUT_TENSOR, f"{name}: the result does not share the storage of out=")
             elif overrun := returned.out.overrun():
                 yield failed(Check.OUT_OF_BOUNDS_WRITE, f"{name}: {overrun} bytes around out= were overwritten")
-        yield from (self._miswritten(returned) for returned in observation.returned)
+        yield from miswritten
         if observation.mutated:
             yield failed(Check.MUTATED_INPUT, f"the call changed {', '.join(observation.mutated)}")
         if observation.disturbed:
             yield failed(Check.PROCESS_STATE, f"the call changed the process: {'; '.join(observation.disturbed)}")
 
     def _form(self, returned: Returned) -> Verdict | None:
-        """Number of tensors, shapes, dtypes and device of what a call returned."""
-        expected = self._expected_form(returned)
-        values, name = parts_of(returned.value), returned.call.name
+        """That a call raised nothing; then number of tensors, shapes, dtypes and device of what it returned."""
+        name = returned.call.name
+        if returned.error and returned.out_of_memory:
+            return Verdict(Status.UNAVAILABLE, f"{name}: out of memory: {returned.error}")
+        if returned.error:
+            verdict = failed(Check.CALL, f"{name}: the call raised {returned.error}")
+            return replace(verdict, detail=returned.traceback)
+        expected, values = self._expected_form(returned), parts_of(returned.value)
         if len(expected) == 1 and issubclass(type(returned.value), tuple | list):
             what = f"a {type_name(returned.value)} of {len(values)}"
             return failed(Check.SHAPE, f"{name}: expected the {expected[0][0]} itself, got {what}")
@@ -89,21 +131,6 @@ class Steps(ABC):
             if value.device != self.problem.device:
                 return failed(Check.DEVICE, f"{name}: expected {what} on {self.problem.device}, got {value.device}")
         return None
-
-    def _miswritten(self, returned: Returned) -> Verdict | None:
-        return failed(self.writes, f"{returned.call.name}: {returned.miswritten}") if returned.miswritten else None
-
-    def _use(self, used: BudgetUse) -> None:
-        self.used = self.used.worst_with(used)
-
-
-def _raised(returned: Returned) -> Verdict | None:
-    if not returned.error:
-        return None
-    if returned.out_of_memory:
-        return Verdict(Status.UNAVAILABLE, f"{returned.call.name}: out of memory: {returned.error}")
-    verdict = failed(Check.CALL, f"{returned.call.name}: the call raised {returned.error}")
-    return replace(verdict, detail=returned.traceback)
 
 
 def share_of(error: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:

@@ -65,16 +65,12 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps / 2)
 
 
-def _floor(dtype: torch.dtype) -> float:
-    """The absolute error of values below the smallest normal: half the smallest subnormal of a dtype.
-
-    What float32 holds as a subnormal may be 0, since processors flush those, and approximate exponentials end there.
-    """
-    return max(float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype), _FLUSHED)
-
-
 def _errors(precision: Precision, model: torch.dtype) -> tuple[float, float]:
-    """The unit roundoff of a precision, and the floor of a value that is stored in it; 0 where it does not round."""
+    """The unit roundoff of a precision, and the floor of a value that is stored in it; 0 where it does not round.
+
+    The floor is the absolute error of values below the smallest normal: half the smallest subnormal. What float32 holds
+    as a subnormal may be 0, since processors flush those, and approximate exponentials end there.
+    """
     if precision is Precision.E4M3:
         return _E4M3_ROUNDOFF, _E4M3_FLOOR
     if precision is Precision.SCALED_E4M3:
@@ -84,7 +80,8 @@ def _errors(precision: Precision, model: torch.dtype) -> tuple[float, float]:
         Precision.MODEL: (model,),
         Precision.MODEL_OR_FLOAT16: (model, torch.float16),
     }.get(precision, ())
-    return max(map(unit_roundoff, dtypes), default=0.0), max(map(_floor, dtypes), default=0.0)
+    floors = (max(float(torch.finfo(dtype).smallest_normal) * unit_roundoff(dtype), _FLUSHED) for dtype in dtypes)
+    return max(map(unit_roundoff, dtypes), default=0.0), max(floors, default=0.0)
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ def roundoffs(
         weighed: whether roundings of parts and merges count by their shares in the result.
     """
     rounding = Rounding() if model is torch.float32 else declared
-    unit, (p, p_floor) = unit_roundoff(model), _errors(rounding.p, model)
+    (unit, floor), (p, p_floor) = _errors(Precision.MODEL, model), _errors(rounding.p, model)
     partials, partials_floor = _errors(rounding.partial_outputs, model)
     stored_keys, stored_keys_floor = _errors(rounding.dequantised_keys, model)
     parts, result = merged.roundings if merged else 0, 0 if merged and not merged.stored else 1
@@ -135,7 +132,7 @@ def roundoffs(
         p_floor=p_floor,
         partials=partials + (0.0 if weighed else parts * unit),
         output=result * unit,
-        output_floor=(parts + result) * _floor(model) + stored,
+        output_floor=(parts + result) * floor + stored,
         row_sum=p if rounding.lse is LseClass.ROUNDED_P else 0.0,
         exp=numbers.approximate_exp if rounding.lse is LseClass.APPROXIMATE_EXP else 0.0,
         accumulation=max(numbers.float32_accumulation, keys / numbers.keys_per_step),
@@ -143,7 +140,7 @@ def roundoffs(
         scores=truncated * numbers.fp22_accumulation,
         values=truncated * max(numbers.fp22_accumulation, keys / numbers.fp22_keys_per_step),
         projections=unit if projected else 0.0,
-        values_floor=_floor(model),
+        values_floor=floor,
         latent_partials=partials if projected else 0.0,
         merges=unit if weighed else 0.0,
     )

@@ -10,29 +10,35 @@ from msgspec import Meta, Struct
 
 
 class Question(StrEnum):
-    """What is asked of the bits of a row's result, and in words: are they the same ..."""
+    """What is asked of the bits of a row's result."""
 
-    words: str
-
-    def __new__(cls, name: str, words: str = "") -> "Question":
-        question = str.__new__(cls, name)
-        question._value_, question.words = name, words
-        return question
-
-    REPEATS = "repeats", "from run to run"
-    ALONE = "alone", "alone and in a batch"
-    PLACE = "place", "at any place of the batch"
-    BATCH_SIZE = "batch_size", "for any batch size"
-    SPLITS = "splits", "for any maxima, by which kernels choose their splits"
-    CHUNKING = "chunking", "for any chunking of the context"
-    PAGES = "pages", "on any pages"
-    PADDING = "padding", "with and without padding"
-    GRAPH = "graph", "in a graph and without"
-    PHASE = "phase", "in prefill and in decode"
-    RANKS = "ranks", "on two ranks and on one"
+    REPEATS = "repeats"
+    ALONE = "alone"
+    PLACE = "place"
+    BATCH_SIZE = "batch_size"
+    SPLITS = "splits"
+    CHUNKING = "chunking"
+    PAGES = "pages"
+    PADDING = "padding"
+    GRAPH = "graph"
+    PHASE = "phase"
+    RANKS = "ranks"
 
 
-ASKED = {each: each.words for each in Question}
+ASKED = {
+    Question.REPEATS: "from run to run",
+    Question.ALONE: "alone and in a batch",
+    Question.PLACE: "at any place of the batch",
+    Question.BATCH_SIZE: "for any batch size",
+    Question.SPLITS: "for any maxima, by which kernels choose their splits",
+    Question.CHUNKING: "for any chunking of the context",
+    Question.PAGES: "on any pages",
+    Question.PADDING: "with and without padding",
+    Question.GRAPH: "in a graph and without",
+    Question.PHASE: "in prefill and in decode",
+    Question.RANKS: "on two ranks and on one",
+}
+"""In words: are the bits the same ..."""
 
 
 class Answer(StrEnum):

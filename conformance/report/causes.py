@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.record import EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record, ended_by
+from mla_conformance.judging.record import ENDED, EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, Check, Status
 from mla_conformance.report.terminal import MESSAGE, near
 
@@ -22,7 +22,7 @@ _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
 _K = TypeVar("_K")
 _T = TypeVar("_T")
-UNWANTED = ended_by("--no-explain")
+UNWANTED = f"{ENDED}--no-explain"
 CauseKind = Literal["likely", "further", "seen"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, declaration_of
+from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.operands import forms_of
 from mla_conformance.backends.platform import DeviceCapability
@@ -24,6 +24,14 @@ from mla_conformance.problems.problem import Problem
 
 KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """The arguments that the constructors of attention kernels have in common."""
+_COARSER = (
+    Precision.FLOAT32,
+    Precision.FLOAT16,
+    Precision.MODEL,
+    Precision.MODEL_OR_FLOAT16,
+    Precision.SCALED_E4M3,
+    Precision.E4M3,
+)
 
 
 def facts_of(case: Case, dtype: torch.dtype) -> dict[str, Any]:
@@ -65,21 +73,12 @@ class RoleDefinition:
     facts: Callable[[Any, torch.dtype], dict[str, Any]] = lambda case, dtype: {}
     golden: Callable[[Problem], Golden] = golden_attention  # the result that is expected of a problem
     judge: Callable[..., Steps] = AttentionJudge  # the steps of its verdicts
+    parts: tuple[str, ...] = ()  # attributes of its classes that name the kernels which these are composed of
     # what files hold of the roles of this project: what varies in its cases, as `case.py`, its lists, as `cases.txt`,
     # and its entries, as `capabilities.toml`
     space: Space | None = None
     lists: str = ""
     capabilities: str = ""
-
-    def problem(self, case: Any, device: torch.device, salt: str = "") -> Problem:
-        """The inputs that a case stands for.
-
-        Raises:
-            ProblemError: a regime or dtype that does not exist here.
-            ValueError: the reference's chunk planner or cache refuses the case.
-        """
-        batch = self.batch(case, device, salt)
-        return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
     def require_whole(self, case: Case) -> None:
         """Hold a role against one of its cases; a TypeError says what it lacks."""
@@ -89,7 +88,7 @@ class RoleDefinition:
         told = facts_of(case, dtype) | self.facts(case, dtype)
         if unknown := [name for name in self.constructed if name not in told]:
             raise TypeError(f"role {self.role}: expected a fact for the constructor's {unknown[0]}, got none")
-        for call in self.problem(case, torch.device("cpu")).calls:
+        for call in self.batch(case, torch.device("cpu"), "").calls():
             if call.interface is not None:
                 _require_operands(call)
                 if missing := [name for name in self.role.required if not hasattr(call.interface, name)]:
@@ -112,7 +111,25 @@ class RoleDefinition:
         return reasons_of(kernel.validate_configuration(capability, self.config_of(case, dtype)))
 
     def declared(self, kernel: Any) -> Declaration:
-        return declaration_of(kernel)
+        """What a class declares: its own words, or the coarser of the kernels' that it is composed of.
+
+        These gather context into a workspace of the model's dtype, so what was stored as codes is rounded to it.
+        """
+        if not self.parts or getattr(kernel, "declaration", None) is not None:
+            return declaration_of(kernel)
+        kernels = [declaration_of(each) for each in (getattr(kernel, name, None) for name in self.parts) if each]
+        roundings, coarsest = [each.rounding for each in kernels] or [Rounding()], dict[str, Precision]()
+        for name in ("p", "partial_outputs"):
+            found: set[Precision] = {getattr(each, name) for each in roundings}
+            # What allows what either does: fp16 is finer than bfloat16, and ends earlier.
+            either = {Precision.MODEL_OR_FLOAT16} if found >= {Precision.FLOAT16, Precision.MODEL} else set()
+            coarsest[name] = max(found | either, key=_COARSER.index)
+        lse = max((each.lse for each in roundings), key=list(LseClass).index)
+        return Declaration(
+            rounding=Rounding(lse=lse, dequantised_keys=Precision.MODEL, **coarsest),
+            emulated=any(each.emulated for each in kernels),
+            deterministic=all(each.deterministic for each in kernels),
+        )
 
 
 def _require_operands(call: KernelCall) -> None:

@@ -3,11 +3,10 @@
 import torch
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.measured import Measured
+from mla_conformance.judging.steps import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
@@ -28,18 +27,20 @@ DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for defini
 """By name; a role from outside joins them (``trials/role_file.py``)."""
 
 
-def definition_of(role: Role) -> RoleDefinition:
-    return DEFINITIONS[role]
-
-
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
-    """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to."""
-    return definition_of(case.role).problem(case, device, salt)
+    """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
+
+    Raises:
+        ProblemError: a regime or dtype that does not exist here.
+        ValueError: the reference's chunk planner or cache refuses the case.
+    """
+    batch = DEFINITIONS[case.role].batch(case, device, salt)
+    return Problem(case, batch.key, device, batch.calls(), batch.whole)
 
 
 def golden_of(problem: Problem) -> Golden:
     """What is expected of a problem, computed in float64."""
-    return definition_of(problem.case.role).golden(problem)
+    return DEFINITIONS[problem.case.role].golden(problem)
 
 
 def judge(
@@ -50,7 +51,7 @@ def judge(
     numbers: Tolerance | None = None,
 ) -> Verdict:
     """The verdict over one observation; by default by the tolerance table that the suite ships."""
-    steps = definition_of(problem.case.role).judge
+    steps = DEFINITIONS[problem.case.role].judge
     return steps(problem, expectation, declaration, numbers or tolerance()).verdict(observation)
 
 
@@ -58,7 +59,7 @@ def measure(
     problem: Problem, expectation: Golden, observation: Observation, declaration: Declaration
 ) -> list[Measured]:
     """The numbers that were returned, part by part; none if what was returned has not the form that it must have."""
-    examined = definition_of(problem.case.role).judge(problem, expectation, declaration, tolerance())
+    examined = DEFINITIONS[problem.case.role].judge(problem, expectation, declaration, tolerance())
     if observation.merge_error or not examined.has_form(observation):
         return []
     return list(examined.measured(observation))

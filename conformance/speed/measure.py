@@ -28,7 +28,7 @@ from mla_conformance.problems.memory import device_lost
 from mla_conformance.problems.operands import TORCH_DTYPES, start_loc
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.sparse.call import SparseCall
-from mla_conformance.roles.table import build_problem, definition_of
+from mla_conformance.roles.table import DEFINITIONS, build_problem
 from mla_conformance.speed.shapes import KINDS, SHAPES, Shape, sized
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.trials.subject import Subject, device_reasons
@@ -175,7 +175,7 @@ def _supported(subject: Subject, shape: Shape, forms: Iterable[Case]) -> tuple[C
         for case in sized(form, shape):
             dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
             kernel = subject.class_of(case.role)
-            reasons = definition_of(case.role).reasons(kernel, case, dtype, get_device_capability(subject.device))
+            reasons = DEFINITIONS[case.role].reasons(kernel, case, dtype, get_device_capability(subject.device))
             if not reasons:
                 return case, ""
             said = said or "; ".join(reasons)

@@ -12,7 +12,7 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.judging.needs import Reach, needed_bytes, rows_before
+from mla_conformance.judging.judged_rows import Reach, needed_bytes, rows_before
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CONTEXT, CPU, judged

@@ -28,7 +28,7 @@ from mla_conformance.files.inputs import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.roles.table import definition_of
+from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.explore import explore, reachable, region_of
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
@@ -149,7 +149,7 @@ def test_a_backend_that_declares_nothing_is_unsupported(monkeypatch: pytest.Monk
     [("0", Extent()), ("2000", Extent(draws=2000)), ("90s", Extent(seconds=90)), ("10m", Extent(seconds=600))],
 )
 def test_an_extent_is_a_number_or_a_time(text: str, extent: Extent) -> None:
-    assert Extent.of(text) == extent and str(extent) in (text, "600s") and bool(extent) == (text != "0")
+    assert Extent.of(text) == extent and str(extent) in (text, "600s") and any(extent) == (text != "0")
 
 
 @pytest.mark.parametrize("text", ["-1", "", "0s", "1d", "1000001", "169h", "ten"])
@@ -175,7 +175,7 @@ LIGHT = partial(is_light, device_type="cuda")
 
 def declared(name: str) -> Callable[[Sequence[Case]], list[bool]]:
     """What a registered backend declares, asked as if its GPU and its library were here."""
-    decode = definition_of(Role.DECODE)
+    decode = DEFINITIONS[Role.DECODE]
     kernel = load_role(parse_reference(name), Role.DECODE).resolve(HOPPER)
     here = {
         "is_available": classmethod(lambda cls: True),
@@ -223,3 +223,14 @@ def test_dimensions_that_decide_only_together_are_learned() -> None:
 def test_the_nightly_tier_alone_asks_for_triples() -> None:
     asked = {tier: RunRequest.of(["EAGER"], tier=tier).triples for tier in ("smoke", "full", "nightly")}
     assert asked == {"smoke": False, "full": False, "nightly": True}
+
+
+def test_cases_without_data_regimes_are_fitted_too_and_are_others_by_another_salt() -> None:
+    space, found = SPACES["cache_combinations"], list[set[Case]]()
+    cases, every = listed(space), reachable(space, "cuda")
+    for salt in ("", "other"):
+        region = fit(space, cases, lambda asked: [case.page != 32 for case in asked], every, LIGHT, salt=salt)
+        missing = every - Pairs(space, region.rows)
+        assert missing and all(("page", "32") in pair for pair in missing if space.completed(pair))
+        found.append(set(region.cases))
+    assert len(found[0] - found[1]) > len(found[0]) / 2

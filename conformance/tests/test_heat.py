@@ -21,8 +21,8 @@ from mla_conformance.judging.diagnosis import (
     explain_lse,
     explain_output,
 )
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.record import Record
+from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture, picture_file, words
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.subject import Subject

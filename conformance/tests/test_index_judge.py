@@ -15,7 +15,7 @@ from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.indexer.role import golden_scores
-from mla_conformance.roles.table import build_problem, definition_of, golden_of, judge
+from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.roles.topk.role import PoolTokens
 from mla_conformance.tests.drawn import judged
 
@@ -112,7 +112,7 @@ def returned_of(text: str) -> tuple[Problem, Any]:
     """A problem, and what EAGER returns."""
     case = Case.parse(text)
     problem = build_problem(case, CPU)
-    kernel = definition_of(case.role).kernel(
+    kernel = DEFINITIONS[case.role].kernel(
         resolve_backend(parse_reference("EAGER"), None, case.role), case, torch.bfloat16, CPU
     )
     (call,) = problem.calls

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.cases.case import CLASSES, Case
+from mla_conformance.cases.case import CLASSES, FIELDS, Case
 from mla_conformance.cli import main
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import DEFINITIONS
@@ -39,7 +39,7 @@ OPERAND = '        sink: Annotated[Tensor | None, Form("N", torch.float32)],\n'
 @pytest.fixture
 def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The role's file in the current folder; what this process takes up of it, with a short array, goes again."""
-    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES, KEPT, sys.modules)
+    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES, KEPT, sys.modules)
     for table in tables:
         for name in table:
             monkeypatch.setitem(table, name, table[name])
@@ -111,11 +111,11 @@ def test_a_file_that_is_no_role_is_refused_in_a_sentence(
     text = role.read_text()
     assert old in text
     role.write_text(text.replace(old, new, 1) if old else "")
-    known = [dict(table) for table in (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES)]
+    known = [dict(table) for table in (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES)]
     assert main(["certify", "--role", role.name, "--backend", "EAGER", "--device", "cpu"]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"mla-conformance: --role {role.name}: ") and said in told and told.count("\n") == 1
-    assert [dict(table) for table in (ROLES, CLASSES, DEFINITIONS, SPACES, CAPABILITIES)] == known
+    assert [dict(table) for table in (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES)] == known
 
 
 def test_a_role_from_outside_is_never_certified(role: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from mla_conformance.cases.space import Space, held
 from mla_conformance.cases.strategies import cases, profile
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.cli import main
-from mla_conformance.judging.needs import memory_need
+from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.vocabulary import tiers
 from mla_conformance.vocabulary.arrays import SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counted, listed, long_contexts

@@ -15,7 +15,7 @@ from mla_conformance.engine import worker as room
 from mla_conformance.engine.machine import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, TaskReply, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
-from mla_conformance.judging.needs import memory_need
+from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.trial import Context
 

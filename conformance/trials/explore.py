@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from itertools import compress
 
 from mla_conformance.cases.case import Case
@@ -26,14 +26,14 @@ _QUIET, _QUIET_SHARE = 10.0, 0.1  # seconds, and the share of all, after which i
 _Cause = tuple[str, str]  # the call and the check that fails
 
 
-def region_of(subject: Subject, space: Space, triples: bool = False) -> Region:
+def region_of(subject: Subject, space: Space, triples: bool = False, salt: str = "") -> Region:
     """The part of a space that a backend declares, and cases fitted to it, if asked for ``triples`` of classes as well.
 
-    None of a role that it has not, or that cannot run here.
+    Their members are drawn with the salt. None of a role that it has not, or that cannot run here.
     """
     cases, device = listed(space), subject.device.type
     light = partial(is_light, device_type=device)
-    region = fit(space, cases, partial(_supported, subject), reachable(space, device), light, triples)
+    region = fit(space, cases, partial(_supported, subject), reachable(space, device), light, triples, salt)
     cells = grid_cases(space, region.classes) if region.rows else []
     listed_or_fitted = {*cases, *region.cases}
     further = [case for case in cells if case not in listed_or_fitted]
@@ -104,7 +104,8 @@ def _record_of(subject: Subject, capabilities: tuple[str, ...], found: "list[_Ex
         said += [f"{record.check} at {record.case}: {record.message}" for record in causes[1:]]
         told = causes[0].with_fields(message="; ".join(said))
     elif passed:
-        used = reduce(BudgetUse.worst_with, (BudgetUse(**record.shares) for record in passed))
+        shares = [record.shares for record in passed]
+        used = BudgetUse(**{rule: max(each[rule] for each in shares) for rule in shares[0]})
         held = f"{len(passed)} of {len(judged)} drawn cases hold, none fails"
         spent = round(sum(record.seconds for record in judged), 4)
         told = passed[-1].with_verdict(Verdict(Status.PASS, held, used=used), spent).with_fields(cases=len(passed))

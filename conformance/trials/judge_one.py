@@ -5,10 +5,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.needs import MOST_OPERATIONS, is_too_long, memory_need
+from mla_conformance.judging.judged_rows import MOST_OPERATIONS, memory_need
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Nonconformance, Status, Verdict
 from mla_conformance.problems.memory import free_memory, out_of_memory, wait_for_memory, whole_memory
@@ -41,8 +42,8 @@ def judged_trial(
     try:
         started(case)
         trial.require_support()
-        if is_too_long(case, kind):
-            work, most = case.operations(), MOST_OPERATIONS[kind]
+        work, most = case.operations(), MOST_OPERATIONS.get(kind, inf)
+        if work > most:
             what = f"too large for a {kind.upper()}: {work:.1e} useful operations, at most {most:.0e} are judged there"
             trial.settle(Verdict(Status.UNAVAILABLE, what))
         if kind == "cuda":
@@ -59,7 +60,8 @@ def judged_trial(
             verdict = Verdict(Status.HARNESS_ERROR, one_line(error), detail=traceback.format_exc())
     if verdict.status is Status.UNAVAILABLE:
         # What a backend says that it lacked does not decide whether a case takes more than this machine has.
-        too_large = is_too_long(case, kind) or memory_need(case, kind) > whole_memory(subject.device)
+        too_long = case.operations() > MOST_OPERATIONS.get(kind, inf)
+        too_large = too_long or memory_need(case, kind) > whole_memory(subject.device)
         verdict = replace(verdict, too_large=too_large)
     seconds, evidence = round(time.perf_counter() - began, 4), dict[str, str]()
     if "backend" in vars(trial):

@@ -15,7 +15,7 @@ import torch
 from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.loading import import_file
 from mla_conformance.backends.roles import ROLES, RoleError, outside
-from mla_conformance.cases.case import CLASSES, CaseError
+from mla_conformance.cases.case import CLASSES, FIELDS, CaseError
 from mla_conformance.files.inputs import InputError, read_bytes
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.table import DEFINITIONS
@@ -43,7 +43,7 @@ def take_up(named: str, array: Sequence[str] = ()) -> None:
     file = f"{path}{_DIGEST}{found}"
     if file == outside():  # as in a process that was forked
         return
-    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, SPACES, CAPABILITIES, DEFINITIONS)
+    tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, FIELDS, SPACES, CAPABILITIES, DEFINITIONS)
     before, threads = [dict(table) for table in tables], torch.get_num_threads()
     torch.set_num_threads(1)  # a process that is forked waits for ever for threads that computed before
     try:

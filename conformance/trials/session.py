@@ -18,7 +18,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.driving.driver import Observation, call_once
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.verdict import Check, Nonconformance, Status
+from mla_conformance.judging.verdict import CLAUSES, Check, Nonconformance, Status
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.fences import Buffers, MovedCall
 from mla_conformance.problems.memory import Guarded, device_lost
@@ -88,8 +88,8 @@ class Session:
         try:
             return trial.judged(problem, expectation, seen, step)
         except Nonconformance as outcome:
-            if before and outcome.verdict.status is Status.FAIL:
-                clause = f" (SPEC {outcome.verdict.clause})"
+            if before and outcome.verdict.status is Status.FAIL and outcome.verdict.check:
+                clause = f" (SPEC {CLAUSES[outcome.verdict.check]})"
                 said = (
                     f"call {self._count} of this instance, behind “{before}”{self._alone(problem, expectation, seen)}"
                 )

@@ -22,11 +22,11 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
 from mla_conformance.driving.driver import IN_PROCESS, Executor
-from mla_conformance.judging.needs import needed_bytes
+from mla_conformance.judging.judged_rows import needed_bytes
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.roles.table import definition_of
+from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, find_capability, is_due_on_gpu
 
 _GIB = 2**30
@@ -68,7 +68,7 @@ class Subject:
     def declarations(self) -> dict[str, Declaration]:
         """What the adapters of all roles that can run here declare."""
         usable = [role for role in self.roles if not self.missing_role(role)]
-        return {str(role): definition_of(role).declared(self.class_of(role)) for role in usable}
+        return {str(role): DEFINITIONS[role].declared(self.class_of(role)) for role in usable}
 
     @cached_property
     def unavailable(self) -> list[str]:
@@ -97,12 +97,12 @@ class Subject:
         if needs and not getattr(self.declarations[case.role], needs):
             return [f"not declared {needs}"]
         kernel = self.class_of(case.role)
-        reasons = definition_of(case.role).reasons(kernel, case, dtype, get_device_capability(self.device))
+        reasons = DEFINITIONS[case.role].reasons(kernel, case, dtype, get_device_capability(self.device))
         return reasons or device_reasons(case, self.device, kernel)
 
     def create(self, case: Case) -> Any:
         dtype = TORCH_DTYPES[case.dtype] or torch.bfloat16
-        return definition_of(case.role).kernel(self.class_of(case.role), case, dtype, self.device)
+        return DEFINITIONS[case.role].kernel(self.class_of(case.role), case, dtype, self.device)
 
 
 @cache

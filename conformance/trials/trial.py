@@ -265,7 +265,8 @@ class Trial:
     def settle(self, verdict: Verdict) -> None:
         """Keep a pass together with what earlier steps used; raise anything else."""
         earlier = self.verdict.used if self.verdict.status is Status.PASS else BudgetUse()
-        self.verdict = replace(verdict, used=verdict.used.worst_with(earlier))
+        worst = {rule: max(share, getattr(earlier, rule)) for rule, share in vars(verdict.used).items()}
+        self.verdict = replace(verdict, used=BudgetUse(**worst))
         if verdict.status is not Status.PASS:
             raise Nonconformance(self.verdict)
 

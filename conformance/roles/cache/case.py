@@ -7,9 +7,20 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Kind, Layout, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.dimensions import COLUMNS, K_SCALES, PADDING, POISONS, numbers, room, spare_blocks, storage
+from mla_conformance.cases.dimensions import (
+    COLUMNS,
+    DTYPE,
+    K_SCALES,
+    PADDING,
+    POISONS,
+    ROW_LAYOUT,
+    numbers,
+    room,
+    spare_blocks,
+    storage,
+)
 from mla_conformance.cases.grammar import Data, Fields
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, exactly, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
@@ -161,7 +172,7 @@ CACHE = Space(
         plain("gathered", {"as stored": {"dequantise": False}, "dequantised": {"dequantise": True}}, _GATHERED),
         plain("dims", {name: {"dims": name} for name in ("r1", "128-0-128-512", "16-8-16-32")}, _LATENT),
         plain("key dims", {"128": {"dims": "128-0-128-128"}}, _INDEX),
-        values("dtype", "dtype", "bf16", "fp16", "fp32", only=_ENTRIES),
+        replace(DTYPE, only=_ENTRIES),
         values("latents", "latents", *LATENTS, only=_ENTRIES),
         batches.NUMBER,
         measured("others", ("shorter", "alone", "equal"), _others),
@@ -180,7 +191,7 @@ CACHE = Space(
         values("slots", "slots", *SLOT_DTYPES, only=_MAPPED),
         measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), _LISTS),
         plain("outside", {"none": {"outside": False}, "some": {"outside": True}}, _LISTS),
-        values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value, only=_WRITTEN),
+        replace(ROW_LAYOUT, only=_WRITTEN),
         *storage(most=15),
         PADDING,
         POISONS,
@@ -199,7 +210,7 @@ CACHE = Space(
         never("something is asked for", {"share": ("none",), "others": ("alone", "equal")}),
         never("something is asked for", {"share": ("none",), "requests": ("1",)}),
         *(rule for rule in batches.LONE_RULES if "queries" not in rule.over),
-        replace(batches.IN_BOTH, holds=lambda *classes: bool(batches.lengths(*classes, 4))),
+        replace(batches.IN_BOTH, holds=lambda longest, tile: bool(batches.lengths(longest, tile, 4))),
         *batches.END_RULES,
         Rule(
             f"more than {_MOST_ENTRIES:,} entries",
@@ -220,7 +231,7 @@ CACHE = Space(
     shape=_fields,
     small={
         "dims": ("16-8-16-32",),
-        "requests": ("2 to 7", "1", "8 to 63"),
+        "requests": batches.FEW_REQUESTS,
         "others": ("shorter", "alone"),
         "longest": ("65 to 256", "1 to 16", "17 to 64"),
         "unused": ("few",),

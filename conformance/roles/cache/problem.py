@@ -13,8 +13,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import JudgedRows
-from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.steps import Form, Steps
+from mla_conformance.judging.steps import Form, Measured, Steps
 from mla_conformance.judging.verdict import Check, Verdict
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, block_table_of, int32, write_pages
 from mla_conformance.problems.calls import KernelCall
@@ -257,9 +256,6 @@ class CacheJudge(Steps):
     """The steps of the verdict on a cache operation, whose result is what it has written."""
 
     writes: ClassVar = Check.WRITTEN
-
-    def __init__(self, problem: Problem, expectation: Golden, *_: Any) -> None:
-        super().__init__(problem, expectation)
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         return iter(())

@@ -8,9 +8,9 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Kind, Layout, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import PADDING, POISONS, numbers, spare_blocks, storage
+from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Row, Rule, Space, exactly, measured, never, plain, values
 
@@ -163,7 +163,7 @@ COMPRESS = Space(
     role=Role.COMPRESS,
     capability="compress_combinations",
     dimensions=(
-        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        DTYPE,
         values("inputs", "inputs", "float32", "model"),
         values("data", "data", *VALUES),
         values("dims", "dims", "64-64-128-128", "448-64-512-512", "128-0-128-128", "8-8-16-16"),
@@ -180,9 +180,9 @@ COMPRESS = Space(
             of_request=lambda case, request: _new(case.q[request], case.ratio),
         ),
         measured("chunks", _CHUNKS, _chunks),
-        measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page)),
+        batches.pages()[0],
         numbers("state page", "state_page", _STATE_PAGES),
-        values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value),
+        ROW_LAYOUT,
         *storage(most=15),
         PADDING,
         POISONS,
@@ -208,7 +208,7 @@ COMPRESS = Space(
     shape=_fields,
     small={
         "dims": ("8-8-16-16",),
-        "requests": ("2 to 7", "1", "8 to 63"),
+        "requests": batches.FEW_REQUESTS,
         "ratio": ("4", "2", "3", "other"),
         "unused": ("few",),
     },

@@ -9,7 +9,7 @@ from mla_conformance.cases.cached import CACHES, CachedCase
 from mla_conformance.cases.case import Call
 from mla_conformance.cases.classes import Draw, first
 from mla_conformance.cases.grammar import Fields
-from mla_conformance.cases.space import Row, Rule, Space, never, values
+from mla_conformance.cases.space import Row, Rule, Space, values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ DECODE = Space(
     dimensions=(
         *dimensions.cache(*CACHES),
         values("dims", "dims", "r1", "small", "64-64-128-256", "128-0-128-512"),
-        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        dimensions.DTYPE,
         *batches.batch("16", *batches.DECODE_QUERIES),
         *batches.pages(),
         *dimensions.ranks(),
@@ -53,7 +53,7 @@ DECODE = Space(
             dimensions.room,
         ),
         batches.LONE_PADDING,
-        never("ranks are merged by their LSE", {"ranks": dimensions.SEVERAL_RANKS, "lse": ("not asked",)}),
+        dimensions.WITH_LSE,
         *batches.BATCH_RULES,
         *batches.PAGE_RULES,
     ),

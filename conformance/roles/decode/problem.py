@@ -40,27 +40,18 @@ class DecodeBatch(CachedBatch[DecodeCase]):
         q, case = self.queries, self.case
         ql_nope, q_pe = q[..., : case.kv_lora_rank], q[..., case.kv_lora_rank :]
         if case.layout != Layout.KV_B_PROJ:
-            operands = lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
+            ql_nope, q_pe = lay_out("q", ql_nope, ql_nope, case), lay_out("q", q_pe, q_pe, case)
         else:  # as in a model: the transposed result of the product with W_UK, and a slice of the projected query
             wide = poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]
-            operands = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
-        return tuple(self._call(rank, *operands) for rank in range(case.ranks))
-
-    def _call(self, rank: int, ql_nope: torch.Tensor, q_pe: torch.Tensor) -> DecodeCall:
-        """Of queries ql_nope [T, N, L] and q_pe [T, N, R] in the memory layout of the case."""
-        (held, every), case, cpu = self.held(rank), self.case, torch.device("cpu")
-        lengths = list(map(len, held))
-        pages = write_pages(self, PageForm(case.cache, case.page), self.entries[every], lengths)
-        keys = self.keys[every]
-        return DecodeCall(
-            q=self.queries,
-            k=keys,
-            v=keys[..., : case.kv_lora_rank],
-            query_start_loc=self.query_start_loc,
-            key_start_loc=start_loc(lengths),
-            given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
-            metadata=MLACommonDecodeMetadata(
+            ql_nope, q_pe = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
+        calls, cpu = list[DecodeCall](), torch.device("cpu")
+        for rank in range(case.ranks):
+            held, every = self.held(rank)
+            lengths = list(map(len, held))
+            pages = write_pages(self, PageForm(case.cache, case.page), self.entries[every], lengths)
+            keys = self.keys[every]
+            metadata = MLACommonDecodeMetadata(
                 block_table=pages.block_table,
                 seq_lens=int32(lengths, self.device),
                 query_start_loc=int32(self.query_start_loc, self.device),
@@ -72,10 +63,21 @@ class DecodeBatch(CachedBatch[DecodeCase]):
                 dcp_rank=rank,
                 cp_kv_cache_interleave_size=case.interleave,
                 dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
-            ),
-            holds_codes=case.holds_codes,
-            lse=case.lse,
-        )
+            )
+            calls.append(
+                DecodeCall(
+                    q=self.queries,
+                    k=keys,
+                    v=keys[..., : case.kv_lora_rank],
+                    query_start_loc=self.query_start_loc,
+                    key_start_loc=start_loc(lengths),
+                    given={"ql_nope": ql_nope, "q_pe": q_pe, "kv_cache": pages.cache, "k_scale": self.k_scale},
+                    metadata=metadata,
+                    holds_codes=case.holds_codes,
+                    lse=case.lse,
+                )
+            )
+        return tuple(calls)
 
 
 DECODE = RoleDefinition(

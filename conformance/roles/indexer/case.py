@@ -89,7 +89,7 @@ INDEXER = Space(
         plain("keys in", {"pages": {"gathered": False}, "rows": {"gathered": True}}),
         values("cache", "cache", CODES, PLAIN),
         values("dims", "dims", "128-0-128-128", "64-0-64-64"),
-        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        dimensions.DTYPE,
         *batches.batch("64", *batches.DECODE_QUERIES, "17 to 4,096"),
         *batches.pages(_PAGED),
         *dimensions.list_dimensions(_SELECTS),

@@ -1,22 +1,20 @@
 """What the role indexer is, and its judge: scores one by one, selected tokens one by one, then by scores (SPEC 8)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
 from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases.case import Call
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
-from mla_conformance.judging.steps import Form, share_of, worst_of
-from mla_conformance.judging.tolerance import Tolerance, roundoffs
-from mla_conformance.judging.verdict import BudgetUse, Verdict
+from mla_conformance.judging.steps import Form, Measured, share_of, worst_of
+from mla_conformance.judging.tolerance import roundoffs
+from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.selected import NO_KEY
@@ -58,13 +56,7 @@ def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> 
 
 
 class IndexJudge(SelectionSteps):
-    def __init__(
-        self, problem: Problem, expectation: GoldenScores, declaration: Declaration, numbers: Tolerance
-    ) -> None:
-        super().__init__(problem, expectation)
-        self.expectation, self.numbers = expectation, numbers
-        declared, codes = declaration.rounding_of(problem.dtype), problem.dtype == torch.float8_e4m3fn
-        self.allowed = roundoffs(problem.output_dtype, declared, numbers, dequantised=codes)
+    expectation: GoldenScores
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """Visible scores, or how often each token was selected; of an observation whose form is right."""
@@ -94,15 +86,17 @@ class IndexJudge(SelectionSteps):
         self, observation: Observation
     ) -> Iterator[tuple[IndexerCall, torch.Tensor, IndexScores, torch.Tensor]]:
         """Each call with what it returned for the judged rows, the golden scores and their budgets."""
+        declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
+        allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
         for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
-            budget = golden.budget(self.allowed) * self.numbers.element_limit
+            budget = golden.budget(allowed) * self.numbers.element_limit
             yield _call(returned), self.rows.pick(returned.value), golden, budget
 
     def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
         """Every score below a row's bound against its budget."""
         error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
         share = share_of(error, budget).masked_fill(error.isnan(), torch.inf)
-        self._use(BudgetUse(element=worst_of(share)))
+        self.used = replace(self.used, element=max(self.used.element, worst_of(share)))
         if self.used.element <= 1:
             return None
         row, token = divmod(int(share.argmax()), share.shape[1])

@@ -220,8 +220,7 @@ def _longer(order: str, queries: str, tokens: str) -> bool:
 def _fields(row: Row, draw: Draw) -> Fields:
     batch = first(_batches(*(row[name] for name in _SHAPE), draw=draw))
     requests = draw.of(batches.REQUESTS, row["requests"])
-    some = 1 + draw.below(requests - 1, "decodes") if draw and requests > 1 else -(-requests // 2)
-    decodes = {"decodes": requests, "prefills": 0, "both": some}[row["requests that"]]
+    decodes = batches.decodes_of(row, requests, draw)
     prefills = _prefills(batch, requests - decodes, row, draw)
     decoding = _decodes(batch, decodes, row, draw)
     with_context = sum(kv > 0 for _, kv in prefills)
@@ -274,8 +273,8 @@ LAYER = Space(
         values("order", "order", Order.PREFILLS_FIRST, Order.DECODES_FIRST),
         *dimensions.cache(*CACHES),
         values("dims", "dims", "r1", "glm", "32-16-32-64", "128-0-128-512", "64-16-96-64"),
-        values("dtype", "dtype", "bf16", "fp16", "fp32"),
-        measured("heads", batches.HEADS, lambda case: batches.HEADS.class_of(case.heads)),
+        dimensions.DTYPE,
+        batches.MEASURED_HEADS,
         *dimensions.ranks(),
         batches.NUMBER,
         measured(
@@ -300,7 +299,7 @@ LAYER = Space(
         dimensions.POISONS,
     ),
     rules=(
-        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), dimensions.room),
+        dimensions.ROOM,
         never("weights that pick latents pick one a column", {"weights": ("selection",), "dims": ("64-16-96-64",)}),
         never("ranks share no weighed latents", {"weights": ("dense",), "ranks": dimensions.SEVERAL_RANKS}),
         never(
@@ -310,7 +309,7 @@ LAYER = Space(
         never("ranks are handed no output", {"out": ("given",), "ranks": dimensions.SEVERAL_RANKS}),
         Rule("ranks have equal shares of the heads", ("heads", "ranks"), lambda *classes: bool(_heads(*classes))),
         *batches.LONE_RULES,
-        never("one request does not both", {"requests": ("1",), "requests that": ("both",)}),
+        batches.NOT_BOTH,
         never("one request does not both", {"others": ("alone",), "requests that": ("both",)}),
         never("behind prefills no row of padding is a request", {"requests that": ("prefills",), "padding": ("some",)}),
         batches.LONE_PADDING,

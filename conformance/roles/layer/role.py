@@ -1,11 +1,9 @@
 """What the role layer is: its support and its roundings, told from its class and the kernels that it is composed of."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.layer.mla_batch import BatchForm
@@ -18,28 +16,11 @@ from mla_conformance.roles.layer.driver import Layer, LayerOnRanks
 from mla_conformance.roles.layer.problem import LayerBatch
 from mla_conformance.roles.prefill.problem import PREFILL
 
-_COARSER = (
-    Precision.FLOAT32,
-    Precision.FLOAT16,
-    Precision.MODEL,
-    Precision.MODEL_OR_FLOAT16,
-    Precision.SCALED_E4M3,
-    Precision.E4M3,
-)
-
 _ASKED = {
     "cache_write": ("get_kv_cache_shape", "copy_blocks", "swap_blocks"),
     "graph_replay": ("get_state_cls",),
 }
 """What a capability asks of a layer's class that later generations have no more."""
-
-
-def _coarsest(classes: Iterable[Precision]) -> Precision:
-    """The class that allows what any of ``classes`` does: fp16 is finer than bfloat16, and ends earlier."""
-    found = set(classes)
-    if found >= {Precision.FLOAT16, Precision.MODEL}:
-        found.add(Precision.MODEL_OR_FLOAT16)
-    return max(found, key=_COARSER.index)
 
 
 def _kernel_reasons(layer: Any, case: LayerCase, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
@@ -99,26 +80,5 @@ class _Layer(RoleDefinition):
             reasons += reasons_of(kernel.unsupported_batch(form), "unsupported_batch")
         return reasons or _kernel_reasons(kernel, case, dtype, capability)
 
-    def declared(self, kernel: Any) -> Declaration:
-        """What a layer declares: its own words, or the coarser of its kernels' classes.
 
-        Context is gathered into a workspace of the model's dtype, so what was stored as codes is rounded to it.
-        """
-        if getattr(kernel, "declaration", None) is not None:
-            return declaration_of(kernel)
-        named = (getattr(kernel, f"{role}_backend", None) for role in ("prefill", "decode"))
-        kernels = [declaration_of(each) for each in named if each is not None]
-        declared = [each.rounding for each in kernels] or [Rounding()]
-        return Declaration(
-            rounding=Rounding(
-                lse=max((r.lse for r in declared), key=list(LseClass).index),
-                p=_coarsest(r.p for r in declared),
-                partial_outputs=_coarsest(r.partial_outputs for r in declared),
-                dequantised_keys=Precision.MODEL,
-            ),
-            emulated=any(each.emulated for each in kernels),
-            deterministic=all(each.deterministic for each in kernels),
-        )
-
-
-LAYER = _Layer(role=Role.LAYER, batch=LayerBatch, config=None)
+LAYER = _Layer(role=Role.LAYER, batch=LayerBatch, config=None, parts=("prefill_backend", "decode_backend"))

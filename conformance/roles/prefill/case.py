@@ -1,7 +1,7 @@
 """Cases of a prefill backend: new tokens, a chunk of context, or one in chunks merged with them; no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import DATA, LAYOUT, MAXIMA, PADDING, POISONS, SCALE, numbers
+from mla_conformance.cases.dimensions import DATA, LAYOUT, LSE, MAXIMA, PADDING, POISONS, SCALE, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
@@ -218,7 +218,7 @@ PREFILL = Space(
         values("call", "call", *PrefillCase.calls),
         values("dims", "dims", "r1", "glm", "small", "128-0-128-512", "16-8-40-32", "64-64-128-256"),
         values("dtype", "dtype", "bf16", "fp16", "fp32", "e4m3"),
-        measured("heads", batches.HEADS, lambda case: batches.HEADS.class_of(case.heads)),
+        batches.MEASURED_HEADS,
         batches.NUMBER,
         measured("others", _OTHERS, lambda case: _others(case.q)),
         measured(
@@ -249,7 +249,7 @@ PREFILL = Space(
             lambda case, request: batches.tile_class(case.kv[request]) if case.kv[request] else None,
         ),
         values("planner", "planner", *PLANNERS, only=_CHUNKED),
-        measured("page", batches.PAGES, lambda case: batches.PAGES.class_of(case.page), _CHUNKED),
+        batches.pages(_CHUNKED)[0],
         measured(
             "chunks",
             CHUNKS,
@@ -260,7 +260,7 @@ PREFILL = Space(
         plain("out", {"none": {"out": False}, "given": {"out": True}}, _GIVEN),
         values("quant", "quant", "none", "fp8", only=_NEW),
         numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
-        plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}}, _NEW),
+        replace(LSE, only=_NEW),
         DATA,
         LAYOUT,
         SCALE,
@@ -293,8 +293,8 @@ PREFILL = Space(
     shape=_fields,
     small={
         "dims": ("small", "16-8-40-32"),
-        "heads": ("16", "1", "odd", "8", "24", "even"),
-        "requests": ("2 to 7", "1", "8 to 63"),
+        "heads": batches.FEW_HEADS,
+        "requests": batches.FEW_REQUESTS,
         "tokens": ("65 to 256", "1", "2 to 16", "17 to 64"),
         "others": ("shorter", "alone", "empty"),
         "contexts": ("shorter", "alone", "empty"),

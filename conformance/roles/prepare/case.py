@@ -9,7 +9,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers
-from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers
+from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, numbers
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
@@ -101,7 +101,7 @@ class PrepareCase(Case):
             yield f"weights take one scale of a query, so fold=1 has up to {BLOCK} columns, got {width}"
 
 
-_QUERIES = ("1", "2", batches.MIXED, "3", "4", "17 to 4,096")
+ROTATED = plain("rotated", {"first": {"rope_last": False}, "last": {"rope_last": True}})
 _WIDE = "192-64-256-256"
 _DIMS = ("64-64-128-128", "96-32-128-128", "2-126-128-128", "32-32-64-64", _WIDE)
 _POSITIONS = Numbers(
@@ -112,8 +112,6 @@ _POSITIONS = Numbers(
         "beyond 2^16": ((70000,), range(2**16, 2**20)),
     }
 )
-_SHORT = (17, 5, 1, 64, 33)
-_MANY = 8
 _MOST_ROWS = 2**15
 
 
@@ -123,7 +121,7 @@ def _fields(row: Row, draw: Draw) -> Fields:
     others = (
         [draw.near(1, most, n % 16) if most else 0 for n in range(number)]
         if draw
-        else [min(most, _SHORT[n % len(_SHORT) if n < _MANY else 0]) for n in range(number)]
+        else [min(most, batches.short(n)) for n in range(number)]
     )
     longest = draw.below(number, "longest")
     kv = (*others[:longest], most, *others[longest + 1 :])
@@ -139,18 +137,18 @@ PREPARE = Space(
     role=Role.PREPARE,
     capability="prepare_combinations",
     dimensions=(
-        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        DTYPE,
         values("data", "data", *VALUES),
         values("dims", "dims", *_DIMS),
         values("pairs", "pairs", *PAIRS),
-        plain("rotated", {"first": {"rope_last": False}, "last": {"rope_last": True}}),
+        ROTATED,
         plain("hadamard", {"transformed": {"hadamard": True}, "as they are": {"hadamard": False}}),
         values("scales", "scales", *TILE_SCALES),
         plain("weights", {"folded": {"fold": True}, "left": {"fold": False}}),
         plain("projection", {"apart": {"fused": False}, "fused": {"fused": True}}),
         numbers("eps", "eps", Numbers({"1e-6": ((1,),), "1e-5": ((10,), range(2, 1000))}, sizes=False)),
         numbers("heads", "heads", batches.HEADS),
-        measured("queries", _QUERIES, lambda case: batches.query_class(case.q)),
+        measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
         measured(
             "positions",
@@ -165,14 +163,14 @@ PREPARE = Space(
     ),
     rules=(
         never("weights take one scale of a query", {"dims": (_WIDE,), "weights": ("folded",)}),
-        never("one request has no mixed queries", {"requests": ("1",), "queries": (batches.MIXED,)}),
+        batches.UNMIXED,
         Rule(f"more than {_MOST_ROWS:,} rows of heads", ("heads", "queries", "requests"), _few),
     ),
     shape=_fields,
     small={
-        "heads": ("16", "1", "odd", "8", "24", "even"),
+        "heads": batches.FEW_HEADS,
         "queries": ("1", "2", batches.MIXED, "3", "4"),
-        "requests": ("2 to 7", "1", "8 to 63"),
+        "requests": batches.FEW_REQUESTS,
         "positions": ("up to 1,024", "0", "beyond 1,024"),
     },
     grids=(("queries",),),

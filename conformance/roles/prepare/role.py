@@ -5,16 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, Precision
+from mla_conformance.backends.declaration import Precision
 from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging.diagnosis import Position, extent
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.measured import Measured
-from mla_conformance.judging.steps import Form, Steps
-from mla_conformance.judging.tolerance import Tolerance, unit_roundoff
+from mla_conformance.judging.steps import Form, Measured, Steps
+from mla_conformance.judging.tolerance import unit_roundoff
 from mla_conformance.judging.verdict import Check, Verdict, failed
 from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.prepare_index import (
@@ -86,13 +85,7 @@ class _Part:
 class PrepareJudge(Steps):
     """The steps of a preparation's verdict."""
 
-    def __init__(
-        self, problem: Problem, expectation: GoldenPrepared, declaration: Declaration, numbers: Tolerance
-    ) -> None:
-        super().__init__(problem, expectation)
-        self.expectation, self.accumulation = expectation, numbers.float32_accumulation
-        coarse = declaration.intermediates is Precision.MODEL and problem.dtype != torch.float32
-        self.intermediates = unit_roundoff(problem.dtype) if coarse else 0.0
+    expectation: GoldenPrepared
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """Scales, then codes under them as far as they are positive; of an observation whose form is right."""
@@ -135,7 +128,9 @@ class PrepareJudge(Steps):
             yield self._part("queries", q, nearest_power(scales) if powers else scales, golden.q)
 
     def _part(self, name: str, codes: torch.Tensor, scales: torch.Tensor, golden: Prepared) -> _Part:
-        error = golden.error(self.accumulation, self.intermediates)
+        dtype = self.problem.dtype
+        coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
+        error = golden.error(self.numbers.float32_accumulation, unit_roundoff(dtype) if coarse else 0.0)
         return _Part(name, codes, scales, golden.values, error)
 
     def _bounds(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:

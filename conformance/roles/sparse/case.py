@@ -154,7 +154,7 @@ SPARSE = Space(
             "second page", "extra_page", Numbers({"64": ((64,),), "other": ((2, 16), range(1, 257))}), _SECOND
         ),
         values("dims", "dims", "r1", "128-0-128-512", "small"),
-        values("dtype", "dtype", "bf16", "fp16", "fp32"),
+        dimensions.DTYPE,
         *batches.batch("64", *batches.DECODE_QUERIES, "17 to 4,096"),
         *batches.pages(PAGED),
         *dimensions.list_dimensions(),
@@ -177,12 +177,12 @@ SPARSE = Space(
         dimensions.MAXIMA,
     ),
     rules=(
-        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), dimensions.room),
+        dimensions.ROOM,
         Rule("the second cache's entries have no room for such keys", ("extra", "dims", "dtype"), dimensions.room),
         batches.LONE_PADDING,
         never("ranks share no sinks", {"ranks": dimensions.SEVERAL_RANKS, "sink": ("drawn", "extreme")}),
         never("ranks share no second cache", {"ranks": dimensions.SEVERAL_RANKS, "extra": EXTRA_CACHES[1:]}),
-        never("ranks are merged by their LSE", {"ranks": dimensions.SEVERAL_RANKS, "lse": ("not asked",)}),
+        dimensions.WITH_LSE,
         never("gathered keys are on one rank", {"call": (Call.SPARSE_PREFILL,), "space": (IndexSpace.RANK_LOCAL,)}),
         *batches.BATCH_RULES,
         *batches.PAGE_RULES,

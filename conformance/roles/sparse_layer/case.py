@@ -1,7 +1,7 @@
 """Cases of a sparse layer, hidden states in and out, and what varies in them. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mla_conformance.backends.roles import Role
@@ -10,12 +10,12 @@ from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
 from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
-from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, SCALE, numbers, room
+from mla_conformance.cases.dimensions import LAYOUT, PADDING, POISONS, ROOM, SCALE, numbers
 from mla_conformance.cases.grammar import Data, Fields
-from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, never, plain, values
+from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.roles.indexer.case import CODES, PLAIN
-from mla_conformance.roles.prepare.case import PAIRS
+from mla_conformance.roles.prepare.case import PAIRS, ROTATED
 
 INDEX_DIM = 128
 """D, columns of an index key."""
@@ -176,9 +176,8 @@ def _shapes(row: Row, draw: Draw) -> Iterator[tuple[Fields, int]]:
 
 def _fields(row: Row, draw: Draw) -> Fields:
     selected, longest = first(_shapes(row, draw))
-    number, that = draw.of(_REQUESTS, row["requests"]), row["requests that"]
-    some = 1 + draw.below(number - 1, "decodes") if draw and number > 1 else -(-number // 2)
-    decodes = {"decodes": number, "prefills": 0, "both": some}[that]
+    number = draw.of(_REQUESTS, row["requests"])
+    decodes = batches.decodes_of(row, number, draw)
     drafted = _QUERIES.first(row["queries"]) if decodes else 0
     tokens = draw.of(_TOKENS, row["tokens"]) if row["tokens"] else 0
     q = (drafted,) * decodes + (min(tokens, longest),) * (number - decodes)
@@ -211,7 +210,7 @@ SPARSE_LAYER = Space(
         values("index cache", "index_cache", CODES, PLAIN, only=_OWN),
         values("index scales", "index_scales", *TILE_SCALES, only=_CODED),
         values("pairs", "pairs", *PAIRS, only=_OWN),
-        plain("rotated", {"first": {"rope_last": False}, "last": {"rope_last": True}}, only=_OWN),
+        replace(ROTATED, only=_OWN),
         values("layer pairs", "layer_pairs", *PAIRS[::-1]),
         values("dtype", "dtype", "bf16", "fp16"),
         numbers("heads", "heads", _HEADS),
@@ -230,8 +229,8 @@ SPARSE_LAYER = Space(
         POISONS,
     ),
     rules=(
-        Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room),
-        never("one request does not both", {"requests": ("1",), "requests that": ("both",)}),
+        ROOM,
+        batches.NOT_BOTH,
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "tokens"), _long_enough),
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "queries"), _long_enough),
         Rule("ranks have equal shares of the heads", ("heads", "ranks"), _shared),

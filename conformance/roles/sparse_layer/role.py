@@ -1,6 +1,6 @@
 """What the role sparse_layer is: how its classes are validated and made, and what they are judged by."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -8,9 +8,8 @@ import torch
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig
-from mla_conformance.driving.driver import Observation
 from mla_conformance.judging.judge import AttentionJudge
-from mla_conformance.judging.verdict import Check, Verdict
+from mla_conformance.judging.verdict import Check
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
@@ -43,10 +42,7 @@ class SparseLayerJudge(AttentionJudge):
     """What it wrote first, since a wrong selection explains a wrong output, then its attention."""
 
     writes: ClassVar = Check.WRITTEN
-
-    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
-        yield from (self._miswritten(returned) for returned in observation.returned)
-        yield from super()._numbers(observation)
+    writes_first: ClassVar = True
 
 
 class _SparseLayer(RoleDefinition):

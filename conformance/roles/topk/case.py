@@ -90,11 +90,8 @@ class TopKCase(Case):
             yield f"expected whole pools of {self.pool} in topk={self.topk}, and a tail of pools alone"
 
 
-_QUERIES = ("1", "2", batches.MIXED, "3", "4", "17 to 4,096")
 _POOLS = Numbers({**exactly(1, 4), "other": ((8,), range(2, 2**11))})
-_OTHERS = ("shorter", "alone", "equal", "no context")
-_SHORT = (17, 5, 1, 64, 33)
-_MANY = 8
+_LONGEST_OTHER = 64
 _MOST_LOGITS = 2**24
 _LOOSE = 100
 """Factor of the columns where maxima are loose, so that a small case has them."""
@@ -134,7 +131,7 @@ def _exists(queries: str, longest: str, tile: str, columns: str, keys: str, pool
 def _few(requests: str, queries: str, others: str, longest: str, starts: str, maxima: str) -> bool:
     number, tokens = batches.REQUESTS.first(requests), max(_tokens(queries))
     least = batches.LONGEST.least(longest)
-    beside = least if others == "equal" else max(_SHORT)
+    beside = least if others == "equal" else _LONGEST_OTHER
     width = least + (number - 1) * beside if starts == "own" else least
     return number * tokens * width * (_LOOSE if maxima == "loose" else 1) <= _MOST_LOGITS
 
@@ -156,8 +153,7 @@ def _columns(others: str, request: int, new: int, longest: int) -> int:
     """Columns of the first row of a request that is not the longest."""
     if others == "equal":
         return longest - new + 1
-    short = _SHORT[request % len(_SHORT) if request < _MANY else 0]
-    return 0 if others == "no context" else min(short, longest - new)
+    return 0 if others == "no context" else min(batches.short(request), longest - new)
 
 
 TOPK = Space(
@@ -173,9 +169,9 @@ TOPK = Space(
             {"left": {"tail": False}, "taken": {"tail": True}},
             Only("pool", ("4", "other"), "columns are tokens"),
         ),
-        measured("queries", _QUERIES, lambda case: batches.query_class(case.q)),
+        measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
-        measured("others", _OTHERS, _others),
+        measured("others", batches.OTHERS, _others),
         measured(
             "longest",
             batches.LONGEST,
@@ -216,7 +212,7 @@ TOPK = Space(
     ),
     shape=_fields,
     small={
-        "requests": ("2 to 7", "1", "8 to 63"),
+        "requests": batches.FEW_REQUESTS,
         "queries": ("1", "2", batches.MIXED),
         "others": ("shorter", "alone", "no context"),
         "longest": ("65 to 256", "1 to 16", "17 to 64", "257 to 1,024"),

@@ -13,9 +13,8 @@ from mla_conformance.backends.topk import MLATopKSelectorConfig
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import choose_rows
-from mla_conformance.judging.measured import Measured
 from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
-from mla_conformance.judging.steps import Form
+from mla_conformance.judging.steps import Form, Measured
 from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.problem import Problem
@@ -95,13 +94,14 @@ class PoolTokens:
 
 
 class TopKJudge(SelectionSteps):
+    expectation: GoldenWindows
+
     def __init__(
         self, problem: Problem, expectation: GoldenWindows, declaration: Declaration, numbers: Tolerance
     ) -> None:
-        super().__init__(problem, expectation)
-        self.expectation, self.declared = expectation, declaration.selection
+        super().__init__(problem, expectation, declaration, numbers)
         assert isinstance(problem.case, TopKCase)
-        self.case = problem.case
+        self.case, self.declared = problem.case, declaration.selection
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """How often each column was selected; of an observation whose form is right."""
