@@ -19,9 +19,11 @@ from mla_conformance.files.outputs import Section
 
 ROOT = Path(__file__).parents[1]
 _NOISE = re.compile(
-    r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n", re.MULTILINE
+    r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n"
+    r"|^exit status: 0 listed; 2 usage$",
+    re.MULTILINE,
 )
-"""Usage, which repeats the options, headings, the option that every command has, and examples."""
+"""Usage, which repeats the options, headings, the option that every command has, examples, and a usual exit status."""
 _ENTRY = re.compile(r"^  (-\S.*|CASE_ID.*)\n(?:   .*\n)*", re.MULTILINE)
 _WIDTH = 80
 _ROLES = tuple(dict.fromkeys(CLASSES[call] for call in Call))
