@@ -51,6 +51,9 @@ def _without(seen: set[str], text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
     before, exit_status, after = text.rpartition("exit status: ")
     above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) + "\n\n" if known else ""
+    if after in seen:
+        after = "as above"
+    seen.add(after)
     return f"{before}{above}{exit_status}{after}"
 
 
