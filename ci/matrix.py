@@ -3,6 +3,7 @@
 Every figure is read from a record; a table says which suite judged it, on what device, and when.
 """
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,8 +19,7 @@ from mla_conformance.scoreboard.board import Entry
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "fixtures" / "records"
-_KERNELS = "| kernel | version | passed | known to fail |\n|---|---|---|---|"
-_FAILURES = "| kernels, cases | for example | why |\n|---|---|---|"
+_REST = re.compile("; |, (?:so that|such as|whose) ")
 
 
 def newest(folder: Path) -> list[Shown]:
@@ -41,7 +41,7 @@ def newest(folder: Path) -> list[Shown]:
 
 
 def kernels(records: list[Shown]) -> str:
-    """Where and when most of the records were made, then the others by name; and a row for each."""
+    """Where and when most of the records were made, then the others by name; and a line for each."""
     rows = []
     made = grouped(records, lambda r: f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}")
     most, *others = sorted(made, key=lambda place: -len(made[place]))
@@ -50,13 +50,13 @@ def kernels(records: list[Shown]) -> str:
         counts = record.counts
         name, version = next(iter(record.distributions.items()))
         lacking = f", {counts.unavailable} lacked memory" if counts.unavailable else ""
-        passed = f"{counts.passed}/{counts.listed}{lacking}"
-        rows.append(_row([record.backend, f"{name} {version}", passed, counts.waived]))
-    return "\n".join(["; ".join(places), "", _KERNELS, *rows])
+        known = f", {counts.waived} known" if counts.waived else ""
+        rows.append(f"- {record.backend}, {name} {version}: {counts.passed}/{counts.listed}{known}{lacking}")
+    return "\n".join(["; ".join(places), "", *rows])
 
 
 def failures(records: list[Shown]) -> str:
-    """A row for each reason why kernels fail, with the shortest of the cases that show it."""
+    """A line for each reason why kernels fail, shortened, with the shortest of the cases that show it."""
     found = ((record.backend, finding) for record in records for finding in record.findings)
     rows = []
     # Without the place of the entry that says it.
@@ -64,12 +64,8 @@ def failures(records: list[Shown]) -> str:
         kernels = Counter(backend for backend, _ in group)
         example = min((finding.case for _, finding in group), key=lambda case: (len(case), case))
         told = ", ".join(f"{backend} {number}" for backend, number in kernels.items())
-        rows.append(_row([told, f"`{example}`", reason]))
-    return "\n".join([_FAILURES, *rows])
-
-
-def _row(cells: list[object]) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+        rows.append(f"- {told}: {_REST.split(reason.removeprefix('bug: '))[0]}: `{example}`")
+    return "\n".join(rows)
 
 
 def sections(root: Path) -> list[tuple[Section, str]]:

@@ -1,23 +1,15 @@
 """What pages show of the code: help of commands, fields of case ids, inputs of functions: ``python ci/pages.py``."""
 
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
 from unittest.mock import patch
 
 from mla_conformance.api.tables import TABLES, table_lines
-from mla_conformance.backends.cache import MLACacheBackend
-from mla_conformance.backends.compress import MLACompressBackend
-from mla_conformance.backends.operands import forms_of
-from mla_conformance.backends.prepare import MLAPrepareBackend
-from mla_conformance.backends.sparse_layer import MLASparseLayerBackend
-from mla_conformance.backends.topk import MLATopKBackend
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
 from mla_conformance.commands.parser import command_line, commands_of
@@ -27,14 +19,13 @@ from mla_conformance.files.outputs import Section
 
 ROOT = Path(__file__).parents[1]
 _NOISE = re.compile(
-    r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n", re.MULTILINE
+    r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n"
+    r"|^exit status: 0 listed; 2 usage$",
+    re.MULTILINE,
 )
-"""Usage, which repeats the options, headings, the option that every command has, and examples."""
+"""Usage, which repeats the options, headings, the option that every command has, examples, and a usual exit status."""
 _ENTRY = re.compile(r"^  (-\S.*|CASE_ID.*)\n(?:   .*\n)*", re.MULTILINE)
 _WIDTH = 80
-_FURTHER = MLATopKBackend, MLAPrepareBackend, MLACompressBackend, MLACacheBackend, MLASparseLayerBackend
-_UNBROKEN = "\0"
-_WRAPPED: dict[str, Any] = {"width": 80, "initial_indent": "  ", "subsequent_indent": " " * 6}
 _ROLES = tuple(dict.fromkeys(CLASSES[call] for call in Call))
 
 
@@ -63,6 +54,9 @@ def _without(seen: set[str], text: str) -> str:
     text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
     before, exit_status, after = text.rpartition("exit status: ")
     above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) + "\n\n" if known else ""
+    if after in seen:
+        after = "as above"
+    seen.add(after)
     return f"{before}{above}{exit_status}{after}"
 
 
@@ -90,42 +84,15 @@ def _list(title: str, case: type[Case], names: set[str]) -> str:
     return "\n".join([f"### {title}", "", *entries])
 
 
-def signatures() -> str:
-    """What classes of the further roles are called with, and where they find their batch."""
-    lines = [line.replace(_UNBROKEN, " ") for role in _FURTHER for line in _signatures(role)]
-    return "\n".join(["```text", *lines, "```"])
-
-
-def _signatures(role: type) -> Iterator[str]:
-    batch = inspect.signature(role.prepare_metadata).parameters if hasattr(role, "prepare_metadata") else {}
-    head = f"{role.__name__}({', '.join(inspect.signature(role).parameters)})"
-    yield from wrap(head, width=80, subsequent_indent=" " * 6)
-    for kind in (each.annotation for name, each in batch.items() if name != "self"):
-        (attribute,) = role.prepare_metadata.__code__.co_names  # type: ignore[attr-defined]
-        yield from wrap(f"self.{attribute}: {_operands(kind, [field.name for field in fields(kind)])}", **_WRAPPED)
-    for name, entry in vars(role).items():
-        if name.startswith("run_"):
-            given = inspect.signature(entry)
-            told = _operands(entry, [each for each in given.parameters if each != "self"])
-            returned = inspect.formatannotation(given.return_annotation).replace("torch.", "")
-            yield from wrap(f"{name}({told}) -> {returned}", **_WRAPPED)
-
-
-def _operands(of: Callable[..., Any], names: list[str]) -> str:
-    shapes = {name: form.shape for name, form in forms_of(of).items() if form.shape}
-    told = [f"{name} [{shapes[name]}]" if name in shapes else name for name in names]
-    return ", ".join(each.replace(" ", _UNBROKEN) for each in told)
-
-
 def sections(root: Path) -> Iterator[tuple[Section, str]]:
     yield Section.of(root / "docs" / "commands.md", "commands"), commands()
     yield Section.of(root / "docs" / "case-ids.md", "fields"), case_fields()
-    yield Section.of(root / "docs" / "add-a-backend.md", "signatures"), signatures()
     api, functions = root / "docs" / "python-api.md", root / "docs" / "examples" / "functions.py"
     for name in TABLES:
         yield Section.of(api, name), "\n".join(table_lines(name))
-    _, _, source = functions.read_text(encoding="utf-8").partition("\n\n")
-    yield Section.of(api, "functions"), f"```python\n{source.strip()}\n```"
+    parts = functions.read_text(encoding="utf-8").split("\n\n\n")
+    shown = (part for part in parts if part.startswith(("def attend(", "def decode(")))
+    yield Section.of(api, "functions"), "\n\n\n".join(["```python\nimport torch", *shown]) + "\n```"
 
 
 def main() -> None:

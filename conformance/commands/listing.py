@@ -79,13 +79,11 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 def list_models(options: argparse.Namespace) -> int:
     if options.docs:
-        lines = ["| model | figures | read in |", "|---|---|---|"]
+        lines = []
         for name in model_names():
-            readings = stored_model(name).readings
-            for reading in readings if len(readings) > 1 else ():
+            for reading in (each for each in stored_model(name).readings if each.unconfirmed):
                 figures = ", ".join(f"`{figure}`" for figure in reading.config)
-                unconfirmed = f"; **unconfirmed**: {reading.unconfirmed}" if reading.unconfirmed else ""
-                lines.append(f"| `{name}` | {figures} | {reading.source}{unconfirmed} |")
+                lines.append(f"- `{name}`: {figures}: {reading.source}; **unconfirmed**: {reading.unconfirmed}")
         Section.of(options.docs, "models").write("\n".join(lines))
     elif options.name:
         for line in _detail(find_model(options.name), stored_model(options.name)):

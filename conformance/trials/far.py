@@ -17,7 +17,6 @@ from mla_conformance.backends.metadata import chunked_context_metadata, prefill_
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.judged_rows import Reach, rows_before
-from mla_conformance.problems.cache_bytes import CacheImage
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, device_lost, poison, reserved

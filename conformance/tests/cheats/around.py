@@ -64,8 +64,8 @@ class ReplacesItsMetadata(ThreeTimes):
 
 @cheat(
     claims="that it is right wherever it runs",
-    trust="The numbers are right here. A kernel can see by modules, processes or cases that the harness is loaded, and "
-    "be right only then; whoever trusts it reads the source that the certificate pins.",
+    trust="A kernel can see that the harness is loaded, and be right only then; whoever trusts it reads the source "
+    "that the certificate pins.",
 )
 class IsRightWhereItIsJudged(ThreeTimes):
     """Is right only while the harness is loaded."""

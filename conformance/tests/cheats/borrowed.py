@@ -15,8 +15,8 @@ from mla_conformance.tests.cheats.cheat import ThreeTimes, cheat
 
 _OWN = "that its own kernel computed"
 NUMBERS_ARE_RIGHT = (
-    "The numbers are right, and a verdict is about nothing else. On a GPU the record lists the measured kernels, here "
-    "torch's alone; on a CPU nothing is measured. Whoever trusts the name reads the source that the certificate pins."
+    "The numbers are right, and a verdict is about nothing else. On a GPU the record lists the kernels that ran; "
+    "whoever trusts the name reads the source that the certificate pins."
 )
 
 _SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

@@ -44,8 +44,8 @@ class _Finder:
 
 @cheat(
     claims="that it drives a library, in a version",
-    trust="A version is what an installed package says of itself, and every package is trusted with that. On a GPU the "
-    "kernels and shared libraries that were loaded are measured, here none of that library's.",
+    trust="A version is what an installed package says of itself. On a GPU the record lists kernels and libraries that "
+    "were loaded, here none of that library's.",
 )
 class ClaimsALibrary(ThreeTimes):
     """Declares a distribution that it does not use, and brings the metadata of one that is not installed."""

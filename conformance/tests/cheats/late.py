@@ -24,8 +24,8 @@ class FillsInWhenJudged(ThreeTimes):
 @cheat(
     claims="that it writes to its output only",
     case="out_tensor:dims=small;q=[5,3];out=1",
-    trust="The numbers are right and were looked at before; the write meets memory of the kernel's own process that "
-    "nothing reads any more. Who calls a kernel trusts it with the memory of the process that calls it.",
+    trust="The numbers were looked at before; the write meets memory of the kernel's own process that nothing reads "
+    "any more.",
 )
 class WritesAroundItsOutputLater(ThreeTimes):
     """Returns what is right in the output that it was given, and writes around that when it is asked for evidence."""
