@@ -101,6 +101,7 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     FLASHINFER = "mla_conformance.backends.flashinfer.FlashInferPrefillBackend", "fa2", "fa3", "cutlass"
     CUDNN = "mla_conformance.backends.cudnn.CudnnPrefillBackend", "graph", "flashinfer", "fp8"
     TRTLLM_RAGGED = "mla_conformance.backends.trtllm_ragged.TrtllmRaggedPrefillBackend"
+    TRTLLM = "mla_conformance.backends.trtllm.TrtllmPrefillBackend", "sm90", "sm100"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLAPrefillBackend"
     TRITON_ATTN = "mla_conformance.backends.triton_attn.TritonAttnPrefillBackend"
     SGLANG_TRITON = "mla_conformance.backends.sglang_triton.SGLangTritonPrefillBackend", "interpreted"
@@ -128,6 +129,7 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     FLASH_ATTN_MLA = "mla_conformance.backends.flash_attn_mla.FlashAttnMLADecodeBackend", "upstream", "sglang", "vllm"
     TOKENSPEED_MLA = "mla_conformance.backends.tokenspeed_mla.TokenspeedMLADecodeBackend"
     CUTLASS_MLA = "mla_conformance.backends.cutlass_mla.CutlassMLADecodeBackend"
+    TRTLLM = "mla_conformance.backends.trtllm.TrtllmDecodeBackend", "sm90", "sm100"
     CUSTOM = None
 
 

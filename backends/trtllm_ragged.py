@@ -1,13 +1,7 @@
 """TRTLLM_RAGGED: TensorRT-LLM's ragged prefill kernels for Blackwell, called through FlashInfer.
 
 ``trtllm_ragged_attention_deepseek`` of FlashInfer 0.6.13 and 0.7.2. The package tensorrt-llm on PyPI is a stub that
-downloads from another index; it is not needed.
-
-The attention of tensorrt_llm itself has no adapter and no recorded signature. Of 1.2.1 the index has a source archive
-of 10 kB, whose build fetches the wheel from elsewhere, so that CI could compare nothing. And no call of it is handed a
-cache: ``TrtllmAttentionWrapper.run`` (NVIDIA/TensorRT-LLM at 9144c0e6, ``_torch/attention_backend/trtllm.py``) passes
-``thop.attention``, a function in C++ of 66 arguments, the addresses of pools that the engine's cache manager allocates
-(``host_kv_cache_pool_pointers``), beside the step's latents and the tables of its rotation.
+downloads from another index; it is not needed. Its own attention is TRTLLM (``backends/trtllm.py``).
 """
 
 import torch

@@ -16,8 +16,9 @@ from signatures import RECORDED, signatures
 _FETCH = ("-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version=3.12")
 _SECONDS = 120
 _AT_ONCE = 4
-_LARGE = ("lmdeploy", "sglang-kernel", "vllm")
-"""Packages whose wheels have hundreds of megabytes; ``ci/signatures.py`` prints the signatures of an unpacked one."""
+_LARGE = ("lmdeploy", "sglang-kernel", "tensorrt-llm", "vllm")
+"""Packages whose wheels have hundreds of megabytes; ``ci/signatures.py`` prints the signatures of an unpacked one, or
+of a checkout of the commit that the label names."""
 
 
 def compare(label: str, expected: dict[str, list[list[object]]]) -> tuple[str, bool]:
