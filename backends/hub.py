@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.foreign import BackendReferenceError, cut, one_line
-from mla_conformance.backends.roles import ROLES, sibling
+from mla_conformance.backends.roles import ROLES
 
 HUB = "hub:"
 _KERNELS = Library("kernels", "kernels", extra("hub"))
@@ -160,7 +160,7 @@ def load(reference: str, import_file: Callable[[Path], Any]) -> Any:
         own = {"kernel": kernel, "kernel_evidence": lambda self: {**tells(self), **evidence}}
         return type(cls)(cls.__name__, (cls,), {**own, **others, "__module__": cls.__module__})
 
-    named_by = {f"{role}_backend": sibling(backend, role) for role in ROLES.values()}
+    named_by = {f"{role}_backend": getattr(backend, f"{role}_backend", None) for role in ROLES.values()}
     return driving(backend, **{name: driving(each) for name, each in named_by.items() if isinstance(each, type)})
 
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, starts_of
+from mla_conformance.backends import packaged
+from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
-from mla_conformance.backends.dependencies import Library, extra
-from mla_conformance.backends.packaged import FP22_SUMS, JOINS_Q, RETURNS_NO_LSE, LibraryKernel, declared, further
+from mla_conformance.backends.packaged import declared, further
 from mla_conformance.backends.paged import PagedDecodeBackend
-from mla_conformance.backends.platform import BLACKWELL, HOPPER, Devices
 from mla_conformance.backends.ragged import RaggedPrefillBackend
 from mla_conformance.reference.dimensions import MLADimensions
 
@@ -28,25 +27,25 @@ _NOTE = "the package index has a stub, its wheels are at --extra-index-url https
 _STATS = "returns a row's largest logit and sum, [T, N, 2]"
 
 
-class _TrtllmKernel(LibraryKernel):
+class _TrtllmKernel(packaged.LibraryKernel):
     """The operator chooses its kernels by the device; the variants are what those differ in."""
 
     name = "TRTLLM"
-    libraries = (Library("tensorrt_llm._torch.attention_backend.trtllm", "tensorrt-llm", extra("tensorrt-llm"), _NOTE),)
-    devices = Devices("9.0 or 10.x", (9, 0), (11, 0))
+    libraries = (packaged.in_extra("tensorrt-llm", "tensorrt_llm._torch.attention_backend.trtllm", note=_NOTE),)
+    devices = packaged.Devices("9.0 or 10.x", (9, 0), (11, 0))
     by_device = {10: ("sm100",), 0: ("sm90",)}
 
     @classmethod
-    def lacks(cls) -> list[str]:
+    def lacks(cls) -> str:
         """Versions before these and after them are called otherwise."""
         run = getattr(getattr(cls.libraries[0].load(), "TrtllmAttentionWrapper", None), "run", None)
-        if run and "cu_q_seqlens" in inspect.signature(run).parameters:
-            return []
+        if run and packaged.has_parameter(run, "cu_q_seqlens"):
+            return ""
         reason = "its attention is called otherwise than in those versions that the adapter was written from"
-        return [f"package tensorrt-llm {cls.libraries[0].version()} is installed, but {reason}"]
+        return f"package tensorrt-llm {cls.libraries[0].version()} is installed, but {reason}"
 
     def call(
-        self, q: Tensor, output: Tensor, queries: Tensor, keys: Tensor, cache: Tensor, table: Tensor, **more: Any
+        self: Any, q: Tensor, output: Tensor, queries: Tensor, keys: Tensor, cache: Tensor, table: Tensor, **more: Any
     ) -> None:
         """Plan and run; q is [T, N · width], and a phase is generation if it hands over ``q_pe``.
 
@@ -100,6 +99,7 @@ class TrtllmPrefillBackend(_TrtllmKernel, RaggedPrefillBackend):
     """The context phase over keys and values that are given, as after a read of cached ones."""
 
     supported_dtypes = [torch.bfloat16, torch.float8_e4m3fn]
+    blanks = ("output", "lse")
     supported_mla_dimensions = [MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)]
     declaration = declared(
         "tensorrt-llm",
@@ -130,24 +130,24 @@ class TrtllmPrefillBackend(_TrtllmKernel, RaggedPrefillBackend):
         self.call(q, output, queries, keys, block, table, **options)
         rest = 1.0 if self.variant == "sm100" else self.scale * math.sqrt(self.dimensions.qk_head_dim)  # of the scale
         lse = (stats[..., 0] * rest + stats[..., 1].log()).mT
-        return blank_output(output.unflatten(1, (heads, -1)), batch), blank_lse(lse, batch)
+        return output.unflatten(1, (heads, -1)), lse
 
 
 class TrtllmPrefillSm90(TrtllmPrefillBackend, variant="sm90"):
     """Kernels of its fmha_v2."""
 
-    devices = HOPPER
+    devices = packaged.HOPPER
     declaration = further(
         TrtllmPrefillBackend.declaration,
-        FP22_SUMS,
-        e4m3_rounding=Rounding(p=Precision.SCALED_E4M3, accumulation=Precision.FP22),
+        packaged.FP22_SUMS,
+        e4m3_rounding=packaged.SCALED_P_FP22,
     )
 
 
 class TrtllmPrefillSm100(TrtllmPrefillBackend, variant="sm100"):
     """Kernels that come compiled, those of TRTLLM_RAGGED."""
 
-    devices = BLACKWELL
+    devices = packaged.BLACKWELL
     declaration = further(TrtllmPrefillBackend.declaration, e4m3_rounding=Rounding(p=Precision.SCALED_E4M3))
 
 
@@ -161,7 +161,7 @@ class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
     declaration = declared(
         "tensorrt-llm",
         ("an operator before it rotates, writes the cache and counts lengths", "lengths are counted, and no more"),
-        JOINS_Q,
+        packaged.JOINS_Q,
         ("takes the address of a pool and the numbers of its blocks", "those of the cache, copied if blocks are apart"),
         ("reads an e4m3 cache only under queries in e4m3, of the same scale", "declared unsupported"),
         ("asks for the step's latents and does not read them", "queries stand for them"),
@@ -185,15 +185,15 @@ class TrtllmDecodeBackend(_TrtllmKernel, PagedDecodeBackend):
 class TrtllmDecodeSm90(TrtllmDecodeBackend, variant="sm90"):
     """FlashMLA, which it compiles in."""
 
-    devices = HOPPER
+    devices = packaged.HOPPER
     supported_dtypes = [torch.float16, torch.bfloat16]
     returns_lse = False
-    declaration = further(TrtllmDecodeBackend.declaration, RETURNS_NO_LSE)
+    declaration = further(TrtllmDecodeBackend.declaration, packaged.RETURNS_NO_LSE)
 
 
 class TrtllmDecodeSm100(TrtllmDecodeBackend, variant="sm100"):
     """Kernels that come compiled."""
 
-    devices = BLACKWELL
+    devices = packaged.BLACKWELL
     supported_block_sizes = [32, 64]
     declaration = further(TrtllmDecodeBackend.declaration, (f"{_STATS}, the logit scaled", "natural LSE, [N, T]"))
