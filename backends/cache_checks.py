@@ -19,24 +19,7 @@ def require_call(backend: MLACacheBackend, call: str, kv_cache: Tensor, model_dt
     require_declared(backend, kv_cache.device, MLACacheSelectorConfig, **own, **asked)
 
 
-def check_latents(backend: MLACacheBackend, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Refuse what latents cannot be written with; reads the slots."""
-    _check(backend, "write_latent", kv_c.dtype, kv_cache=kv_cache, kv_c=kv_c, k_pe=k_pe)
-    _check_slots(slot_mapping, kv_cache, kv_c=kv_c, k_pe=k_pe)
-
-
-def check_index_keys(backend: MLACacheBackend, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """The same for index keys."""
-    _check(backend, "write_index", k.dtype, kv_cache=kv_cache, k=k)
-    _check_slots(slot_mapping, kv_cache, k=k)
-
-
-def check_index_room(backend: MLACacheBackend, kv_cache: Tensor, k: Tensor, k_scale: Tensor) -> None:
-    """Refuse a cache of another layout, and what codes or scales of index keys cannot be gathered into."""
-    _check(backend, "gather_index", torch.bfloat16, kv_cache=kv_cache, k=k, k_scale=k_scale)
-
-
-def _check(backend: MLACacheBackend, call: str, model: torch.dtype, **given: Tensor) -> None:
+def check_forms(backend: MLACacheBackend, call: str, model: torch.dtype, **given: Tensor) -> None:
     """Refuse operands of other forms, a cache of another layout or without room for such a model among them."""
     layout, sizes = backend.kv_cache_dtype, (backend.kv_lora_rank, backend.qk_rope_head_dim)
     known = {"model": model, "width": entry_width(layout, *sizes), "entries": cache_dtype(layout, model)}
@@ -44,8 +27,9 @@ def _check(backend: MLACacheBackend, call: str, model: torch.dtype, **given: Ten
     require_forms(getattr(MLACacheBackend, f"run_{call}"), given, known)
 
 
-def _check_slots(slots: Tensor, kv_cache: Tensor, **rows: Tensor) -> None:
-    """Refuse slots that are no slots of a cache, and fewer rows than there are slots."""
+def check_written(backend: MLACacheBackend, call: str, kv_cache: Tensor, slots: Tensor, **rows: Tensor) -> None:
+    """Refuse rows that are no entries, slots that are none of the cache, and fewer rows than slots; reads the slots."""
+    check_forms(backend, call, next(iter(rows.values())).dtype, kv_cache=kv_cache, **rows)
     if slots.dim() != 1 or slots.dtype not in _SLOTS:
         raise ValueError(f"slot_mapping: expected [T] of int64 or int32, got {list(slots.shape)} of {slots.dtype}")
     for name, x in rows.items():
@@ -84,7 +68,7 @@ def check_workspace(backend: MLACacheBackend, kv_cache: Tensor, workspace: Tenso
     """Refuse a workspace that holds neither entries nor what they mean, and a cache of another layout."""
     as_stored = workspace.dtype == kv_cache.dtype
     model = kv_cache.dtype if backend.kv_cache_dtype == "auto" else torch.bfloat16
-    _check(backend, "gather_latent", model, kv_cache=kv_cache)
+    check_forms(backend, "gather_latent", model, kv_cache=kv_cache)
     width = kv_cache.shape[2] if as_stored else backend.kv_lora_rank + backend.qk_rope_head_dim
     if workspace.dim() != 2 or workspace.shape[1] != width or not (as_stored or workspace.is_floating_point()):
         raise ValueError(

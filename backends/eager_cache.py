@@ -39,12 +39,12 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         if may_look_at(slot_mapping):
-            cache_checks.check_latents(self, kv_c, k_pe, kv_cache, slot_mapping)
+            cache_checks.check_written(self, "write_latent", kv_cache, slot_mapping, kv_c=kv_c, k_pe=k_pe)
         self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
 
     def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         if may_look_at(slot_mapping):
-            cache_checks.check_index_keys(self, k, kv_cache, slot_mapping)
+            cache_checks.check_written(self, "write_index", kv_cache, slot_mapping, k=k)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
 
     def run_gather_latent(
@@ -75,7 +75,7 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        cache_checks.check_index_room(self, kv_cache, k, k_scale)
+        cache_checks.check_forms(self, "gather_index", torch.bfloat16, kv_cache=kv_cache, k=k, k_scale=k_scale)
         cache_checks.check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
         codes, scales = self._gathered(kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)

@@ -87,16 +87,12 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
 
     def run_write_latent(self, *operands: Any, **named: Any) -> None:
         x = self._given("write_latent", operands, named)
-        cache_checks.require_call(self, "write_latent", x.kv_cache, x.kv_c.dtype, slot_dtype=x.slot_mapping.dtype)
-        cache_checks.check_latents(self, x.kv_c, x.k_pe, x.kv_cache, x.slot_mapping)
-        if len(x.slot_mapping):
+        if self._is_written("write_latent", x, kv_c=x.kv_c, k_pe=x.k_pe):
             self.write_latent(x)
 
     def run_write_index(self, *operands: Any, **named: Any) -> None:
         x = self._given("write_index", operands, named)
-        cache_checks.require_call(self, "write_index", x.kv_cache, x.k.dtype, slot_dtype=x.slot_mapping.dtype)
-        cache_checks.check_index_keys(self, x.k, x.kv_cache, x.slot_mapping)
-        if len(x.slot_mapping):
+        if self._is_written("write_index", x, k=x.k):
             self.write_index(x)
 
     def run_gather_latent(self, *operands: Any, **named: Any) -> None:
@@ -111,13 +107,19 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
     def run_gather_index(self, *operands: Any, **named: Any) -> None:
         x = self._given("gather_index", operands, named)
         cache_checks.require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
-        cache_checks.check_index_room(self, x.kv_cache, x.k, x.k_scale)
+        cache_checks.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
         self.gather_index(self._looked_up(x, k=x.k, k_scale=x.k_scale))
 
     def _given(self, call: str, operands: tuple[Any, ...], named: dict[str, Any]) -> Any:
         bound = signature(getattr(MLACacheBackend, f"run_{call}")).bind(self, *operands, **named)
         bound.apply_defaults()
         return SimpleNamespace(**bound.arguments)
+
+    def _is_written(self, call: str, x: Any, **rows: Tensor) -> bool:
+        model = next(iter(rows.values())).dtype
+        cache_checks.require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
+        cache_checks.check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
+        return len(x.slot_mapping) > 0
 
     def _looked_up(self, x: Any, **workspaces: Tensor) -> Any:
         requests = (x.block_table, x.cu_seq_lens, x.seq_starts)
