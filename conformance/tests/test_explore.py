@@ -221,7 +221,7 @@ class NarrowDecode(EagerDecodeBackend):
 
 def test_the_region_of_a_narrow_kernel_is_what_it_declares() -> None:
     subject = Subject.of(f"{NarrowDecode.__module__}:NarrowDecode", torch.device("cpu"))
-    vars(subject).update(roles=(Role.DECODE,), _classes={Role.DECODE: NarrowDecode}, _unavailable={Role.DECODE: []})
+    vars(subject).update(roles=(Role.DECODE,), _classes={Role.DECODE: NarrowDecode}, _missing={Role.DECODE: []})
     region = region_of(subject, DECODE)
     expected = {
         "cache": ["auto", "fp8"],
