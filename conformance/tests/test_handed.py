@@ -39,9 +39,7 @@ def judged(text: str, **attributes: Callable[..., Any]) -> Record:
     case = Case.parse(text)
     kernel = type("Mine", (Touches,), {name: staticmethod(function) for name, function in attributes.items()})
     subject = Subject(BackendReference("Mine", f"{__name__}:Mine"), torch.device("cpu"))
-    vars(subject).update(
-        _classes={Role.PREFILL: kernel}, unavailable=[], roles=(case.role,), _unavailable={case.role: []}
-    )
+    vars(subject).update(_classes={Role.PREFILL: kernel}, unavailable=[], roles=(case.role,), _missing={case.role: []})
     return judge_one(subject, case, Context())
 
 
