@@ -39,6 +39,8 @@ class CachedCase(Case):
     longer: ClassVar[Mapping[str, int]] = {"kv": 3}
     least_new: ClassVar[int] = 1
     """New tokens that each request has at least."""
+    merges_ranks: ClassVar[bool] = True
+    """Whether the results of several ranks are merged, not judged one by one or merged by what is judged."""
     layouts: ClassVar[tuple[str, ...]] = ("cache",)
     """Fields that name the layout of a cache."""
 
@@ -63,7 +65,7 @@ class CachedCase(Case):
 
     @property
     def is_merged(self) -> bool:
-        return self.ranks > 1
+        return self.merges_ranks and self.ranks > 1
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -104,6 +106,7 @@ class CacheOperation(CachedCase):
     """A question about what is written into a paged cache, where nothing attends."""
 
     causal: ClassVar[bool] = False
+    merges_ranks: ClassVar[bool] = False
     least_new: ClassVar[int] = 0
 
     heads: int = at_least(1, 1)
@@ -112,7 +115,3 @@ class CacheOperation(CachedCase):
     @property
     def visible_lens(self) -> tuple[int, ...]:
         return (0,) * len(self.q)
-
-    @property
-    def is_merged(self) -> bool:
-        return False  # ranks are judged one by one

@@ -76,10 +76,11 @@ SCALES = Numbers(
 RANKS = Numbers({**exactly(1, 2, 3, 4), "5 to 8": ((8,), range(5, 9)), "9 to 16": ((16,), range(9, 17))})
 SEVERAL_RANKS = tuple(label for label in RANKS.parts if label != "1")
 
-DATA = values("data", "data", *dict.fromkeys(("needle", "normal", *Data)))
 DTYPE = values("dtype", "dtype", "bf16", "fp16", "fp32")
 SCALE = numbers("scale", "scale", SCALES)
 LAYOUT = values("layout", "layout", *(layout.value for layout in Layout))
+INPUTS = (values("data", "data", *dict.fromkeys(("needle", "normal", *Data))), LAYOUT, SCALE)
+"""Of whatever attends: every data regime, layout of the operands, and softmax scale."""
 ROW_LAYOUT = values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
 """Of rows that are written, or compressed."""
 PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), range(1, 2**16))}, most=40))

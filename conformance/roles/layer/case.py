@@ -40,6 +40,7 @@ class LayerCase(CachedCase):
 
     role: ClassVar[Role] = Role.LAYER
     calls: ClassVar[tuple[Call, ...]] = (Call.LAYER,)
+    merges_ranks: ClassVar[bool] = False  # ranks of a layer merge their states themselves
 
     decodes: int = at_least(0, 0, "requests of the batch that decode")
     order: str = one_of(Order, Order.PREFILLS_FIRST, "which requests of the batch come first")
@@ -75,10 +76,6 @@ class LayerCase(CachedCase):
     @property
     def prefill_contexts(self) -> tuple[int, ...]:
         return tuple(kv for index, kv in enumerate(self.kv) if index not in self.decoding)
-
-    @property
-    def is_merged(self) -> bool:
-        return False  # ranks of a layer merge their states themselves
 
     @property
     def workspace_tokens(self) -> int:
@@ -291,9 +288,7 @@ LAYER = Space(
         values("latents", "latents", *LATENTS),
         values("weights", "weights", "selection", "dense"),
         plain("out", {"none": {"out": False}, "given": {"out": True}}),
-        dimensions.DATA,
-        dimensions.LAYOUT,
-        dimensions.SCALE,
+        *dimensions.INPUTS,
         *dimensions.storage(),
         dimensions.PADDING,
         dimensions.POISONS,

@@ -9,7 +9,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import DATA, LAYOUT, LSE, MAXIMA, PADDING, POISONS, SCALE, numbers
+from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
@@ -261,9 +261,7 @@ PREFILL = Space(
         values("quant", "quant", "none", "fp8", only=_NEW),
         numbers("output scale", "oscale", OUTPUT_SCALES, _QUANTISED),
         replace(LSE, only=_NEW),
-        DATA,
-        LAYOUT,
-        SCALE,
+        *INPUTS,
         PADDING,
         POISONS,
         MAXIMA,

@@ -55,10 +55,6 @@ class SparseLayerCase(CachedCase):
     tp: int = at_least(1, 1, "ranks that share the heads, each with a replica of the indexer and caches of its own")
 
     @property
-    def is_merged(self) -> bool:
-        return False  # one rank has all tokens
-
-    @property
     def visible_lens(self) -> tuple[int, ...]:
         return tuple(min(self.topk, total) for total in self.totals)
 
