@@ -18,6 +18,7 @@ from torch import Tensor
 from mla_conformance.backends.conversions import RaggedBatch, aligned, blank_lse, blank_output, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.packaged import FP22_SUMS, JOINS_Q, RETURNS_NO_LSE, LibraryKernel, declared, further
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.platform import BLACKWELL, HOPPER, Devices
@@ -28,7 +29,7 @@ _NOTE = "the package index has a stub, its wheels are at --extra-index-url https
 _STATS = "returns a row's largest logit and sum, [T, N, 2]"
 
 
-class _TrtllmKernel(LibraryKernel):
+class _TrtllmKernel(LibraryKernel, AttentionKernel):
     """The operator chooses its kernels by the device; the variants are what those differ in."""
 
     name = "TRTLLM"
