@@ -18,6 +18,7 @@ from torch import Tensor
 from mla_conformance.backends import packaged
 from mla_conformance.backends.conversions import RaggedBatch, aligned, starts_of
 from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.kernel import AttentionKernel
 from mla_conformance.backends.packaged import declared, further
 from mla_conformance.backends.paged import PagedDecodeBackend
 from mla_conformance.backends.ragged import RaggedPrefillBackend
@@ -27,7 +28,7 @@ _NOTE = "the package index has a stub, its wheels are at --extra-index-url https
 _STATS = "returns a row's largest logit and sum, [T, N, 2]"
 
 
-class _TrtllmKernel(packaged.LibraryKernel):
+class _TrtllmKernel(packaged.LibraryKernel, AttentionKernel):
     """The operator chooses its kernels by the device; the variants are what those differ in."""
 
     name = "TRTLLM"
@@ -45,7 +46,7 @@ class _TrtllmKernel(packaged.LibraryKernel):
         return f"package tensorrt-llm {cls.libraries[0].version()} is installed, but {reason}"
 
     def call(
-        self: Any, q: Tensor, output: Tensor, queries: Tensor, keys: Tensor, cache: Tensor, table: Tensor, **more: Any
+        self, q: Tensor, output: Tensor, queries: Tensor, keys: Tensor, cache: Tensor, table: Tensor, **more: Any
     ) -> None:
         """Plan and run; q is [T, N · width], and a phase is generation if it hands over ``q_pe``.
 
@@ -57,19 +58,19 @@ class _TrtllmKernel(packaged.LibraryKernel):
             "v_head_dim": output.shape[1] // heads,
             "predicted_tokens_per_seq": int(queries.max()) if generation else 1,
         }
-        scales = {"q_scaling": 1.0 / (self.scale * math.sqrt(self.dimensions.qk_head_dim))}
-        heads_of_keys, mla = (1 if generation else heads), trtllm.MLAParams(**sizes)
-        wrapper = trtllm.TrtllmAttentionWrapper(heads, q.shape[1] // heads, heads_of_keys, mla_params=mla, **scales)
+        made = {"num_kv_heads": 1 if generation else heads, "mla_params": trtllm.MLAParams(**sizes)}
+        made["q_scaling"] = 1.0 / (self.scale * math.sqrt(self.dimensions.qk_head_dim))
+        wrapper = trtllm.TrtllmAttentionWrapper(heads, q.shape[1] // heads, **made)
         wrapper.update_quant_config(trtllm.QuantConfig(kv_cache_quant_algo="FP8") if more.pop("codes", False) else None)
-        # An operator is made and kept for each of these bounds.
-        longest, most, total = 1 << int(keys.max()).bit_length(), 1 << len(table).bit_length(), int(keys.sum())
+        longest, most = 1 << int(max(queries.max(), keys.max())).bit_length(), 1 << len(table).bit_length()
+        total = int(keys.sum())
         offsets = torch.stack([table, table], dim=1)[None]  # of keys and of values, in the one pool
         handed: dict[str, Any] = {
             "q": q,
             "output": output,
             "is_fused_qkv": generation,
             "tokens_per_block": cache.shape[1],
-            "max_num_requests": most,
+            "max_num_requests": most,  # an operator is made and kept for each of these bounds
             "max_sequence_length": longest,
             "max_context_length": longest,
             "sequence_length": keys.to(q.device),
