@@ -38,55 +38,35 @@ _WORKERS_PER_CORE = 4  # more would only wait for each other, until a machine ha
 
 
 class Option:
-    """An option or an argument, as ``ArgumentParser.add_argument`` takes it.
-
-    Attributes:
-        names: a short one stands before the long one.
-        settings: what else ``add_argument`` is told.
-        only_with: options without any of which it means nothing.
-    """
+    """An option or an argument, as ``ArgumentParser.add_argument`` takes it."""
 
     def __init__(self, usage: str, help_text: str, only_with: str = "", **settings: Any) -> None:
-        """``usage`` has its names and what stands for its value; an option without that is a flag."""
+        """``usage`` has its names, a short one first, and what stands for its value; without that it is a flag."""
         *names, last = usage.split()
         is_flag = last.startswith("-")
         self.names = (*names, last) if is_flag else tuple(names)
         self.settings: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": last}
-        self.settings |= {"help": help_text, **settings}
-        self.only_with = tuple(only_with.split())
+        self.settings |= {"help": help_text, **settings}  # what else ``add_argument`` is told
+        self.only_with = tuple(only_with.split())  # options without any of which it means nothing
 
 
 path, several = partial(Option, type=Path), partial(Option, action="append", default=[])
 
 
 class Command:
-    """What stands behind the program's name, and what carries it out.
-
-    Attributes:
-        options: in the order of the help; of each tuple at most one may be given.
-        headings: what each of these stands under in the help; empty for the usual heading.
-    """
+    """What stands behind the program's name, and what carries it out."""
 
     def __init__(
         self,
         words: str,
         help_text: str,
-        run: str,
-        *options: Option | tuple[Option, ...] | str,
-        examples: tuple[str, ...] = ("",),
-        statuses: str = "0 listed; 2 usage",
+        run: str,  # ``module:function``, imported when it is carried out; takes the options, gives the exit status
+        *options: Option | tuple[Option, ...] | str,  # of those in a tuple at most one may be given; or a heading
+        examples: tuple[str, ...] = ("",),  # arguments of calls that make sense
+        statuses: str = "0 listed; 2 usage",  # what each exit status says
     ) -> None:
-        """A command.
-
-        Args:
-            help_text: one line.
-            run: ``module:function``, imported when it is carried out; takes the options, gives the exit status.
-            options: of those in a tuple of their own at most one may be given; a text is a heading of the next.
-            examples: arguments of calls that make sense.
-            statuses: what each exit status says.
-        """
         self.words, self.help, self.run, self.examples, self.statuses = words, help_text, run, examples, statuses
-        self.options, self.headings = list[tuple[Option, ...]](), list[str]()
+        self.options, self.headings = list[tuple[Option, ...]](), list[str]()  # with what each stands under in the help
         heading = ""
         for each in options:
             if isinstance(each, str):

@@ -13,9 +13,8 @@ from mla_conformance.certificate.certificate import Certificate, Outdated, read_
 from mla_conformance.certificate.digests import listed_sources, unlike
 from mla_conformance.certificate.pins import Remark, Weight, compare, compare_machines
 from mla_conformance.certificate.records import KeptRecord, change_records, is_records, read_records
-from mla_conformance.certificate.rerun import judged_cases, rerun
 from mla_conformance.certificate.signature import SignatureError, signature_of, signer
-from mla_conformance.certificate.verify import not_yet_judged, problems, with_reasons
+from mla_conformance.certificate.verify import judged_cases, not_yet_judged, problems, rerun, with_reasons
 from mla_conformance.engine.machine import this_machine
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
 from mla_conformance.files.inputs import InputError, read_text

@@ -49,8 +49,7 @@ from mla_conformance.report.summary import (
     summarise,
 )
 from mla_conformance.report.terminal import counted, near
-from mla_conformance.speed.shapes import KINDS, forms_of
-from mla_conformance.speed.times import Speed
+from mla_conformance.speed.times import KINDS, Speed, forms_of
 from mla_conformance.version import SUITE_VERSION, __version__
 
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge

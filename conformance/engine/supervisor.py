@@ -169,10 +169,6 @@ class Supervisor:
 
         Args:
             part: what places have of their GPU; a case for which that is never enough comes back undone.
-
-        Raises:
-            Stopped: by a signal or the deadline.
-            RunError: no process can be started.
         """
         self._tasks, self._part = tasks, part
         self._unbegun.clear()
@@ -282,25 +278,12 @@ class Supervisor:
 
 
 class Pool:
-    """The places of a run, which the supervisor has: as many as the device is enough for, or as were asked for.
-
-    Attributes:
-        examples: ids of cases, one of each role.
-        hello: what the first place says of the device.
-        workers: how many judge; further places compile ahead.
-        beside: what a worker has of its GPU beside the others.
-    """
+    """The places of a run, which the supervisor has: as many as the device is enough for, or as were asked for."""
 
     def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
-        """Start those that there are in any case at once; the others once the first has said what there is.
-
-        Raises:
-            RequestError: the device that was asked for is not there.
-            RunError: no process can be started.
-            Stopped: by a signal or the deadline.
-        """
+        """Start those that there are in any case at once; the others once the first has said what there is."""
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
-        self.beside = WHOLE
+        self.beside = WHOLE  # what a worker has of its GPU beside the others
         self._on_cpu, self._most_on_cpu = request.surely_cpu, min(_MOST_ON_CPU, machine_cores())
         workers = limits.workers
         if not workers and self._on_cpu:
@@ -311,7 +294,7 @@ class Pool:
         self._most = max(1, len(request.judged_ids))  # have something to do
         for _ in range(1, limits.workers or min(workers, self._most)):
             self._add_place(request.device, workers)
-        self.workers = len(supervisor.places)
+        self.workers = len(supervisor.places)  # how many judge; further places compile ahead
         # While they import torch; of a role whose case cannot be called no other case need be.
         examples = {case.role: case.id for case in map(Case.parse, reversed(request.judged_ids))}
         self.examples = tuple(examples.values())

@@ -29,8 +29,7 @@ from mla_conformance.problems.operands import TORCH_DTYPES, start_loc
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.table import DEFINITIONS, build_problem
-from mla_conformance.speed.shapes import KINDS, SHAPES, Shape, sized
-from mla_conformance.speed.times import Interval, Speed, Timed
+from mla_conformance.speed.times import KINDS, SHAPES, Interval, Shape, Speed, Timed, sized
 from mla_conformance.trials.subject import Subject, device_reasons
 
 PATIENCE = {"cuda": 45.0, "cpu": 45.0}

@@ -1,14 +1,19 @@
-"""Times of a kernel as data, and the table of several. No torch.
+"""Shapes that kernels are timed at, and the cases that have them; times as data, and the table of several. No torch.
 
-They come from a process that the kernel's code shares, so that they are the library's own word; texts and numbers in
+Times come from a process that the kernel's code shares, so that they are the library's own word; texts and numbers in
 them are bounded as everything that such a process says.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
+
+from mla_conformance.cases.cached import CachedCase
+from mla_conformance.cases.case import Call, Case, CaseError
 
 _Text = Annotated[str, Meta(max_length=10_000)]
 _Figure = Annotated[float, Meta(ge=0, le=1e15)]
@@ -32,33 +37,20 @@ class Interval(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Timed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One shape of one kernel.
+    """One shape of one kernel."""
 
-    Attributes:
-        kind: decode, prefill, sparse decode or sparse prefill.
-        shape: in words.
-        case: id of the case that has the shape; empty where the kernel supports no such case.
-        called: the call alone, without a graph.
-        graph: the same as a CUDA graph; None where it is not declared that one can be captured.
-        planning: what is handed over and planned before the call, by the clock.
-        workspace: bytes that torch allocated for instance, plan and call beside the result; None where nobody counts.
-        moved: bytes of operands and results that are read or written once.
-        operations: useful ones.
-        share: what the card would take at least, by bytes or by operations, of the shorter time.
-        why: why there is no time, or no graph.
-    """
-
-    kind: _Text
-    shape: _Text
-    case: Annotated[str, Meta(max_length=20_000)] = ""
-    called: Interval | None = None
-    graph: Interval | None = None
-    planning: Interval | None = None
+    kind: _Text  # decode, prefill, sparse decode or sparse prefill
+    shape: _Text  # in words
+    case: Annotated[str, Meta(max_length=20_000)] = ""  # its id; empty where the kernel supports none of this shape
+    called: Interval | None = None  # the call alone, without a graph
+    graph: Interval | None = None  # the same as a CUDA graph; None where it is not declared that one can be captured
+    planning: Interval | None = None  # what is handed over and planned before the call, by the clock
+    # bytes that torch allocated for instance, plan and call beside the result; None where nobody counts
     workspace: _Count | None = None
-    moved: _Count = 0
-    operations: _Figure = 0.0
-    share: _Figure = 0.0
-    why: _Text = ""
+    moved: _Count = 0  # bytes of operands and results that are read or written once
+    operations: _Figure = 0.0  # useful ones
+    share: _Figure = 0.0  # what the card would take at least, by bytes or by operations, of the shorter time
+    why: _Text = ""  # why there is no time, or no graph
 
     @property
     def best(self) -> Interval | None:
@@ -80,23 +72,14 @@ def _figure(value: float) -> str:
 
 
 class Speed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What was timed of one backend.
+    """What was timed of one backend."""
 
-    Attributes:
-        times: in the order of the shapes.
-        timer: what took them, in words.
-        copy: GB/s, read and written, of a copy on the same device in the same process.
-        product: TFLOP/s of a product of bf16 matrices there, on a CPU of float32 ones.
-        clocks: what was seen of clocks and throttling, in words.
-        why: why nothing was timed; empty where something was.
-    """
-
-    times: Annotated[tuple[Timed, ...], Meta(max_length=100)] = ()
-    timer: _Text = ""
-    copy: _Figure = 0.0
-    product: _Figure = 0.0
-    clocks: _Text = ""
-    why: _Text = ""
+    times: Annotated[tuple[Timed, ...], Meta(max_length=100)] = ()  # in the order of the shapes
+    timer: _Text = ""  # what took them, in words
+    copy: _Figure = 0.0  # GB/s, read and written, of a copy on the same device in the same process
+    product: _Figure = 0.0  # TFLOP/s of a product of bf16 matrices there, on a CPU of float32 ones
+    clocks: _Text = ""  # what was seen of clocks and throttling, in words
+    why: _Text = ""  # why nothing was timed; empty where something was
 
     def of(self, shape: str) -> Timed | None:
         return next((each for each in self.times if each.shape == shape and each.best), None)
@@ -150,8 +133,107 @@ def remarks_of(kernels: Kernels) -> list[str]:
     timed = [speed for _, speed in kernels if speed.has_times]
     remarks = list(dict.fromkeys(speed.timer for speed in timed))
     if timed:
-        copy, product = max(speed.copy for speed in timed), max(speed.product for speed in timed)
-        reached = f"{_figure(copy)} GB/s by a device copy, {_figure(product)} TFLOP/s by a matrix product"
+        copy, most = max(speed.copy for speed in timed), max(speed.product for speed in timed)
+        reached = f"{_figure(copy)} GB/s by a device copy, {_figure(most)} TFLOP/s by a matrix product"
         remarks.append(f"the card reaches {reached}, in the same processes; times are what these report")
         remarks += dict.fromkeys(speed.clocks for speed in timed)
     return remarks + [f"no time for {name}: {speed.reason}" for name, speed in kernels if speed not in timed]
+
+
+KINDS = {
+    Call.DECODE: "decode",
+    Call.NEW_TOKENS: "prefill",
+    Call.CONTEXT_CHUNK: "prefill",
+    Call.SPARSE_DECODE: "sparse decode",
+    Call.SPARSE_PREFILL: "sparse prefill",
+}
+"""What the calls are that are timed."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    call: Call
+    requests: int
+    new: int  # tokens of each request
+    context: int  # tokens of each before those
+
+    def __str__(self) -> str:
+        kind, new = KINDS[self.call], short(self.new)
+        if self.call in (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.SPARSE_PREFILL):
+            return f"{kind} {new}" + (f" after {short(self.context)}" if self.context else "")
+        return f"{kind} {self.requests} × {short(self.context + self.new)}" + (
+            f", {new} tokens" if self.new > 1 else ""
+        )
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+
+
+_K = 1024
+_DECODES = (Call.DECODE, Call.SPARSE_DECODE)
+SHAPES: dict[str, tuple[Shape, ...]] = {
+    "cuda": (
+        *(Shape(call, 64, 1, 8 * _K - 1) for call in _DECODES),
+        *(Shape(Call.NEW_TOKENS, 1, new, 0) for new in (4 * _K, 512, 16 * _K)),
+        Shape(Call.CONTEXT_CHUNK, 1, 4 * _K, 32 * _K),
+        Shape(Call.SPARSE_PREFILL, 1, 4 * _K, 32 * _K),
+        *(Shape(call, requests, 1, 8 * _K - 1) for call in _DECODES for requests in (1, 8, 256)),
+        *(Shape(call, n, 1, total - 1) for call, total, n in product(_DECODES, (_K, 64 * _K), (1, 8, 64, 256))),
+        *(Shape(call, 64, 2, 8 * _K - 2) for call in _DECODES),
+    ),
+    "cpu": (
+        *(Shape(call, requests, 1, _K - 1) for call in _DECODES for requests in (8, 1)),
+        *(Shape(Call.NEW_TOKENS, 1, new, 0) for new in (256, 64)),
+        Shape(Call.CONTEXT_CHUNK, 1, 64, 512),
+        Shape(Call.SPARSE_PREFILL, 1, 16, 512),
+    ),
+}
+"""By type of device, the most telling first: a kernel that takes too long has those. The last decodes verify a draft
+token, which any model may have of another one."""
+HEADS = {"cuda": (128, 64, 32, 16), "cpu": (16, 64, 128)}
+_V3: dict[str, Any] = {"dims": "r1", "scale": 187, "topk": 2048}
+_FORM = ("dtype", "dims", "heads", "scale", "cache", "scales", "topk", "sink", "extra", "extra_topk", "extra_page")
+"""Fields that say what is called, not with how much and how it is laid out."""
+_MOST_FORMS = 12
+_TRIED: dict[str, tuple[Any, ...]] = {"page": (64, 128, 32, 16, 1), "space": ("slot", "position")}
+
+
+def forms_of(passed: Iterable[str], heads: int, device: str) -> tuple[str, ...]:
+    """Ids of small cases whose forms a kernel may be timed in, best first, from ids of those that it passed.
+
+    A deployed model has its number of ``heads``, and all else of it; without one, 0, DeepSeek-V3's dims come first, at
+    the numbers of heads that kernels have.
+    """
+    found = dict[Case, None]()
+    cases = [case for case in map(Case.parse, passed) if case.call in KINDS]
+    for case in () if heads else cases:
+        for number in HEADS[device]:
+            found |= dict.fromkeys(_formed(case, {**_V3, "heads": number, "dtype": "bf16"}))
+    usual = sorted(cases, key=lambda case: (case.heads != heads, case.dtype != "bf16", case.heads))
+    for case in usual:
+        found |= dict.fromkeys(_formed(case, {}))
+    of_call = {call: [case.id for case in found if case.call == call][:_MOST_FORMS] for call in KINDS}
+    return tuple(form for forms in of_call.values() for form in forms)
+
+
+def _formed(case: Case, otherwise: dict[str, Any]) -> Iterator[Case]:
+    """The case's form, with some fields otherwise; nothing where they do not go together."""
+    own = case.defaults()
+    told = {name: getattr(case, name) for name in _FORM if name in own}
+    told |= {name: value for name, value in otherwise.items() if name in own}
+    kv = {} if case.call == Call.NEW_TOKENS else {"kv": (64,)}
+    try:
+        yield Case.of(capability=case.call, call=case.call, q=(1,), lse=False, **kv, **told)
+    except CaseError:
+        return
+
+
+def sized(form: Case, shape: Shape) -> Iterator[Case]:
+    """The cases that have a form and a shape: pages of several sizes, lists that count slots or positions."""
+    own = form.defaults()
+    tried = {name: values for name, values in _TRIED.items() if name in own and isinstance(form, CachedCase)}
+    kv = (shape.context,) * shape.requests if form.kv else ()
+    for values in product(*tried.values()):
+        chosen = dict(zip(tried, values, strict=True))
+        yield replace(form, q=(shape.new,) * shape.requests, kv=kv, **chosen)

@@ -21,8 +21,7 @@ from mla_conformance.certificate.issue import Refused, issue, require_certifiabl
 from mla_conformance.certificate.issue import record as record_of
 from mla_conformance.certificate.pins import Pins, Remark, Weight
 from mla_conformance.certificate.records import kept_records, write_record
-from mla_conformance.certificate.rerun import rerun
-from mla_conformance.certificate.verify import problems
+from mla_conformance.certificate.verify import problems, rerun
 from mla_conformance.cli import main
 from mla_conformance.commands.certify import Issuing
 from mla_conformance.driving.loaded import judging_sources
@@ -312,7 +311,7 @@ def test_the_digests_cover_what_a_verdict_depends_on() -> None:
 
 
 def run_again(certificate: Json, monkeypatch: pytest.MonkeyPatch, found: list[Record], salt: str) -> list[Remark]:
-    monkeypatch.setattr("mla_conformance.certificate.rerun._run", lambda request: run(found))
+    monkeypatch.setattr("mla_conformance.certificate.verify._run", lambda request: run(found))
     return list(rerun(read(certificate), len(CASES), parse_reference("TORCH_SDPA"), "cpu", salt))
 
 

@@ -17,8 +17,7 @@ from mla_conformance.report.html import html
 from mla_conformance.report.loading import load_report
 from mla_conformance.speed import measure
 from mla_conformance.speed.measure import call_of, time_kernel
-from mla_conformance.speed.shapes import Shape, forms_of, sized
-from mla_conformance.speed.times import Interval, Speed, Timed, remarks_of, table_of
+from mla_conformance.speed.times import Interval, Shape, Speed, Timed, forms_of, remarks_of, sized, table_of
 from mla_conformance.trials.subject import Subject
 
 CPU = torch.device("cpu")
