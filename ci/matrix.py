@@ -41,31 +41,36 @@ def newest(folder: Path) -> list[Shown]:
 
 
 def kernels(records: list[Shown]) -> str:
-    """Where and when most of the records were made, then the others by name; and a line for each."""
-    rows = []
+    """A line for each record below where and when it was made; first where most were."""
     made = grouped(records, lambda r: f"{r.device}, torch {r.environment['torch']}, suite {r.suite}, {r.date}")
-    most, *others = sorted(made, key=lambda place: -len(made[place]))
-    places = [most, *(f"{', '.join(record.backend for record in made[place])}: {place}" for place in others)]
-    for record in records:
-        counts = record.counts
-        name, version = next(iter(record.distributions.items()))
-        lacking = f", {counts.unavailable} lacked memory" if counts.unavailable else ""
-        known = f", {counts.waived} known" if counts.waived else ""
-        rows.append(f"- {record.backend}, {name} {version}: {counts.passed}/{counts.listed}{known}{lacking}")
-    return "\n".join(["; ".join(places), "", *rows])
+    parts = []
+    for place, group in sorted(made.items(), key=lambda each: -len(each[1])):
+        rows = []
+        for record in group:
+            counts = record.counts
+            name, version = next(iter(record.distributions.items()))
+            lacking = f", {counts.unavailable} lacked memory" if counts.unavailable else ""
+            known = f", {counts.waived} known" if counts.waived else ""
+            rows.append(f"- {record.backend}, {name} {version}: {counts.passed}/{counts.listed}{known}{lacking}")
+        parts.append("\n".join([f"{place}:", "", *rows]))
+    return "\n\n".join(parts)
 
 
 def failures(records: list[Shown]) -> str:
     """A line for each reason why kernels fail, shortened, with the shortest of the cases that show it."""
     found = ((record.backend, finding) for record in records for finding in record.findings)
     rows = []
-    # Without the place of the entry that says it.
-    for reason, group in grouped(found, lambda each: each[1].expectation.partition(": ")[2]).items():
+    for reason, group in grouped(found, lambda each: shortened(each[1].expectation)).items():
         kernels = Counter(backend for backend, _ in group)
         example = min((finding.case for _, finding in group), key=lambda case: (len(case), case))
         told = ", ".join(f"{backend} {number}" for backend, number in kernels.items())
-        rows.append(f"- {told}: {_REST.split(reason.removeprefix('bug: '))[0]}: `{example}`")
+        rows.append(f"- {told}: {reason}: `{example}`")
     return "\n".join(rows)
+
+
+def shortened(expectation: str) -> str:
+    """The first part of a reason, without the place of the entry that says it."""
+    return _REST.split(expectation.partition(": ")[2].removeprefix("bug: "))[0]
 
 
 def sections(root: Path) -> list[tuple[Section, str]]:

@@ -20,7 +20,7 @@ from mla_conformance.files.outputs import Section
 ROOT = Path(__file__).parents[1]
 _NOISE = re.compile(
     r"\Ausage: [\s\S]*?\n\n|^(positional arguments|options):\n|^  -h, --help .*\n|^examples:\n(  .*\n)+\n"
-    r"|^exit status: 0 listed; 2 usage$",
+    r"|^exit status: 0 (listed|written|rewritten); 2 usage$",
     re.MULTILINE,
 )
 """Usage, which repeats the options, headings, the option that every command has, examples, and a usual exit status."""
@@ -52,12 +52,14 @@ def _without(seen: set[str], text: str) -> str:
         return found[0]
 
     text = re.sub(r"\n{3,}", "\n\n", _ENTRY.sub(entry, f"{text}\n")).strip("\n")
-    before, exit_status, after = text.rpartition("exit status: ")
-    above = "\n".join(wrap(f"as above: {', '.join(known)}", 80)) + "\n\n" if known else ""
-    if after in seen:
-        after = "as above"
-    seen.add(after)
-    return f"{before}{above}{exit_status}{after}"
+    text, exit_status, after = text.partition("exit status: ")
+    parts = [text.strip("\n")]
+    if known:
+        parts.append("\n".join(wrap(f"as above: {', '.join(known)}", 80)))
+    if exit_status:
+        parts.append(exit_status + ("as above" if after in seen else after))
+        seen.add(after)
+    return "\n\n".join(parts)
 
 
 def case_fields() -> str:
@@ -90,9 +92,8 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     api, functions = root / "docs" / "python-api.md", root / "docs" / "examples" / "functions.py"
     for name in TABLES:
         yield Section.of(api, name), "\n".join(table_lines(name))
-    parts = functions.read_text(encoding="utf-8").split("\n\n\n")
-    shown = (part for part in parts if part.startswith(("def attend(", "def decode(")))
-    yield Section.of(api, "functions"), "\n\n\n".join(["```python\nimport torch", *shown]) + "\n```"
+    shown = functions.read_text(encoding="utf-8").partition("\n\n")[2]  # what stands below its docstring
+    yield Section.of(api, "functions"), f"```python\n{shown}```"
 
 
 def main() -> None:

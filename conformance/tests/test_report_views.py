@@ -168,20 +168,6 @@ def test_junit_holds_what_is_no_xml_and_tells_failures_from_breakdowns() -> None
     assert error.attrib["message"] == NASTY.replace("\n", r"\n") and suite.get("errors") == "1"
 
 
-def test_the_page_shows_expected_failures_with_their_reason() -> None:
-    run = nasty_run()
-    waived = run.records[0].with_fields(
-        status=Status.EXPECTED_FAILURE,
-        judged=Status.FAIL,
-        expectation="mine: known & filed",
-        used={"lse": 9.0},
-    )
-    backend = replace(run.backends[0], capabilities=summarise([waived], {"lse": 1}))
-    words = " ".join(" ".join(Page(html(replace(run, backends=(backend,)))).words).split())
-    assert "Expected failures" in words and "mine: known & filed" in words and "1 expected to fail" in words
-    assert waived.replay in words and "! 0/1" in words
-
-
 CONFIRMED: dict[Confirmed, tuple[tuple[str, ...], str]] = {
     "after": (("lse:q=[1]", "lse:q=[2]"), "fails only after 2 other cases: lse:q=[1], lse:q=[2]"),
     "unrepeated": ((), "did not fail again, neither alone nor after the same cases"),

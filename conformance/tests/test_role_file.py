@@ -61,7 +61,7 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(
 ) -> None:
     Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
     named = ["--role", role.name, "--backend=my_window.py:MyWindow"]
-    called: list[str | Path] = [command, "certify", *named, "--device=cpu", "--out=run", "-n1"]
+    called = [str(command), "certify", *named, "--device=cpu", "--out=run", "-n1"]
     threads = {**os.environ, "OMP_NUM_THREADS": "2"}  # with which a forked process can wait for those of its parent
     done = subprocess.run(called, capture_output=True, text=True, env=threads, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

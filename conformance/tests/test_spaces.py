@@ -1,5 +1,6 @@
 """The lists reach every pair of classes that a row can hold, with cases that say the same as their rows."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,19 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Ti
 every_space = pytest.mark.parametrize("space", SPACES.values(), ids=list(SPACES))
 
 
+@cache
+def pairs_of_lists(capability: str) -> Pairs:
+    space = SPACES[capability]
+    return Pairs(space, space.rows(listed(space)))
+
+
 def cases_of(tier: Tier) -> list[Case]:
     return [case for capability in CAPABILITIES.values() for case in capability.select(tier)]
 
 
 @every_space
 def test_the_lists_hold_every_pair_that_a_row_can_hold(space: Space) -> None:
-    held_pairs, every = Pairs(space, space.rows(listed(space))), Pairs.every(space)
+    held_pairs, every = pairs_of_lists(space.capability), Pairs.every(space)
     excluded = every - held_pairs
     assert not [pair for pair in excluded if space.completed(pair)]
     assert len(held_pairs) == len(every) - len(excluded) > 1000
@@ -74,7 +81,7 @@ def test_arrays_stay_in_their_spaces_and_hold_no_case_twice(space: Space) -> Non
 @every_space
 def test_what_is_drawn_holds_only_pairs_that_are_claimed_and_possible(space: Space) -> None:
     classes = {each.name: list(each.classes) for each in space.dimensions}
-    possible = Pairs(space, space.rows(listed(space)))
+    possible = pairs_of_lists(space.capability)
 
     @profile(40)
     @given(case=cases(space, classes))
@@ -97,7 +104,7 @@ def test_excluded_pairs_are_listed_by_reason(
     assert main(["capabilities", "--excluded"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    excluded = Pairs.every(space) - Pairs(space, space.rows(listed(space)))
+    excluded = Pairs.every(space) - pairs_of_lists(space.capability)
     assert f"{space.role}: {len(excluded)} pairs excluded" in lines
     assert "  ranks are merged by their LSE: 8 pairs" in lines
     assert "    ranks=2 with lse=not asked" in lines

@@ -50,8 +50,7 @@ def sparse(q, topk_indices, scale, kv_lora_rank, kv_cache=None, kv=None, **_):
 def top_k(q, weights, k, block_table, seq_lens, cu_seqlens_q, topk_tokens, **_):
     blocks, page, width = k.shape  # uint8: the codes of a page's tokens, then a float32 scale for each
     codes, scales = (part.contiguous() for part in k.flatten(1).split([page * (width - 4), page * 4], dim=1))
-    keys = codes.view(torch.float8_e4m3fn).float().view(blocks, page, width - 4)
-    keys = keys * scales.view(torch.float32).view(blocks, page, 1)
+    keys = codes.view(torch.float8_e4m3fn).float().view(blocks, page, -1) * scales.view(torch.float32)[..., None]
     best = torch.full((len(q), topk_tokens), -1, dtype=torch.int32, device=q.device)
     starts = cu_seqlens_q.tolist()
     for b, length in enumerate(seq_lens.tolist()):
