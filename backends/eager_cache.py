@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mla_conformance.backends import cache_checks
 from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
+from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.latent_entries import dequantise
 from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat

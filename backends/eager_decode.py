@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import (
     MLACommonDecodeMetadata,
@@ -19,7 +20,6 @@ from mla_conformance.backends.decode import (
 )
 from mla_conformance.backends.eager import LatentSoftmax, SoftmaxState
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.latent_entries import dequantise
 
 
 class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):

@@ -10,10 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.cache_dtypes import gather
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.latent_entries import gather
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.reference.selected import NO_KEY
 

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.eager import LatentSoftmax, SoftmaxState
 from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS

@@ -124,3 +124,8 @@ def _described(answer: Any) -> str:
         kinds = dict.fromkeys(type(item).__name__ for item in answer)
         return f"a {type(answer).__name__} of {', '.join(kinds)}"
     return f"a value of type {type(answer).__name__}"
+
+
+def is_from_vllm(cls: type) -> bool:
+    """Whether a class is one of vLLM's or derived from one."""
+    return any(base.__module__.partition(".")[0] == "vllm" for base in cls.__mro__)

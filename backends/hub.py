@@ -19,12 +19,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.dependencies import Library
 from mla_conformance.backends.foreign import BackendReferenceError, cut, one_line
 from mla_conformance.backends.roles import ROLES
 
 HUB = "hub:"
-_KERNELS = Library("kernels", "kernels", extra("hub"))
+_KERNELS = Library("kernels", "kernels", "pip install 'mla-conformance[hub]'")
 _REMOTE = re.compile(r"([\w.-]+/[\w.-]+)@(\w[\w./-]*)", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _COMPILED = re.compile(r"torch(-stable-abi)?(\d)(\d+)(-cxx11)?-(cpu|cu|rocm)(\d*)-(\w+)-(\w+)")

@@ -18,12 +18,18 @@ from typing import Any
 from mla_conformance.backends import hub
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.declared import declared_errors
-from mla_conformance.backends.foreign import AnswerError, ForeignError, call_foreign, reasons_of, yes_or_no
+from mla_conformance.backends.foreign import (
+    AnswerError,
+    ForeignError,
+    call_foreign,
+    is_from_vllm,
+    reasons_of,
+    yes_or_no,
+)
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier import EarlierAdapter
 from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
 from mla_conformance.backends.generations.present_adapter import PresentAdapter
-from mla_conformance.backends.generations.vllm import is_from_vllm
 from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import ROLES, Role, role_of

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import packaged, torch_rows
+from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.decode import MLADecodeBackend, check_decode_operands, positions_of
-from mla_conformance.backends.latent_entries import dequantise
 
 _ADAPTED = packaged.declared(
     "torch",

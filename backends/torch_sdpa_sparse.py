@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends import packaged, torch_rows
-from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 

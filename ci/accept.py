@@ -21,9 +21,8 @@ from mla_conformance.certificate.certificate import RECORDS, Certificate, Outdat
 from mla_conformance.certificate.digests import FITTED, LOCKED, SOURCES, installed_digests, locked_digests, seal
 from mla_conformance.certificate.records import kept_records
 from mla_conformance.defects.report import deciding_digest
-from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.installed import module_file, source_digest, source_name
-from mla_conformance.files.outputs import write_whole
+from mla_conformance.files.whole import InputError, read_text, write_whole
 from mla_conformance.report.differences import contradicts
 from mla_conformance.version import SUITE_VERSION
 

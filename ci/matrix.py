@@ -12,8 +12,7 @@ from msgspec import structs
 
 from mla_conformance.certificate.certificate import Shown, shown_of
 from mla_conformance.certificate.records import read_records
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import InputError, Section
 from mla_conformance.report.causes import grouped
 from mla_conformance.scoreboard.board import Entry
 

@@ -14,8 +14,7 @@ from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import CLASSES, Call, Case
 from mla_conformance.commands.parser import command_line, commands_of
 from mla_conformance.commands.table import COMMANDS, GROUPS
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import InputError, Section
 
 ROOT = Path(__file__).parents[1]
 _NOISE = re.compile(

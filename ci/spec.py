@@ -14,8 +14,7 @@ from string import ascii_lowercase
 from typing import Any
 
 from mla_conformance.cases.case import Case
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import InputError, Section
 from mla_conformance.problems.operands import REGIMES
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.vocabulary.capabilities import CAPABILITIES

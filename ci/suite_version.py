@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_conformance.certificate.digests import EARLIER, LOCKED, SOURCES, installed_digests, version_digests
-from mla_conformance.files.inputs import read_text
-from mla_conformance.files.outputs import write_whole
+from mla_conformance.files.whole import read_text, write_whole
 from mla_conformance.version import SUITE_VERSION
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -15,7 +15,7 @@ from mla_conformance.commands.parser import NAME, USAGE, command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.machine import leave
 from mla_conformance.engine.supervisor import RunError
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.report.terminal import refuse
 
 _BROKEN = 3

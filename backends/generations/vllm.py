@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.backends.foreign import one_line
+from mla_conformance.backends.foreign import is_from_vllm, one_line
 from mla_conformance.backends.layer.layer_config import LayerConfig
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
@@ -25,11 +25,6 @@ LAYER_MODULE = "vllm.model_executor.layers.attention.mla_attention"
 _PREFILLS = "vllm.v1.attention.backends.mla.prefill"
 _DIMENSIONS = f"{_PREFILLS}.base"
 _QUANT_KEYS = "vllm.model_executor.layers.quantization.utils.quant_utils"
-
-
-def is_from_vllm(cls: type) -> bool:
-    """Whether a class is one of vLLM's or derived from one."""
-    return any(base.__module__.partition(".")[0] == "vllm" for base in cls.__mro__)
 
 
 def dimensions_for(cls: type, dimensions: MLADimensions) -> Any:

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.cache_dtypes import layout_of
-from mla_conformance.backends.latent_entries import dequantise
+from mla_conformance.backends.cache_dtypes import dequantise, layout_of
 from mla_conformance.reference import cache_layout
 from mla_conformance.reference.entry_formats import TILE_SCALES
 from mla_conformance.reference.quantization import E4M3_MAX

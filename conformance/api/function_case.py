@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary.capabilities import CapabilityError, find_capability
 
 if TYPE_CHECKING:

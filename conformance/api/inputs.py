@@ -10,7 +10,7 @@ from mla_conformance.api.kernels import kernel_around
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import find_device
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import DEFINITIONS

@@ -13,7 +13,7 @@ from mla_conformance.backends.operands import AT_LEAST
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, entry_width

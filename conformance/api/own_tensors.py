@@ -31,7 +31,7 @@ from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.cases.case import Call
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.problems.problem import Problem

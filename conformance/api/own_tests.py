@@ -22,7 +22,7 @@ import pytest
 
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.diagnosis import UNEXPLAINED
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.terminal import columns, shown_line, wrapped

@@ -13,7 +13,7 @@ from mla_conformance.cases.fitting import fit
 from mla_conformance.cases.grammar import format_value
 from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import is_light
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import (
     CAPABILITIES,

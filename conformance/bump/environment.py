@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from mla_conformance.bump.version import Found, Pin
 from mla_conformance.engine.supervisor import Stopped, heeded
-from mla_conformance.files.inputs import InputError, decode
+from mla_conformance.files.whole import InputError, decode
 from mla_conformance.report.terminal import say
 
 _LAYER = "mla-conformance-layer.pth"

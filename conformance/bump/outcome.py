@@ -8,7 +8,7 @@ from itertools import groupby
 from packaging.utils import canonicalize_name
 
 from mla_conformance.bump.version import Pin
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import inline
 from mla_conformance.report.differences import DRIFT, Change, compare, differing

@@ -15,7 +15,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 _MOST_DRAWS, _MOST_SECONDS = 10**6, 7 * 24 * 3600

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.certificate.pins import Pins
-from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.files.whole import InputError, decode, read_text
 from mla_conformance.judging.record import Record, Traced
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status

@@ -18,7 +18,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from mla_conformance.backends.references import BackendReference
-from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import (
     Installed,
     commit_of,
@@ -31,6 +30,7 @@ from mla_conformance.files.installed import (
     source_name,
 )
 from mla_conformance.files.places import file_digest, find_place, harness_files, is_of_the_machine, place_of
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.differences import differing
 

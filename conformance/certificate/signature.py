@@ -5,7 +5,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 
 NAMESPACE = "mla-conformance"
 """What a signature is for; one that the same key made for something else does not count."""

@@ -12,8 +12,7 @@ from mla_conformance.bump.version import two_versions
 from mla_conformance.commands.console import status_of
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.supervisor import Stopped
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import write_output
+from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.terminal import say
 

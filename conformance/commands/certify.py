@@ -29,9 +29,8 @@ from mla_conformance.engine.request import NOTHING_DRAWN, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
-from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import git_asked_before
-from mla_conformance.files.outputs import write_output
+from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import read_config

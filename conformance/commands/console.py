@@ -18,8 +18,7 @@ from mla_conformance.engine.journal import JournalError, Plan, Reported
 from mla_conformance.engine.request import RequestError
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import RunError, Stopped
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import write_whole
+from mla_conformance.files.whole import InputError, write_whole
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import markdown

@@ -8,7 +8,7 @@ from mla_conformance.commands.parser import require_tests
 from mla_conformance.defects.matrix import run_matrix
 from mla_conformance.defects.report import deciding_digest, markdown, summarise, terminal_lines
 from mla_conformance.engine.machine import machine_cores
-from mla_conformance.files.outputs import Section, require_writable
+from mla_conformance.files.whole import Section, require_writable
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.capabilities import Tier

@@ -23,8 +23,7 @@ from mla_conformance.export.failing import Reproduced, reproduced, require_one_c
 from mla_conformance.export.issue import Issue, issues_of, markdown_of
 from mla_conformance.export.program import NotWritable, TooLong
 from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, script_of
-from mla_conformance.files.inputs import InputError, read_text
-from mla_conformance.files.outputs import require_writable, write_output
+from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.loading import is_report, load_report, report_file

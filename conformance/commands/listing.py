@@ -16,8 +16,7 @@ from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest, known_names
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import InputError, Section
 from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model

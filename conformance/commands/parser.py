@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from mla_conformance.backends.references import unknown
 from mla_conformance.engine.machine import machine_cores
 from mla_conformance.engine.request import NO_TORCH, require_salt
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.report.terminal import put, refuse, typed, wrapped
 from mla_conformance.version import SUITE_VERSION, __version__
 

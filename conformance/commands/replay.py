@@ -20,8 +20,7 @@ from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, Stopped
 from mla_conformance.engine.tasks import Tasks
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import require_writable
+from mla_conformance.files.whole import InputError, require_writable
 from mla_conformance.judging.record import BackendFacts, Record, replay_line
 from mla_conformance.judging.traits import Repeated
 from mla_conformance.report.loading import load_report

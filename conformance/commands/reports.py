@@ -8,8 +8,7 @@ import json
 from collections.abc import Callable
 
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations, plan_update
-from mla_conformance.files.inputs import has_letters
-from mla_conformance.files.outputs import write_output
+from mla_conformance.files.whole import has_letters, write_output
 from mla_conformance.gating.gate import Gate, gate_lines
 from mla_conformance.gating.mustpass import SHIPPED, MustPass, Required
 from mla_conformance.judging.traits import Question

@@ -9,7 +9,7 @@ from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.cases.space import Space
 from mla_conformance.engine.machine import find_device
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.report.terminal import say
 from mla_conformance.trials.explore import region_of
 from mla_conformance.trials.subject import Subject

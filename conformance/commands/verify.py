@@ -17,9 +17,8 @@ from mla_conformance.certificate.signature import SignatureError, signature_of, 
 from mla_conformance.certificate.verify import judged_cases, not_yet_judged, problems, rerun, with_reasons
 from mla_conformance.engine.machine import this_machine
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
-from mla_conformance.files.inputs import InputError, read_text
 from mla_conformance.files.installed import git_asked_before
-from mla_conformance.files.outputs import write_output
+from mla_conformance.files.whole import InputError, read_text, write_output
 from mla_conformance.report.json_report import to_text
 from mla_conformance.report.terminal import say
 from mla_conformance.version import SUITE_VERSION

@@ -5,8 +5,7 @@ import torch
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
 from mla_conformance.defects.bases import packed
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.quantization import E4M3_MAX
 

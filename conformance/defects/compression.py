@@ -4,8 +4,7 @@ import torch
 
 from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.defects.bases import packed
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 
 
 @defects("compress_keys", related=("compress_continued",))

@@ -5,8 +5,7 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import V32_SCALES, packed, through_e8m0
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 
 _POISONED_TOO = ("decode", "decode_lse", "decode_multi_token")
 """The unused slots of every decode case are poisoned, so these fail with the capability that is about them."""

@@ -7,9 +7,8 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode
-from mla_conformance.defects.known import defects
+from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefill_calls import _ends
-from mla_conformance.defects.steps import but
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""

@@ -8,9 +8,8 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import SplitDecode, joined
-from mla_conformance.defects.known import defects
+from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.steps import but
 
 _SEVERAL_TOO = ("decode_lse",)
 """One of its cases has several query tokens a request."""

@@ -31,8 +31,7 @@ from mla_conformance.defects.honest_decode import HONEST_DECODES
 from mla_conformance.defects.honest_sparse import HONEST_SPARSE
 from mla_conformance.defects.honest_steps import HONEST_STEPS
 from mla_conformance.defects.honest_tiles import HONEST_TILES
-from mla_conformance.defects.known import Emulation
-from mla_conformance.defects.steps import but, kernels
+from mla_conformance.defects.known import Emulation, but, kernels
 
 
 def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

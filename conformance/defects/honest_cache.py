@@ -11,7 +11,7 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.defects.bases import emulations
-from mla_conformance.defects.steps import kernels
+from mla_conformance.defects.known import kernels
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _UNUSED_BYTE = 0xEE

@@ -18,7 +18,7 @@ from mla_conformance.defects.bases import (
     joined_in_a_tree,
     stored_in,
 )
-from mla_conformance.defects.steps import but, kernels
+from mla_conformance.defects.known import but, kernels
 
 
 @kernels()

@@ -6,15 +6,15 @@ from typing import ClassVar
 
 import torch
 
+from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.declaration import Precision, Rounding
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.backends.latent_entries import dequantise, gather
 from mla_conformance.defects.bases import added, declares, emulations, joined, stored_in, through_e8m0
-from mla_conformance.defects.steps import but, kernels
+from mla_conformance.defects.known import but, kernels
 from mla_conformance.reference.selected import NO_KEY
 
 

@@ -10,7 +10,7 @@ from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.defects.bases import emulations
-from mla_conformance.defects.steps import but, kernels
+from mla_conformance.defects.known import but, kernels
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY

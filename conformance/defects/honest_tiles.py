@@ -21,8 +21,7 @@ from mla_conformance.defects.bases import (
     joined,
     joined_in_a_tree,
 )
-from mla_conformance.defects.known import Emulation
-from mla_conformance.defects.steps import but, kernels
+from mla_conformance.defects.known import Emulation, but, kernels
 from mla_conformance.reference.selected import NO_KEY
 
 _LEAST = torch.finfo(torch.float32).min

@@ -4,8 +4,7 @@ import torch
 
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.selected import NO_KEY
 
 _EARLIER = ("indexer_logits", "indexer_topk", "indexer_causal")

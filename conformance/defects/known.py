@@ -1,12 +1,15 @@
-"""What a known defect is, and the list of all of them."""
+"""What a known defect is, how its kernel is written as one step, and the list of all of them."""
 
+import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
 from importlib.resources import files
+from inspect import Parameter, signature
+from types import FunctionType
 from typing import Any
 
 import msgspec
@@ -14,7 +17,6 @@ import msgspec
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.backends.layer.attention_layer import AttentionBackend
 from mla_conformance.backends.roles import Role, role_of
-from mla_conformance.defects.steps import kernels_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 FAMILIES = (
@@ -162,3 +164,136 @@ def known_defects() -> dict[str, KnownDefect]:
     for family in FAMILIES:
         import_module(f"mla_conformance.defects.{family}")
     return dict(sorted(_made().items(), key=lambda item: FAMILIES.index(item[1].family)))
+
+
+_SAID: dict[Any, dict[str, Any]] = {}
+_SITE = re.compile(r"(?:(before|behind)_)?(_?\w+?)(?:__(_?\w+))?")
+"""Where a step stands: in place of a method if neither is said, and which call around it notes its arguments."""
+
+
+def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
+    """Decorator of a kernel in a group: a site that its name lacks, what is said of it alone, its attributes."""
+
+    def note(step: Any) -> Any:
+        _SAID[step] = {"site": site, **said} if site else said
+        return step
+
+    return note
+
+
+def named_as_class(key: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in key.split("_"))
+
+
+def kernels(inside: tuple[type, str] | None = None) -> Callable[[type], type]:
+    """Class decorator of a group of honest kernels, each of which becomes a class of its module."""
+
+    def make(group: type) -> type:
+        list(kernels_of(group, named_as_class, inside=inside))
+        return group
+
+    return make
+
+
+def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator[tuple[type, dict[str, Any]]]:
+    """The kernels that a group defines, put into its module, with what is said of each.
+
+    A function of it is one step, named ``kernel__site``; a class of it has several. What begins with an underscore, or
+    is a method of the group's bases, is shared by all.
+    """
+    for key, step in list(vars(group).items()):
+        own = not key.startswith("_") and not hasattr(super(group, group), key)
+        if own and isinstance(step, FunctionType | staticmethod | type):
+            delattr(group, key)
+            kernel, _, site = key.partition("__")
+            about = {"site": site, "inside": None, **said, **_SAID.pop(step, {})}
+            attributes = {each: about.pop(each) for each in set(about) - {"site", "inside", *said}}
+            made = emulation(group, name(kernel), step, about.pop("site"), about.pop("inside"), attributes)
+            setattr(sys.modules[made.__module__], made.__name__, made)
+            yield made, about
+
+
+def emulation(
+    group: type, name: str, step: Any, site: str, inside: tuple[type, str] | None, attributes: dict[str, Any]
+) -> Any:
+    """The class ``group`` with one step of its own.
+
+    Args:
+        group: the honest kernel, and what its group shares.
+        name: of the class.
+        step: a function that stands in place of a method, or a class with several.
+        site: the method; its underscore only where it alone tells it from another. Behind ``before_`` the step is
+            called first, and returns its positional arguments anew, or nothing if they stay as they are; behind
+            ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
+            arguments are further ones of the call, or of the call around it that is named behind ``__``.
+        inside: a layer of which the class is a part, and the attribute or method that names this part.
+        attributes: of the class.
+    """
+    about = {"__module__": step.__module__, "__doc__": step.__doc__}
+    part = inside[1] if inside else name
+    if isinstance(step, type):
+        made = type(part, (step, group), {**about, **attributes})
+    else:
+        said = _SITE.fullmatch(site)
+        if said is None:
+            raise TypeError(
+                f"{step.__qualname__}: expected the site behind a kernel's name, as in kernel__before_method"
+            )
+        place, *sites = said.groups()
+        method, *around = [each if hasattr(group, each) else f"_{each}" for each in sites if each]
+        methods = {method: _standing(lambda: made, place, group, [method, *around], step) if place or around else step}
+        methods |= {each: _noting(lambda: made, group, each) for each in around}
+        made = type(part, (group,), {**about, **attributes, **methods})
+    if inside is None:
+        return made
+    return type(name, inside[:1], {**about, part: staticmethod(lambda: made) if part.startswith("get_") else made})
+
+
+def _standing(made: Callable[[], type], place: str | None, group: type, sites: list[str], step: Any) -> Any:
+    """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone.
+
+    Raises:
+        TypeError: the step asks for an argument that the calls do not have.
+    """
+    method, usual = sites[0], getattr(group, sites[0])
+    parameters = dict(list(signature(usual).parameters.items())[1:])
+    defaults = {key: each.default for key, each in parameters.items()}
+    kinds = {key: each.kind for key, each in list(signature(step).parameters.items())[1:]}
+    first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
+    named = [key for key in kinds if key not in first]
+    known = {key for each in sites for key in signature(getattr(group, each)).parameters}
+    if unknown := {*named, *(first if place == "before" else ())} - known:
+        raise TypeError(f"{step.__qualname__}: expected arguments of {' and '.join(sites)}, got {', '.join(unknown)}")
+
+    @wraps(usual)
+    def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        further = {key: given[key] if key in given else self.__dict__["_noted"][key] for key in named}
+        if not place:
+            return step(self, *args, **kwargs, **further)
+        call = getattr(super(made(), self), method)
+        if place == "behind":
+            result = call(*args, **kwargs)
+            other = step(self, *(result if len(first) > 1 else (result,)), **further)
+            return result if other is None else other
+        other = step(self, *(given[key] for key in first), **further)
+        if other is None:
+            return call(*args, **kwargs)
+        changed = dict(zip(first, other if len(first) > 1 else (other,), strict=True))
+        args = tuple(changed.pop(key, each) for key, each in zip(parameters, args, strict=False))
+        return call(*args, **{**kwargs, **changed})
+
+    return stands
+
+
+def _noting(made: Callable[[], type], group: type, method: str) -> Any:
+    """A method that notes its arguments for the steps that it calls."""
+    usual = getattr(group, method)
+    form = signature(usual)
+
+    @wraps(usual)
+    def notes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._noted = form.bind(self, *args, **kwargs).arguments
+        return getattr(super(made(), self), method)(*args, **kwargs)
+
+    return notes

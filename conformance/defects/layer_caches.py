@@ -9,9 +9,8 @@ from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.defects.known import defects
+from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.steps import but
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _FLOOR = 1e-4

@@ -11,8 +11,7 @@ from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.bases import EagerLayer, packed
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 
 _OWNER: dict[str, Any] = {}
 """The metadata that were seen last, and the first layer that was handed them."""

@@ -7,9 +7,8 @@ import torch
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands
-from mla_conformance.defects.known import defects
+from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefills import _Numbered
-from mla_conformance.defects.steps import but
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _TILE = 64

@@ -4,8 +4,7 @@ import torch
 
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.prepare import BLOCK
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.quantization import E4M3_MAX
 
 _EARLIER = ("prepare_index", "index_rotation", "index_norm", "index_hadamard")

@@ -11,7 +11,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.defects.bases import SplitDecode
-from mla_conformance.defects.steps import but, kernels
+from mla_conformance.defects.known import but, kernels
 
 
 class _Rare:

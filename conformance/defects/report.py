@@ -9,8 +9,8 @@ import msgspec
 from mla_conformance.defects.known import KnownDefect, known_defects, reported_bugs
 from mla_conformance.defects.matrix import kernels
 from mla_conformance.driving.loaded import judging_sources
-from mla_conformance.files.inputs import decode
 from mla_conformance.files.installed import meaning_digest, source_digests
+from mla_conformance.files.whole import decode
 from mla_conformance.judging.record import Record
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
 

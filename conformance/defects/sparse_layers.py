@@ -7,8 +7,7 @@ import torch
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.selected import NO_KEY
 
 

@@ -3,8 +3,7 @@
 import torch
 
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
-from mla_conformance.defects.known import defects
-from mla_conformance.defects.steps import but
+from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.selected import NO_KEY
 
 _NAN = 0x7FC00000

@@ -8,8 +8,8 @@ from itertools import product
 import torch
 
 from mla_conformance.backends.eager import OnlineSoftmax
+from mla_conformance.defects.known import but, kernels_of, named_as_class
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.steps import but, kernels_of, named_as_class
 
 SuspectStep = type[OnlineSoftmax]
 _BASE_2 = (

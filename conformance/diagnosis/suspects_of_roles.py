@@ -5,8 +5,8 @@ import torch
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.defects.known import but
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.steps import but
 from mla_conformance.diagnosis.suspects import LIFTED, SUSPECTS, DividesByZero, Suspect
 
 

@@ -24,8 +24,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.files.inputs import open_regular
-from mla_conformance.files.outputs import write_whole
+from mla_conformance.files.whole import open_regular, write_whole
 from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
 from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment

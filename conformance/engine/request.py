@@ -23,7 +23,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.engine.machine import may_have_gpu
 from mla_conformance.engine.messages import Explore, Judge
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
 from mla_conformance.vocabulary.arrays import SPACES

@@ -353,7 +353,7 @@ class Worker:
             asked = self.executor.query(partial(subject.missing_role, case.role), list[str])
             if asked.value and not (asked.error or asked.disturbed):
                 missing[str(case.role)] = "; ".join(asked.value)
-        facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted))
+        facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted) if task.arrays else "")
         return TaskReply(facts=facts, missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:

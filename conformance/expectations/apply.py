@@ -21,8 +21,7 @@ from packaging.version import Version
 from mla_conformance.backends.references import known_backends, known_variants
 from mla_conformance.cases.case import Case
 from mla_conformance.expectations.grammar import CaseQuery, Condition
-from mla_conformance.files.inputs import InputError, convert, has_letters, read_text
-from mla_conformance.files.outputs import write_whole
+from mla_conformance.files.whole import InputError, convert, has_letters, read_text, write_whole
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.causes import grouped

@@ -11,8 +11,7 @@ from mla_conformance.diagnosis.heat import compared, heat_maps
 from mla_conformance.driving.driver import parts_of, why_not_plain
 from mla_conformance.export.inputs import by_request, same
 from mla_conformance.export.program import NotWritable
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import write_output
+from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
 from mla_conformance.problems.calls import AttentionCall

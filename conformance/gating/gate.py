@@ -9,7 +9,7 @@ from itertools import groupby
 from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.references import nearest
 from mla_conformance.expectations.apply import Expectations
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass, Required
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record
 from mla_conformance.judging.traits import Answer, Question

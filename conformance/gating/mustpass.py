@@ -18,7 +18,7 @@ from pathlib import Path
 from mla_conformance.backends.hub import HUB
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.files.inputs import InputError, decode, read_bytes, read_text
+from mla_conformance.files.whole import InputError, decode, read_bytes, read_text
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary

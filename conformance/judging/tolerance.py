@@ -11,7 +11,7 @@ import torch
 from msgspec import Meta, Struct, defstruct
 
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
-from mla_conformance.files.inputs import InputError, convert
+from mla_conformance.files.whole import InputError, convert
 from mla_conformance.reference.error_budget import Roundoffs
 
 

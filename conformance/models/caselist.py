@@ -10,7 +10,7 @@ from typing import Any
 
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.grammar import Fields, Lengths, Listed, for_capability, with_fields
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.models.profile import Deployment, ModelProfile, Selection
 from mla_conformance.reference.dimensions import PRESETS
 from mla_conformance.reference.entry_formats import TILED_FORMATS

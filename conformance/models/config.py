@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from mla_conformance.files.inputs import InputError, convert, decode, read_text
+from mla_conformance.files.whole import InputError, convert, decode, read_text
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
 from mla_conformance.reference.yarn import Yarn
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

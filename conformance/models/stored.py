@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from mla_conformance.backends.references import unknown
-from mla_conformance.files.inputs import InputError, decode, has_letters
+from mla_conformance.files.whole import InputError, decode, has_letters
 from mla_conformance.models.config import FIGURES, profile_of
 from mla_conformance.models.profile import ModelProfile
 

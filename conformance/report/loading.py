@@ -15,7 +15,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import require_id
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.diagnosis.heat_map import is_mapped
-from mla_conformance.files.inputs import InputError, decode, read_text
+from mla_conformance.files.whole import InputError, decode, read_text
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Traced
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Status

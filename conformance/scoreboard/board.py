@@ -28,7 +28,7 @@ from mla_conformance.certificate.certificate import (
 )
 from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
 from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
-from mla_conformance.files.inputs import InputError, convert
+from mla_conformance.files.whole import InputError, convert
 from mla_conformance.judging.record import Record
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.summary import (

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.certificate import renewal
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.caselist import cases_of, dims_of
 from mla_conformance.models.profile import Deployment

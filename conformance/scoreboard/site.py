@@ -13,8 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from mla_conformance.files.inputs import InputError
-from mla_conformance.files.outputs import write_output
+from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG

@@ -14,7 +14,7 @@ from mla_conformance import cli
 from mla_conformance.commands.parser import Command, Option
 from mla_conformance.commands.table import COMMANDS
 from mla_conformance.engine.supervisor import RunError
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 
 _FILLED = {
     "case": "lse:q=[4]",

@@ -26,7 +26,7 @@ from mla_conformance.diagnosis import explain
 from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import Failure
 from mla_conformance.engine import explainer
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.terminal import columns

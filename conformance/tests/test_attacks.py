@@ -22,7 +22,7 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, Supervisor
 from mla_conformance.engine.tasks import Tasks
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report

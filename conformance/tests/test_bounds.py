@@ -12,8 +12,7 @@ from mla_conformance.backends.references import BackendReferenceError, parse_ref
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
 from mla_conformance.commands.parser import workers
-from mla_conformance.files.inputs import InputError, read_text
-from mla_conformance.files.outputs import require_writable, write_output
+from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.tests.unexplained import unexplained

@@ -15,7 +15,7 @@ from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_m
 from mla_conformance.bump.version import Found, Pin, find, two_versions
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report

@@ -6,7 +6,7 @@ import torch
 from mla_conformance.api.function_case import find_case
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.honest_cache import HONEST_CACHES
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.written import CacheImage, WrittenEntries, WrittenRows

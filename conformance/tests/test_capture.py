@@ -13,7 +13,7 @@ from mla_conformance.capture import VARIABLE, capture, capture_from_environment
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.driving.driver import run_calls
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject

@@ -28,8 +28,8 @@ from mla_conformance.driving.loaded import judging_sources
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement, Plan, Planned
 from mla_conformance.engine.machine import device_facts
 from mla_conformance.engine.request import RunRequest
-from mla_conformance.files.inputs import InputError
 from mla_conformance.files.installed import Installed
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise

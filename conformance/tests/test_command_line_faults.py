@@ -13,7 +13,7 @@ import pytest
 from mla_conformance import cli
 from mla_conformance.commands.parser import Command, command_line, salt
 from mla_conformance.commands.table import COMMANDS, GROUPS
-from mla_conformance.files import inputs
+from mla_conformance.files import whole
 from mla_conformance.tests.command_line import MINE, STATUSES, call, options_of, outcome, without_work
 
 KNOWN_FILES = ("report.json", "record.json", "journal.jsonl", "case.json", "known.toml", "certificate.json")
@@ -63,7 +63,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(MINE)
     without_work(monkeypatch)
-    monkeypatch.setattr(inputs, "MOST_MEBIBYTES", 8)
+    monkeypatch.setattr(whole, "MOST_MEBIBYTES", 8)
     monkeypatch.setattr(cli, "command_line", lambda *_: parser)
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(MOST_SECONDS)

@@ -22,7 +22,7 @@ from mla_conformance.defects.report import (
     summarise,
     terminal_lines,
 )
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.roles.prefill.case import PrefillCase

@@ -11,7 +11,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bases import E4M3Operands
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status

@@ -12,7 +12,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.sharding import Shard
 from mla_conformance.cli import main
 from mla_conformance.expectations.apply import Expectation, to_toml
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import CORE, MustPass, profile_of
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status

@@ -21,7 +21,7 @@ from mla_conformance.certificate.pins import Pins
 from mla_conformance.certificate.records import KeptRecord, change_records, folded, kept_records, pack, write_record
 from mla_conformance.certificate.signature import sign
 from mla_conformance.cli import main
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import NOTHING_TRACED
 from mla_conformance.judging.verdict import Status

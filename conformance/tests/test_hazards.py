@@ -10,7 +10,7 @@ import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call, Case, Layout
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import Section
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import CLAUSES
 from mla_conformance.problems.memory import storage_bytes

@@ -4,6 +4,7 @@ import platform
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,7 +135,7 @@ def test_what_cannot_be_judged_is_one_sentence(
 def test_without_the_package_a_name_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(hub, "_KERNELS", hub.Library("no_such_kernels", "kernels", hub.extra("hub")))
+    monkeypatch.setattr(hub, "_KERNELS", replace(hub._KERNELS, module="no_such_kernels"))
     assert main(["certify", "--backend", "hub:org/my-mla@9"]) == 2
     assert "package kernels not installed (pip install 'mla-conformance[hub]')" in capsys.readouterr().err
 

@@ -13,7 +13,7 @@ import mla_conformance as mla
 from mla_conformance.api import verdicts
 from mla_conformance.api.own_tensors import MAKERS
 from mla_conformance.api.tables import TABLES
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.reference.index_scores import IndexScores
 from mla_conformance.tests.own_functions import decode_with, lightest
 from mla_conformance.trials.trial import Context

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.driving import driver
 from mla_conformance.judging.golden import golden_attention

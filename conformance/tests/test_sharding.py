@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mla_conformance.cases.sharding import Shard, split
 from mla_conformance.cli import main
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.files.inputs import InputError
+from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.differences import compare

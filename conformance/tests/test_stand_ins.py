@@ -128,7 +128,7 @@ def test_a_kernel_in_a_package_runs_alone(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("taken", "said"),
     [
-        ("from mla_conformance.backends.latent_entries import gather", "gather of mla_conformance.backends.latent"),
+        ("from mla_conformance.backends.cache_dtypes import gather", "gather of mla_conformance.backends.cache"),
         ("from mla_conformance.backends.kernel import output_dtype", "output_dtype of mla_conformance.backends.kern"),
         ("import mla_conformance.backends.eager as eager", "mla_conformance.backends.eager,"),
         ("import mla_conformance", "mla_conformance,"),

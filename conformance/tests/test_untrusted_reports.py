@@ -15,7 +15,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cli import main
 from mla_conformance.commands.reports import FORMATS
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.files import inputs
+from mla_conformance.files import whole
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
@@ -55,7 +55,7 @@ def test_what_a_case_may_ask_for_is_bounded(case: str, said: str) -> None:
 def test_a_large_file_and_an_endless_one_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "MOST_MEBIBYTES", 1)
+    monkeypatch.setattr(whole, "MOST_MEBIBYTES", 1)
     (large := tmp_path / "large").write_bytes(bytes(2**20 + 1))
     assert gate(capsys, large) == (2, f"mla-conformance: {large}: expected at most 1 MiB, got more\n")
     assert "/dev/zero: cannot be read: expected a regular file, got a " in gate(capsys, Path("/dev/zero"))[1]

@@ -16,7 +16,7 @@ from mla_conformance.backends.foreign import ForeignError, call_foreign
 from mla_conformance.backends.loading import import_file
 from mla_conformance.backends.roles import ROLES, RoleError, outside
 from mla_conformance.cases.case import CLASSES, FIELDS, CaseError
-from mla_conformance.files.inputs import InputError, read_bytes
+from mla_conformance.files.whole import InputError, read_bytes
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.vocabulary.arrays import KEPT, SPACES

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.files.inputs import InputError, decode, read_text
-from mla_conformance.files.outputs import write_whole
+from mla_conformance.files.whole import InputError, decode, read_text, write_whole
 from mla_conformance.vocabulary.capabilities import CapabilityError, find_capability
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.latent_entries import dequantise, gather
+from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.selected import listed
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata

@@ -21,9 +21,8 @@ from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.expectations.apply import KNOWN_FAILURES, Expectations
-from mla_conformance.files.inputs import decode
 from mla_conformance.files.installed import meaning_digest
-from mla_conformance.files.outputs import Section
+from mla_conformance.files.whole import Section, decode
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
