@@ -12,8 +12,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
-from mla_conformance.backends.kernel import UnsupportedConfiguration, unless
+from mla_conformance.backends.kernel import PagedKernel, UnsupportedConfiguration, accepts_block_size, unless
 from mla_conformance.backends.operands import Form, table
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import PagedKernel, accepts_block_size
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import AttentionKernel
+from mla_conformance.backends.kernel import AttentionKernel, PagedKernel, accepts_block_size
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS, cache_dtype, entry_width
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
-from mla_conformance.backends.kernel import require_declared, unless
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, require_declared, unless
 from mla_conformance.backends.operands import Form, require_forms, table
 
 

@@ -1,12 +1,13 @@
 """What every kernel behind an interface says of itself, prefill and decode alike."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.reference.dimensions import MLADimensions
@@ -180,3 +181,21 @@ def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, say
     if x.shape != shape or x.dtype != dtype:
         expected = f"{list(shape)} of {dtype}{says and ', '}{says}"
         raise ValueError(f"{name}: expected {expected}, got {list(x.shape)} of {x.dtype}")
+
+
+class PagedKernel(KernelBackend):
+    """A kernel over a paged cache."""
+
+    supported_block_sizes: ClassVar[list[int | MultipleOf]] = [MultipleOf(1)]  # page sizes of the cache, in tokens
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> list[int | MultipleOf]:
+        """Page sizes of the cache, in tokens, by vLLM's name."""
+        return cls.supported_block_sizes
+
+
+def accepts_block_size(supported: Sequence[int | MultipleOf], block_size: int) -> bool:
+    """Whether a kernel reads pages of ``block_size`` tokens; an empty list accepts every size."""
+    return not supported or any(
+        block_size % size.base == 0 if isinstance(size, MultipleOf) else block_size == size for size in supported
+    )

@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import LatentKernel, layout_of
 from mla_conformance.backends.declaration import NO_LSE
-from mla_conformance.backends.kernel import unless
+from mla_conformance.backends.kernel import accepts_block_size, unless
 from mla_conformance.backends.operands import Form, table
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.reference.cache_layout import require_layout

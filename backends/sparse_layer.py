@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, PagedKernel, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.indexer import INDEX_LAYOUTS
-from mla_conformance.backends.kernel import require_declared
+from mla_conformance.backends.kernel import PagedKernel, accepts_block_size, require_declared
 from mla_conformance.backends.operands import Form, require_forms, table
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.sparse import MLASparseMetadata

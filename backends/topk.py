@@ -13,8 +13,14 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
-from mla_conformance.backends.kernel import KernelBackend, UnsupportedConfiguration, require_declared, unless
+from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.kernel import (
+    KernelBackend,
+    UnsupportedConfiguration,
+    accepts_block_size,
+    require_declared,
+    unless,
+)
 from mla_conformance.backends.operands import Form, require_forms, table
 
 _PER_ROW = Form("T", torch.int32, "one for each row")

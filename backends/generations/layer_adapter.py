@@ -12,13 +12,14 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from mla_conformance.backends.block_size import MultipleOf, accepts_block_size
+from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import adapter_of
 from mla_conformance.backends.generations.layer_impl import AdaptedLayerBuilder, AdaptedLayerImpl
 from mla_conformance.backends.generations.vllm import LAYER_MODULE, why_no_prefill
+from mla_conformance.backends.kernel import accepts_block_size
 from mla_conformance.backends.layer.mla_batch import BatchForm, count_decodes
 from mla_conformance.backends.platform import DeviceCapability
 

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.block_size import accepts_block_size
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.kernel import UnsupportedConfiguration, accepts_block_size
 from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_chunks import ContextPlan, plan_context, share_context

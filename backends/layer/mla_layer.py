@@ -170,7 +170,7 @@ def mla_backend(
         "supported_dtypes": [d for d in kernels[0].supported_dtypes if kernels[-1].supports_dtype(d)],
         "supported_kv_cache_dtypes": layouts,
     }
-    return subclass_attention_backend_with_overrides("", base, attributes)
+    return type(base.__name__, (base,), attributes)
 
 
 @cache
