@@ -97,13 +97,7 @@ class Run:
         prctl(DUMPABLE, 1)
 
     def prepare(self) -> None:
-        """Start the workers, and have them tell what the backends are.
-
-        Raises:
-            RequestError: the device that was asked for is not there.
-            RunError: no process can be started.
-            Stopped: by a signal or the deadline.
-        """
+        """Start the workers, and have them tell what the backends are; a RequestError if the device is not there."""
         self._deciding = deciding_files()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello
@@ -155,9 +149,9 @@ class Run:
         self.available = [facts for facts in self.facts if not facts.reasons]
 
     def begin(self, resumes: bool = False) -> list[int]:
-        """Write what the run is before anything of it is launched, or go on with the run that the journal tells of.
+        """Write what the run is before anything of it is launched, or go on with the one that the journal tells of.
 
-        Returns: numbers of the journal's lines that no run wrote.
+        Of the journal's lines that no run wrote these are the numbers.
         """
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
@@ -229,11 +223,7 @@ class Run:
             ) from error
 
     def finish(self) -> None:
-        """End every process, and see that what decides is what it was when the run began.
-
-        Raises:
-            RunError: it is not, so that nothing that was judged counts.
-        """
+        """End every process; a RunError if what decides is not what it was at the begin, so that nothing counts."""
         self.supervisor.end()
         if changed := sorted({path for path, _ in self._deciding.items() ^ deciding_files(self._deciding).items()}):
             raise RunError(
