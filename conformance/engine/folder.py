@@ -22,7 +22,8 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.files.inputs import InputError
-from mla_conformance.files.places import file_digest, harness_files, is_file, place_of, sites
+from mla_conformance.files.installed import file_digest, harness_files
+from mla_conformance.files.places import is_file, place_of, sites
 from mla_conformance.judging.record import Record, RecordKey, Traced
 from mla_conformance.judging.traits import Traits
 from mla_conformance.speed.times import Speed
