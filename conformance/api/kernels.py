@@ -25,17 +25,11 @@ _RANKS = ("dcp_world_size", "dcp_rank", "cp_kv_cache_interleave_size", "dcp_tot_
 
 
 class _AsksAnything:
-    """A function declares nothing, so it is asked whatever the case asks.
+    """A function declares nothing, so it is asked whatever the case asks."""
 
-    Attributes:
-        function: takes the named inputs, gives the results.
-        told: inputs that are fields of the metadata, with the names of these.
-        own: inputs that an instance is constructed with.
-    """
-
-    function: ClassVar[Function]
-    told: ClassVar[dict[str, str]] = {**_QUERIES, **_KEYS}
-    own: ClassVar[tuple[str, ...]] = ()
+    function: ClassVar[Function]  # takes the named inputs, gives the results
+    told: ClassVar[dict[str, str]] = {**_QUERIES, **_KEYS}  # inputs that are fields of the metadata, with their names
+    own: ClassVar[tuple[str, ...]] = ()  # inputs that an instance is constructed with
 
     @staticmethod
     def get_name() -> str:

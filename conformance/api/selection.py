@@ -42,17 +42,11 @@ _TIERS = f"expected one of {', '.join(Tier)}"
 
 @dataclass(frozen=True)
 class FieldFilter:
-    """What was asked of one field, or of one dimension of the role's space.
+    """What was asked of one field, or of one dimension of the role's space."""
 
-    Attributes:
-        name: of the field.
-        values: any of them will do; of a list of lengths, each length is one of them.
-        label_of: the class of a case; None where no dimension has the name.
-    """
-
-    name: str
-    values: tuple[object, ...]
-    label_of: Callable[[Case], str | None]
+    name: str  # of the field
+    values: tuple[object, ...]  # any of them will do; of a list of lengths, each length is one of them
+    label_of: Callable[[Case], str | None]  # the class of a case; None where no dimension has the name
 
     @staticmethod
     def of(space: Space, listed: Sequence[Case], name: str, value: object) -> "FieldFilter":

@@ -83,14 +83,9 @@ class FunctionVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionSubject(Subject):
-    """A kernel that is known by its class alone, since nothing has to load it again.
+    """A kernel that is known by its class alone, since nothing has to load it again."""
 
-    Attributes:
-        kernel: a class of the case's role.
-        role: the role.
-    """
-
-    kernel: Any
+    kernel: Any  # a class of the case's role
     role: Role
 
     @property

@@ -21,7 +21,9 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.files.installed import (
     Installed,
     commit_of,
+    file_digest,
     files_digest,
+    harness_files,
     harness_folder,
     installed,
     module_file,
@@ -29,7 +31,7 @@ from mla_conformance.files.installed import (
     source_digests,
     source_name,
 )
-from mla_conformance.files.places import file_digest, find_place, harness_files, is_of_the_machine, place_of
+from mla_conformance.files.places import find_place, is_of_the_machine, place_of
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.differences import differing

@@ -6,11 +6,14 @@ Nothing here imports torch; what some options ask for does.
 import argparse
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from mla_conformance.backends.references import known_backends, unknown
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.fitting import MOST_TRIPLES
 from mla_conformance.commands.parser import commands_of
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest, known_names
@@ -22,6 +25,8 @@ from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, side_by_side, wrapped
+from mla_conformance.vocabulary import tiers
+from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
@@ -61,9 +66,7 @@ def list_backends(options: argparse.Namespace) -> int:
 def list_capabilities(options: argparse.Namespace) -> int:
     """A line for every capability and one for every tier, or else what the options ask for."""
     if options.backend is not None:
-        from mla_conformance.commands.unreached import list_unreached
-
-        return list_unreached(options.backend, options.device)
+        return _list_declared(options.backend, options.device)
     if options.excluded:
         for line in excluded_lines():
             say(line)
@@ -73,6 +76,40 @@ def list_capabilities(options: argparse.Namespace) -> int:
         _say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
     for line in tier_lines():
         say(line)
+    return 0
+
+
+def _list_declared(reference: str, device: str | None) -> int:
+    """The part of each role's space that a backend declares, with triples and refused classes, and its fitted cases."""
+    from mla_conformance.engine.machine import find_device  # with torch, as the others
+    from mla_conformance.trials.explore import region_of
+    from mla_conformance.trials.subject import Subject
+
+    request = RunRequest.of([reference], device=device)
+    found = find_device(request.device)
+    if found is None:
+        raise InputError("--device cuda: torch sees no CUDA device; use --device cpu")
+    sys.path.append(str(Path.cwd()))  # where a plug-in's module often is
+    (backend,) = request.backends
+    subject = Subject(backend, found)
+    if subject.unavailable:
+        raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")
+    for space in (space for space in SPACES.values() if space.role in subject.roles):
+        region = region_of(subject, space, triples=True)
+        claimed, pairs = sum(map(len, region.classes.values())), len(Pairs(space, region.rows))
+        said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
+        lines = tiers.wrapped(f"{subject.name} {space.role}: {said}", 0)
+        if triples := region.triples:
+            left = triples.claimed - triples.held - triples.vain
+            said = (
+                f"{triples.claimed:,} triples claimed two by two: full {triples.before:,}, nightly {triples.held:,}; "
+                f"no row found for {triples.vain:,}, {left:,} left out behind {MOST_TRIPLES} cases"
+            )
+            lines += tiers.wrapped(said, 2)
+        if refused := [(name, label) for name, label in space.values if label not in region.classes[name]]:
+            lines += tiers.wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", 2)
+        for line in lines:
+            say(line)
     return 0
 
 

@@ -66,7 +66,8 @@ class _Watch:
                     time.sleep(_POLL_SECONDS)
                     if not is_read():
                         raise RunError("nobody reads the output")
-                    run.supervisor.require_going_on()
+                    if run.supervisor.signal:
+                        raise Stopped(run.supervisor.signal)
                 self._seen = self._state()
                 # Bytecode counts as current for a file of the same size and second, which two quick edits have.
                 Path(cache_from_source(self.file)).unlink(missing_ok=True)

@@ -20,7 +20,8 @@ from zipimport import zipimporter
 
 import msgspec
 
-from mla_conformance.files.places import file_digest, sites
+from mla_conformance.files.installed import file_digest
+from mla_conformance.files.places import sites
 
 _LOADERS: tuple[Any, ...] = (SourceFileLoader, SourcelessFileLoader, zipimporter)
 _MAPS = Path("/proc/self/maps")

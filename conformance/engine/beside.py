@@ -13,7 +13,7 @@ import msgspec
 
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.keeper import start_module
-from mla_conformance.engine.machine import end_with_parent
+from mla_conformance.engine.machine import WHOLE, end_with_parent
 from mla_conformance.engine.messages import Judge, read_line
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
@@ -99,7 +99,7 @@ def main(connection: socket.socket) -> None:
             say(Answer({facts.reference: facts.reasons for facts in run.facts}))
             while line := read_line(connection):
                 reference, case = msgspec.json.decode(line, type=tuple[str, str])
-                for outcome in run.outcomes(Tasks([[Judge(reference, case)]])):
+                for outcome in run.outcomes(Tasks([[Judge(reference, case)]]), WHOLE):
                     say(Answer(record=outcome.answer.record))
     except (RequestError, RunError) as error:
         say(Answer(error=str(error)))

@@ -21,7 +21,8 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
-from mla_conformance.files.places import file_digest, harness_files, is_file, place_of, sites
+from mla_conformance.files.installed import file_digest, harness_files
+from mla_conformance.files.places import is_file, place_of, sites
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record, RecordKey, Traced
 from mla_conformance.judging.traits import Traits
@@ -45,15 +46,9 @@ class RunFolder:
 
     @staticmethod
     def claim(named: Path | None, resume: bool = False, anew: bool = False) -> "RunFolder":
-        """Take a folder: the one that was named, or a new one among the :data:`RUNS`.
+        """Take the folder of ``--out`` or ``--resume``, or a new one among the :data:`RUNS`.
 
-        Args:
-            named: the folder of ``--out`` or ``--resume``.
-            resume: go on with the run in it.
-            anew: keep an unfinished run beside, as a finished one is, and start another.
-
-        Raises:
-            InputError: it cannot be written, another run uses it, or it holds an unfinished run.
+        An unfinished run in it is gone on with, or kept beside as a finished one is if another is to start ``anew``.
         """
         path = named or RUNS / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:

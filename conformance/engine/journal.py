@@ -25,7 +25,7 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.files.whole import open_regular, write_whole
-from mla_conformance.judging.record import BackendFacts, Record, RecordKey, Traced
+from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.traits import Traits
 from mla_conformance.models.profile import Deployment
 from mla_conformance.speed.times import Speed
@@ -164,9 +164,6 @@ class Journal:
             with contextlib.suppress(ValueError):
                 yield _read(line)
 
-    def records(self) -> dict[RecordKey, Record]:
-        return {event.record.record_key: event.record for event in self.events() if isinstance(event, Judgement)}
-
     def is_finished(self) -> bool:
         return [type(event) for event in self.events() if type(event) is not Reported][-1:] == [Completed]
 
@@ -191,13 +188,7 @@ class Journal:
         return dict(sorted(found.items()))
 
     def take_up(self) -> list[int]:
-        """Keep of the file what runs wrote, so that the next event starts a line behind it.
-
-        Returns: numbers of the lines that went.
-
-        Raises:
-            JournalError: nothing of it is sealed.
-        """
+        """Keep of the file what runs wrote, which is sealed, for the next event behind it; numbers of lines that go."""
         lines, kept = self._lines(), self.sealed()
         write_whole(self.path, "".join(f"{lines[number - 1].decode('ascii')}\n" for number in kept))
         self._seal(hashlib.sha256(lines[max(kept) - 1]).hexdigest())

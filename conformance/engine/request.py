@@ -87,7 +87,8 @@ class RunRequest:
             references = [parse_reference(r) for r in backends] or usual_backends()
             for reference in backends:
                 require_class(reference)
-                if _is_function(reference):
+                location, _, name = reference.rpartition(":")
+                if location.endswith(".py") and _is_function(Path(location), name):
                     said = "expected a class, got a function, which mla.cases judges: docs/python-api.md"
                     raise RequestError(f"'{reference}': {said}")
             parsed = tuple(Case.parse(text) for text in cases)
@@ -177,13 +178,10 @@ def compiles(backend: BackendFacts) -> bool:
     return not _COMPILERS.isdisjoint(backend.versions)
 
 
-def _is_function(reference: str) -> bool:
+def _is_function(file: Path, name: str) -> bool:
     """Whether a file gives this name to a plain function; nothing of the file is carried out."""
-    location, _, name = reference.rpartition(":")
-    if not location.endswith(".py"):
-        return False
     try:
-        statements = ast.parse(Path(location).read_bytes()).body
+        statements = ast.parse(file.read_bytes()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False  # whoever imports it says what is wrong
     named = [node for node in statements if getattr(node, "name", "") == name]

@@ -97,13 +97,7 @@ class Run:
         prctl(DUMPABLE, 1)
 
     def prepare(self) -> None:
-        """Start the workers, and have them tell what the backends are.
-
-        Raises:
-            RequestError: the device that was asked for is not there.
-            RunError: no process can be started.
-            Stopped: by a signal or the deadline.
-        """
+        """Start the workers, and have them tell what the backends are; a RequestError if the device is not there."""
         self._deciding = deciding_files()
         self._pool = Pool(self.request, self.limits, self.supervisor, time.time())
         hello = self._pool.hello
@@ -119,12 +113,16 @@ class Run:
         self.describe()
         self.plan = journal.Plan.of(self.request, self.device, self.environment, self.facts)
 
-    def outcomes(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
+    def outcomes(self, tasks: Tasks, part: GpuPart | None = None) -> Iterator[TaskOutcome]:
         """Have tasks carried out; what their processes loaded is kept.
 
-        A case has failed whose backend declared something else where it was judged than where it was asked.
+        Without a part of a GPU they are cases, which share one as far as they can. A case has failed whose backend
+        declared something else where it was judged than where it was asked.
         """
-        for outcome in self.supervisor.run(tasks, part):
+        if part is None and self.device == "cuda":
+            yield from judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
+            return
+        for outcome in self.supervisor.run(tasks, part or WHOLE):
             loaded = outcome.answer.loaded
             if loaded.found or loaded.generated:
                 self.found.code.add(loaded)
@@ -145,7 +143,7 @@ class Run:
         names = {backend.reference: backend.name for backend in self.request.backends}
         found: dict[str, BackendFacts] = {}
         asked = self.request.arrays, self.request.triples, self._pool.examples
-        for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names])):
+        for outcome in self.outcomes(Tasks([[Describe(reference, *asked)] for reference in names]), WHOLE):
             reference = outcome.task.reference
             why = f"its process ended while it was imported and described: {outcome.ended}"
             gone = BackendFacts(names[reference], reference, (why,), fingerprint="unavailable")
@@ -155,9 +153,9 @@ class Run:
         self.available = [facts for facts in self.facts if not facts.reasons]
 
     def begin(self, resumes: bool = False) -> list[int]:
-        """Write what the run is before anything of it is launched, or go on with the run that the journal tells of.
+        """Write what the run is before anything of it is launched, or go on with the one that the journal tells of.
 
-        Returns: numbers of the journal's lines that no run wrote.
+        Of the journal's lines that no run wrote these are the numbers.
         """
         cases = dict.fromkeys(case for facts in self.facts for case in self.request.judged_of(facts))
         self._positions = {case: index for index, case in enumerate(cases)}
@@ -214,7 +212,7 @@ class Run:
             if without and (self.request.bitwise or self.request.accuracy):
                 on_phase("asking when bits are the same, and how errors are spread")
                 asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
-                for outcome in self.outcomes(Tasks(asked)):
+                for outcome in self.outcomes(Tasks(asked), WHOLE):
                     self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
             if self.device == "cuda" and self.request.is_traced:
                 on_phase("looking which kernels run")
@@ -229,11 +227,7 @@ class Run:
             ) from error
 
     def finish(self) -> None:
-        """End every process, and see that what decides is what it was when the run began.
-
-        Raises:
-            RunError: it is not, so that nothing that was judged counts.
-        """
+        """End every process; a RunError if what decides is not what it was at the begin, so that nothing counts."""
         self.supervisor.end()
         if changed := sorted({path for path, _ in self._deciding.items() ^ deciding_files(self._deciding).items()}):
             raise RunError(
@@ -258,7 +252,7 @@ class Run:
         groups = grouped(failures, lambda record: record.backend).values()
         if tasks := [[task] for group in groups for task in comparisons(group)]:
             self._on_phase(f"comparing {counted(len(tasks), 'failure')} with those that are explained")
-        for outcome in self._judged(Tasks(tasks)):
+        for outcome in self.outcomes(Tasks(tasks)):
             assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
             key = outcome.task.reference, outcome.task.case
             if outcome.answer.heat and outcome.answer.record.check == self.found.verdicts[key].check:
@@ -283,7 +277,7 @@ class Run:
         seen = dict.fromkeys(untraced, NOTHING_TRACED)
         parts = max(1, len(self.supervisor.places) // max(1, len(untraced)))  # of a backend, for workers of their own
         shares = [(name, list(cases.items())[n::parts]) for name, cases in untraced.items() for n in range(parts)]
-        for outcome in self.outcomes(Tasks([[Trace(name, dict(share))] for name, share in shares if share])):
+        for outcome in self.outcomes(Tasks([[Trace(name, dict(share))] for name, share in shares if share]), WHOLE):
             name = outcome.task.reference
             seen[name] = seen[name].joined(outcome.answer.traced or NOTHING_TRACED)
         for name, traced in seen.items():
@@ -325,7 +319,7 @@ class Run:
         tasks, patience = self._left(), FailureLimit(self.limits.give_up_after)
         failures: dict[RecordKey, TaskOutcome] = {}
         shared: dict[RecordKey, str] = {}
-        for outcome in self._judged(tasks):
+        for outcome in self.outcomes(tasks):
             record, task = outcome.answer.record, outcome.task
             assert record is not None and isinstance(task, Judge | Explore)
             key = task.reference, task.case
@@ -342,16 +336,11 @@ class Run:
             self._write(journal.Judgement(record))
             if record.failed:
                 failures[record.record_key] = outcome
-            reason = patience.exhausted(record)
+            reason = "" if record.status is Status.PASS else patience.exhausted(record)
             if reason and (given_up := (record.reference, call_of(record.case))) not in tasks.dropped:
                 tasks.dropped.add(given_up)
                 self._write(journal.GaveUp(record.reference, reason))
         return failures
-
-    def _judged(self, tasks: Tasks) -> Iterator[TaskOutcome]:
-        if self.device != "cuda":
-            return self.outcomes(tasks)
-        return judged_on_gpu(self.outcomes, self._pool.beside, self._on_phase, tasks)
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
@@ -408,7 +397,7 @@ class Run:
             yield from (confirmation.outcome() for attempt, confirmation in attempts if not attempt)
             of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
             pending = []
-            for outcome in self._judged(Tasks([[attempt] for attempt, _ in attempts if attempt])):
+            for outcome in self.outcomes(Tasks([[attempt] for attempt, _ in attempts if attempt])):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
                 confirmation = of_task[id(outcome.task)]
                 if outcome.answer.heat:

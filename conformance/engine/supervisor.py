@@ -116,7 +116,7 @@ class Supervisor:
         self.started: Callable[[Record], None] = lambda record: None  # told of every case before it is launched
         self.explored: Callable[[Record], None] = lambda record: None  # told what is known of an exploration so far
         self._starts = 0
-        self._signal = 0
+        self.signal = 0  # the number of one that came
         self._tasks, self._part = Tasks(()), WHOLE
         self._unbegun: Counter[int] = Counter()
         self._before = children()
@@ -126,7 +126,7 @@ class Supervisor:
         prctl(ADOPTS_ORPHANS, 1)
 
     def _note(self, number: int, _: object) -> None:
-        self._signal = number
+        self.signal = number
         os.write(self._told[1], b"!")
 
     def end(self, kept: int = 0) -> None:
@@ -206,7 +206,10 @@ class Supervisor:
         seconds = None if until == inf else max(0.0, until - time.monotonic())
         listened = {number: place for place in self.places for number in (place.connection.fileno(), *place.ends)}
         ready, _, _ = select.select([*listened, self._told[0]], [], [], seconds)
-        self.require_going_on()
+        if self.signal:
+            raise Stopped(self.signal)
+        if time.monotonic() >= self.ends_at:
+            raise Stopped
         speaking = [place for place in self.places if place in map(listened.get, ready)]
         # What was said in time counts, however late it is read.
         now = time.monotonic()
@@ -268,13 +271,6 @@ class Supervisor:
         self._starts += 1
         if self._starts > _MOST_STARTS * len(self.places):
             raise RunError(f"no process can be started here ({how(status)}):\n{self.log.tail}")
-
-    def require_going_on(self) -> None:
-        """Raise :class:`Stopped` if a signal came, or if the deadline is over."""
-        if self._signal:
-            raise Stopped(self._signal)
-        if time.monotonic() >= self.ends_at:
-            raise Stopped
 
 
 class Pool:

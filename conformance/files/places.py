@@ -7,18 +7,14 @@ whoever imports it. Nor is bytecode read, which may be of another source.
 
 import codecs
 import contextlib
-import hashlib
 import os
 import sys
 import sysconfig
 from importlib.machinery import ExtensionFileLoader, SourceFileLoader
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 _OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
-_PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
-_NOT_SHIPPED = {"tests", "__pycache__"}
 _with_wheels: dict[tuple[str, ...], tuple[Path, ...]] = {}
 
 
@@ -72,24 +68,6 @@ def sites() -> tuple[Path, ...]:
         folders = dict.fromkeys(Path(entry).resolve() for entry in entries)
         _with_wheels[entries] = tuple(folder for folder in folders if next(folder.glob("*.dist-info"), None))
     return _with_wheels[entries]
-
-
-def harness_files() -> dict[str, Path]:
-    """The files that the harness ships, by the name that they have in a wheel."""
-    found: dict[str, Path] = {}
-    for package in _PACKAGES:
-        top = str(files(package))
-        for folder, inner, names in os.walk(top):
-            inner[:] = set(inner) - _NOT_SHIPPED  # which hold most files of a checkout
-            room = package.replace(".", "/") + folder.removeprefix(top).replace(os.sep, "/")
-            paths = {f"{room}/{name}": Path(folder, name) for name in names if name not in _NOT_SHIPPED}
-            found |= {name: path for name, path in paths.items() if path.is_file()}
-    return found
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _ENCODINGS = ("ascii", "latin_1", "unicode_escape")  # beside UTF-8, modules that are loaded when they are used first

@@ -261,7 +261,7 @@ def _bytes_changed(text: str, choices: Choices) -> bytes:
 
 def stopped(run: Run, **_: object) -> int:
     """Stands for the run, behind everything that is read before it."""
-    run.folder.journal.records()
+    list(run.folder.journal.events())
     run.folder.discard()
     return 0
 
