@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import pytest
 
+from mla_conformance.cases.case import Case
 from mla_conformance.engine import keeper
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RunRequest
@@ -20,7 +21,7 @@ from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import backend_lines
-from mla_conformance.vocabulary.capabilities import Tier, find_capability
+from mla_conformance.vocabulary.case_files import write_case
 
 TELLS_THREADS = """
 import os, torch
@@ -84,7 +85,8 @@ def test_the_first_worker_of_a_run_comes_from_it_with_the_threads_of_all(
     assert process.poll() is not None
 
 
-LISTED = len(find_capability("lse").select(Tier.SMOKE))
+CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5, 6)]
+CASES += ["lse:call=context_chunk;dims=small;heads=2;q=[3];kv=[5]"]
 DIED = "its process ended while it was imported and described: "
 UNAVAILABLE = {
     "Segfaults": ("import ctypes; ctypes.string_at(0)", DIED + "Segmentation fault"),
@@ -125,7 +127,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, command: Path) -> tuple[Path, 
     backends = [reference(folder, name, statement) for name, statement in statements.items()]
     (folder / "made.py").write_text(HANGS_WHEN_MADE)
     backends += [f"--backend={folder / 'made.py'}:HangsWhenMade", "--backend=EAGER"]
-    options = ["--capability=lse", "--tier=smoke", "--device=cpu", "--timeout=2s", "--give-up-after=1", "--workers=2"]
+    for number, case in enumerate(CASES):
+        write_case(folder / "cases" / f"{number}.json", Case.parse(case))
+    options = [f"--cases={folder / 'cases'}", "--device=cpu", "--timeout=2s", "--give-up-after=1", "--workers=2"]
     call = [str(command), "certify", *backends, *options, "--json", f"--out={folder / 'out'}"]
     return folder / "out", subprocess.run(call, capture_output=True, text=True, check=False)
 
@@ -137,7 +141,7 @@ def test_a_backend_that_misbehaves_costs_its_own_verdicts_only(run: tuple[Path, 
         (reason,) = backends[name].reasons
         assert said in reason, name
     for name in ("EAGER", *AVAILABLE):
-        assert [record.status for record in backends[name].records] == [Status.PASS] * LISTED, name
+        assert [record.status for record in backends[name].records] == [Status.PASS] * len(CASES), name
     folder, done = run  # standard output is exactly one document, whatever backends print
     assert json.loads(done.stdout) == json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert done.returncode == 1 and done.stderr == ""
@@ -148,7 +152,7 @@ def test_after_equal_timeouts_the_rest_is_not_run_with_the_reason(run: tuple[Pat
     timeouts = [record.status for record in hangs.records]
     calls = {call_of(record.case) for record in hangs.records}
     assert set(timeouts) == {Status.TIMEOUT} and len(timeouts) <= 2 * len(calls)  # two workers may be at each
-    assert hangs.counts.not_run == LISTED - len(timeouts)
+    assert hangs.counts.not_run == len(CASES) - len(timeouts)
     said = "after 1 equal failures of its process: no verdict within the time"
     lines = "\n".join(backend_lines(hangs, 1000))
     assert f"{hangs.counts.not_run} NOT RUN: gave up on " in lines
