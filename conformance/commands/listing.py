@@ -93,12 +93,12 @@ def _list_declared(reference: str, device: str | None) -> int:
     (backend,) = request.backends
     subject = Subject(backend, found)
     if subject.unavailable:
-        raise InputError(f"{subject.name} cannot run here: {'; '.join(subject.unavailable)}")
+        raise InputError(f"{subject.backend.name} cannot run here: {'; '.join(subject.unavailable)}")
     for space in (space for space in SPACES.values() if space.role in subject.roles):
         region = region_of(subject, space, triples=True)
         claimed, pairs = sum(map(len, region.classes.values())), len(Pairs(space, region.rows))
         said = f"{claimed} of {len(space.values)} classes and {pairs:,} pairs claimed, {len(region.cases)} cases fitted"
-        lines = tiers.wrapped(f"{subject.name} {space.role}: {said}", 0)
+        lines = tiers.wrapped(f"{subject.backend.name} {space.role}: {said}", 0)
         if triples := region.triples:
             left = triples.claimed - triples.held - triples.vain
             said = (
