@@ -20,8 +20,7 @@ from zipimport import zipimporter
 
 import msgspec
 
-from mla_conformance.files.installed import file_digest
-from mla_conformance.files.places import sites
+from mla_conformance.files.places import file_digest, sites
 
 _LOADERS: tuple[Any, ...] = (SourceFileLoader, SourcelessFileLoader, zipimporter)
 _MAPS = Path("/proc/self/maps")

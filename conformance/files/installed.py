@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from mla_conformance.files.places import is_file, sites
+from mla_conformance.files.places import file_digest, is_file, sites
 
 _GIT_PATIENCE = 60
 _NO_PROGRAMS = ("-c", "core.fsmonitor=", "-c", f"core.hooksPath={os.devnull}")
@@ -56,11 +56,6 @@ def installed(name: str) -> Installed | None:
         return None
     folder = _editable(found)
     return _checkout(folder) if folder else _wheel(found)
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _editable(found: Distribution) -> Path | None:

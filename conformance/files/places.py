@@ -70,6 +70,14 @@ def sites() -> tuple[Path, ...]:
     return _with_wheels[entries]
 
 
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    import hashlib  # not above: this file is read while the current folder may stand before Python's library
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 _ENCODINGS = ("ascii", "latin_1", "unicode_escape")  # beside UTF-8, modules that are loaded when they are used first
 _LIBRARY = sysconfig.get_path("platstdlib")
 _get_code, _create_module = SourceFileLoader.get_code, ExtensionFileLoader.create_module

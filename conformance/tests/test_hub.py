@@ -18,7 +18,7 @@ from mla_conformance.cli import main
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.export.own import own_class
 from mla_conformance.export.program import NotWritable
-from mla_conformance.files.installed import file_digest
+from mla_conformance.files.places import file_digest
 from mla_conformance.gating.mustpass import Required
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials.judge_one import judge_one

@@ -15,7 +15,7 @@ from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine.folder import LoadedCode
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
-from mla_conformance.files.installed import file_digest
+from mla_conformance.files.places import file_digest
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.outcome import ran
 from mla_conformance.trials import trace

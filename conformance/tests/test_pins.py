@@ -29,8 +29,8 @@ from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.engine.messages import Trace
 from mla_conformance.engine.worker import Worker
-from mla_conformance.files.installed import Installed, file_digest, git_asked_before, installed, source_digests
-from mla_conformance.files.places import find_place, place_of
+from mla_conformance.files.installed import Installed, git_asked_before, installed, source_digests
+from mla_conformance.files.places import file_digest, find_place, place_of
 from mla_conformance.judging.record import NOTHING_TRACED, Traced
 from mla_conformance.tests.test_handed_in import certificate as made
 from mla_conformance.trials.trace import library_digests

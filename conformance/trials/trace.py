@@ -11,8 +11,7 @@ from torch.autograd.profiler import profile
 from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import run_calls
 from mla_conformance.driving.loaded import loaded_libraries
-from mla_conformance.files.installed import file_digest
-from mla_conformance.files.places import place_of
+from mla_conformance.files.places import file_digest, place_of
 from mla_conformance.judging.record import NOTHING_TRACED, Traced
 from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem
