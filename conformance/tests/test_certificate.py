@@ -393,7 +393,7 @@ def test_a_run_is_certified_verified_and_run_again(
 ) -> None:
     records = tmp_path / "records.jsonl"
     # Cases are fitted to one role, which is done twice, and takes seconds for each role.
-    monkeypatch.setattr(RunRequest, "arrays", property(lambda run: () if run.cases else ("decode_combinations",)))
+    monkeypatch.setattr(RunRequest, "drawn", property(lambda run: ("decode_combinations",)))
     all_but_two(tmp_path)
     assert main(["certify", "--resume", str(tmp_path), "-n1", "--submission", str(records)]) == 0
     assert main(["gate", str(tmp_path), "--must-pass", "--require", "TORCH_SDPA"]) == 0
