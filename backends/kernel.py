@@ -2,17 +2,38 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
 from mla_conformance.reference.dimensions import MLADimensions
 
 HEAD_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
+class DeviceCapability(NamedTuple):
+    """Compute capability of a CUDA device, for example (9, 0) for an H200."""
+
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}"
+
+
+def get_device_capability(device: torch.device) -> DeviceCapability | None:
+    """Capability of ``device``; None for a device that has none, such as a CPU."""
+    if device.type != "cuda":
+        return None
+    return DeviceCapability(*torch.cuda.get_device_capability(device))
+
+
+def describe_device(device: torch.device) -> str:
+    """A person's name for ``device``: the GPU's product name, or the device type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 class UnsupportedConfiguration(ValueError):

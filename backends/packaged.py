@@ -21,8 +21,7 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.declaration import Declaration, Deviation, LseClass, Precision, Rounding
 from mla_conformance.backends.dependencies import Library, extra
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.kernel import NamedKernel
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.kernel import DeviceCapability, NamedKernel
 
 
 class Devices(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.platform import DeviceCapability, get_device_capability
+from mla_conformance.backends.kernel import DeviceCapability, get_device_capability
 from mla_conformance.backends.registry import MLAPrefillBackendEnum
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 

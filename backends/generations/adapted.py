@@ -13,7 +13,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import is_from_vllm, reasons_of, yes_or_no
 from mla_conformance.backends.generations.vllm import dimensions_for, minimal_vllm_config, quant_key_for
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import MLADimensions
 

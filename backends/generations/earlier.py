@@ -17,10 +17,9 @@ from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig as OurSelectorConfig
 from mla_conformance.backends.interface import check_unquantised
-from mla_conformance.backends.kernel import AttentionSizes, KernelBackend
+from mla_conformance.backends.kernel import AttentionSizes, DeviceCapability, KernelBackend
 from mla_conformance.backends.layer.layer_config import MLAAttentionSpec
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.reference.dimensions import PRESETS, MLADimensions
 

@@ -19,9 +19,8 @@ from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.generations.adapted import adapter_of
 from mla_conformance.backends.generations.layer_impl import AdaptedLayerBuilder, AdaptedLayerImpl
 from mla_conformance.backends.generations.vllm import LAYER_MODULE, why_no_prefill
-from mla_conformance.backends.kernel import accepts_block_size
+from mla_conformance.backends.kernel import DeviceCapability, accepts_block_size
 from mla_conformance.backends.layer.mla_batch import BatchForm, count_decodes
-from mla_conformance.backends.platform import DeviceCapability
 
 _DEVIATIONS = (
     Deviation("its layer writes the cache and absorbs the weights", "vLLM's ``MLAAttention`` is made around it"),

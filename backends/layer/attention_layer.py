@@ -11,9 +11,9 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_types import AttentionType
-from mla_conformance.backends.platform import DeviceCapability
 
 Subclassed = TypeVar("Subclassed")
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)

@@ -9,13 +9,13 @@ from torch import Tensor
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer import cache_ops
 from mla_conformance.backends.layer.attention_layer import AttentionBackend, subclass_attention_backend_with_overrides
 from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.backends.layer.mla_state import MLACommonState
-from mla_conformance.backends.platform import DeviceCapability
 
 _LATENT, _ROPE = 512, 64
 

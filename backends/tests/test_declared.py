@@ -8,8 +8,8 @@ import torch
 from mla_conformance.backends.cache import MLACacheSelectorConfig
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.indexer import MLAIndexerSelectorConfig
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role

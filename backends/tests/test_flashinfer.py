@@ -11,7 +11,7 @@ import torch
 from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.flashinfer import FlashInferPrefillBackend
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.kernel import DeviceCapability
 
 OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
 RAGGED: Any = FlashInferPrefillBackend.variants

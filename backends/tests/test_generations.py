@@ -21,9 +21,9 @@ from mla_conformance.backends.eager_generations import (
 from mla_conformance.backends.generations import earlier
 from mla_conformance.backends.generations.present_adapter import planned_runs
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import as_backend, load_backend
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk
 from mla_conformance.reference.dimensions import PRESETS

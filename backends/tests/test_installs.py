@@ -14,9 +14,9 @@ import torch
 from mla_conformance.backends import dependencies
 from mla_conformance.backends.aiter_triton import aiter_library
 from mla_conformance.backends.dependencies import Library, extra
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role, roles_of, unavailable_reasons
 from mla_conformance.backends.packaged import InterpretedLibrary
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import known_variants, parse_reference
 from mla_conformance.backends.roles import Role
 

@@ -9,8 +9,8 @@ import pytest
 
 from mla_conformance.backends import references
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_backend, load_role, roles_of, unavailable_reasons
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, parse_reference
 from mla_conformance.backends.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
 from mla_conformance.backends.roles import ROLES, Role

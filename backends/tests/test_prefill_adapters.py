@@ -10,10 +10,9 @@ import torch
 
 from mla_conformance.backends.conversions import RaggedBatch, aligned
 from mla_conformance.backends.flash_attn import FlashAttnPrefillBackend
-from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
 from mla_conformance.backends.loading import load_role
 from mla_conformance.backends.metadata import prefill_metadata
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case

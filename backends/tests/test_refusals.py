@@ -14,9 +14,8 @@ from mla_conformance.backends.eager_prepare import EagerPrepareBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
-from mla_conformance.backends.kernel import UnsupportedConfiguration
+from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
 from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.prepare import IndexPreparation, MLAPrepareSelectorConfig, PrepareMetadata
 from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.roles import IndexSpace

@@ -10,8 +10,8 @@ import torch
 from mla_conformance.backends import registry
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_backend, unavailable_reasons
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReferenceError, known_variants, parse_reference
 from mla_conformance.backends.registry import (
     ENUMS,

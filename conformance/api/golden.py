@@ -13,7 +13,7 @@ from mla_conformance.backends.kernel import output_dtype
 from mla_conformance.judging.golden import golden_state
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.tolerance import roundoffs, tolerance
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.reference.error_budget import element_budget, lse_budget
 from mla_conformance.reference.index_scores import index_scores as reference_scores
 

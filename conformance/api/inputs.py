@@ -11,8 +11,8 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import find_device
 from mla_conformance.files.whole import InputError
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import Guarded, Snapshot, poison_allocator
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CONFORMS, find_capability

@@ -13,7 +13,7 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import MLADecodeBackend, output_of
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse import MLASparseBackend

@@ -33,8 +33,8 @@ from mla_conformance.backends.topk import TopKMetadata
 from mla_conformance.cases.case import Call
 from mla_conformance.files.whole import InputError
 from mla_conformance.problems.cached_batch import int32
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.operands import start_loc
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall

@@ -27,8 +27,7 @@ from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, BudgetUse, Nonconformance, Status
-from mla_conformance.problems.calls import AttentionCall
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import AttentionCall, Problem
 from mla_conformance.report.causes import advice, symptom
 from mla_conformance.report.terminal import columns, shown_lines, wrapped
 from mla_conformance.trials.judge_one import judged_trial

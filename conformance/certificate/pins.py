@@ -23,7 +23,6 @@ from mla_conformance.files.installed import (
     commit_of,
     file_digest,
     files_digest,
-    harness_files,
     harness_folder,
     installed,
     module_file,
@@ -31,7 +30,7 @@ from mla_conformance.files.installed import (
     source_digests,
     source_name,
 )
-from mla_conformance.files.places import find_place, is_of_the_machine, place_of
+from mla_conformance.files.places import find_place, harness_files, is_of_the_machine, place_of
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Traced
 from mla_conformance.report.differences import differing

@@ -55,8 +55,8 @@ def bump(options: argparse.Namespace) -> int:
 
 def _require_device(options: argparse.Namespace) -> None:
     """Refuse a backend that has no kernel for the device here, before minutes of installing."""
+    from mla_conformance.backends.kernel import get_device_capability
     from mla_conformance.backends.loading import unavailable_reasons  # with torch
-    from mla_conformance.backends.platform import get_device_capability
     from mla_conformance.engine.machine import find_device
 
     device = find_device(options.device or "")

@@ -17,7 +17,7 @@ import torch
 from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, user_interrupts
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.driving.settings import watched
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import (
     Guarded,
     Snapshot,
@@ -26,7 +26,6 @@ from mla_conformance.problems.memory import (
     poison,
     poison_allocator,
 )
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import merge
 
 _BUILTINS = vars(builtins)

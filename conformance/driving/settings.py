@@ -91,7 +91,18 @@ def watched() -> Iterator[list[str]]:
             except Exception:
                 changes.append(f"{setting.name} could not be restored")
         torch.set_rng_state(random)
-        changes += _settle_streams(streams, stand_ins, descriptors)
+        kept = not any(stand_in.closed for stand_in in stand_ins)
+        for descriptor, number, stand_in in zip(descriptors, _STANDARD, stand_ins, strict=True):
+            try:
+                kept = kept and os.path.sameopenfile(descriptor, number)
+            except OSError:
+                kept = False
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+            with contextlib.suppress(OSError):  # a call closed the file below it
+                stand_in.close()
+        sys.stdout, sys.stderr = streams
+        changes += [] if kept else ["a standard stream"]
 
 
 def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
@@ -115,22 +126,6 @@ def _settle_functions(owner: Any, before: dict[str, Any]) -> Iterator[str]:
         if inherited and is_function(present[name]):
             delattr(owner, name)
             yield f"{title}.{name} was replaced"
-
-
-def _settle_streams(before: Any, stand_ins: list[Any], descriptors: list[int]) -> list[str]:
-    """Put the streams back, and tell whether one was closed or redirected."""
-    kept = not any(stand_in.closed for stand_in in stand_ins)
-    for descriptor, number, stand_in in zip(descriptors, _STANDARD, stand_ins, strict=True):
-        try:
-            kept = kept and os.path.sameopenfile(descriptor, number)
-        except OSError:
-            kept = False
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-        with contextlib.suppress(OSError):  # a call closed the file below it
-            stand_in.close()
-    sys.stdout, sys.stderr = before
-    return [] if kept else ["a standard stream"]
 
 
 def _set_modes(read: Callable[[], list[Any]], pop: Callable[[], Any], push: Callable[[Any], Any], old: Any) -> None:

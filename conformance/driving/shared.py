@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written import CacheImage
 
 HOST = "cpu"

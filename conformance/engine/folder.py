@@ -21,8 +21,7 @@ from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal
-from mla_conformance.files.installed import harness_files
-from mla_conformance.files.places import file_digest, is_file, place_of, sites
+from mla_conformance.files.places import file_digest, harness_files, is_file, place_of, sites
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import Record, RecordKey, Traced
 from mla_conformance.judging.traits import Traits

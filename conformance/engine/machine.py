@@ -274,7 +274,7 @@ def find_device(name: str) -> "Device | None":
 def device_facts(device: "Device") -> dict[str, str]:
     import torch
 
-    from mla_conformance.backends.platform import describe_device, get_device_capability
+    from mla_conformance.backends.kernel import describe_device, get_device_capability
 
     capability, versions = get_device_capability(device), dict[str, str]()
     if device.type == "cuda":

@@ -43,7 +43,6 @@ from mla_conformance.report.causes import UNWANTED, grouped, symptom
 from mla_conformance.report.summary import (
     BackendSummary,
     RunSummary,
-    count_by_capability,
     is_right,
     judged_pairs,
     summarise,
@@ -431,11 +430,11 @@ class Run:
         request, found, backends = self.request, self.found, list[BackendSummary]()
         for facts in self.facts:
             # One record stands for all drawn cases.
-            listed = count_by_capability(request.judged_of(facts)) | ({EXPLORED: 1} if any(request.explore) else {})
+            cases = (*request.judged_of(facts), *([EXPLORED] if any(request.explore) else []))
             records = groups[facts.name]
             mapped = [each for each in records if (each.reference, each.case) in found.heat and is_mapped(each)]
             about = (
-                () if facts.reasons else summarise(records, listed),
+                () if facts.reasons else summarise(records, cases),
                 found.given_up.get(facts.reference, ""),
                 found.traced.get(facts.reference, NOTHING_TRACED),
                 {record.case: found.heat[record.reference, record.case] for record in mapped},

@@ -14,9 +14,8 @@ from mla_conformance.export.program import NotWritable
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ARITHMETIC, Status
-from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.calls import AttentionCall, Problem
 from mla_conformance.problems.operands import Draw
-from mla_conformance.problems.problem import Problem
 from mla_conformance.report.html import picture_file
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.prefill.call import PrefillCall

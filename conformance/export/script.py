@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from mla_conformance.backends.kernel import describe_device
 from mla_conformance.backends.packaged import ENVIRONMENT, InterpretedKernel
-from mla_conformance.backends.platform import describe_device
 from mla_conformance.export.failing import Reproduced
 from mla_conformance.export.inputs import LAID_OUT, UNPACKED, input_lines, named_tensors, require_equal
 from mla_conformance.export.own import OwnClass, own_class

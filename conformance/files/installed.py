@@ -31,8 +31,6 @@ from mla_conformance.files.places import file_digest, is_file, sites
 _GIT_PATIENCE = 60
 _NO_PROGRAMS = ("-c", "core.fsmonitor=", "-c", f"core.hooksPath={os.devnull}")
 _HARNESS = "mla_conformance."
-_PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
-_NOT_SHIPPED = {"tests", "__pycache__"}
 _ADAPTERS = "mla_conformance.backends."
 
 
@@ -125,19 +123,6 @@ def commit_of(folder: Path) -> tuple[str, bool | None]:
 def files_digest(files: Mapping[str, Path]) -> str:
     reported = [f"{name} {file_digest(path)}" for name, path in sorted(files.items()) if path.is_file()]
     return hashlib.sha256("\n".join(reported).encode()).hexdigest()
-
-
-def harness_files() -> dict[str, Path]:
-    """The files that the harness ships, by the name that they have in a wheel."""
-    found: dict[str, Path] = {}
-    for package in _PACKAGES:
-        top = str(files(package))
-        for folder, inner, names in os.walk(top):
-            inner[:] = set(inner) - _NOT_SHIPPED  # which hold most files of a checkout
-            room = package.replace(".", "/") + folder.removeprefix(top).replace(os.sep, "/")
-            paths = {f"{room}/{name}": Path(folder, name) for name in names if name not in _NOT_SHIPPED}
-            found |= {name: path for name, path in paths.items() if path.is_file()}
-    return found
 
 
 def _git(folder: Path, *command: str) -> str | None:

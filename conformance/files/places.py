@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _OF_A_MACHINE = ("/usr/", "/lib", "/tmp/")
+_PACKAGES = ("mla_conformance", *(f"mla_conformance.{floor}" for floor in ("backends", "reference", "fixtures")))
+_NOT_SHIPPED = {"tests", "__pycache__"}
 _with_wheels: dict[tuple[str, ...], tuple[Path, ...]] = {}
 
 
@@ -76,6 +78,21 @@ def file_digest(path: Path) -> str:
 
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def harness_files() -> dict[str, Path]:
+    """The files that the harness ships, by the name that they have in a wheel."""
+    from importlib.resources import files  # not above: this file is read while the current folder may stand before it
+
+    found: dict[str, Path] = {}
+    for package in _PACKAGES:
+        top = str(files(package))
+        for folder, inner, names in os.walk(top):
+            inner[:] = set(inner) - _NOT_SHIPPED  # which hold most files of a checkout
+            room = package.replace(".", "/") + folder.removeprefix(top).replace(os.sep, "/")
+            paths = {f"{room}/{name}": Path(folder, name) for name in names if name not in _NOT_SHIPPED}
+            found |= {name: path for name, path in paths.items() if path.is_file()}
+    return found
 
 
 _ENCODINGS = ("ascii", "latin_1", "unicode_escape")  # beside UTF-8, modules that are loaded when they are used first

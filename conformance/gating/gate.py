@@ -1,5 +1,6 @@
 """The gate: whether a run may be merged, judged by its report, a baseline, the expectations and a must-pass list."""
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,7 +18,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.differences import DRIFT, Change, ChangeKind, compare, differing
 from mla_conformance.report.loading import require_one_code
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
@@ -170,7 +171,7 @@ class Gate:
             if left:
                 of_what = f"of the {self.tier} tier" if self.tier else "of its list"
                 yield GateRow(GateFinding.INCOMPLETE, name, _extent(wanted, left), of_what, cases=0)
-            for capability, count in count_by_capability(left).items():
+            for capability, count in Counter(key.partition(":")[0] for key in left).items():
                 said = f"{counted(count, 'case')} of the list without a verdict"
                 yield GateRow(GateFinding.INCOMPLETE, name, capability, said, count)
         if not any(report.records for report in self.reports):
@@ -207,7 +208,7 @@ def _of_record(record: Record, newly: Collection[tuple[str, str]]) -> Iterator[G
 def _extent(wanted: Sequence[str], left: Sequence[str]) -> str:
     """How much of a list has a verdict: cases, and capabilities all of whose cases have one."""
     wanted, left = ([key for key in keys if key != EXPLORED] for keys in (wanted, left))
-    capabilities, lacking = count_by_capability(wanted), count_by_capability(left)
+    capabilities, lacking = ({key.partition(":")[0] for key in keys} for keys in (wanted, left))
     whole = len(capabilities) - len(lacking)
     return f"{len(wanted) - len(left)} of {len(wanted)} cases, {whole} of {len(capabilities)} capabilities"
 
@@ -235,7 +236,7 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
                     )
                 found[record.key] = expectations.apply(record, here)
     cases = tuple(dict.fromkeys(case for report in reports for case in report.judged_cases))
-    backends = (BackendSummary(known[name], summarise(found.values(), {})) for name, found in joined.items())
+    backends = (BackendSummary(known[name], summarise(found.values())) for name, found in joined.items())
     return RunSummary(reports[0].environment if reports else {}, tuple(backends), cases)
 
 

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
-from mla_conformance.problems.calls import AttentionOperands
+from mla_conformance.problems.calls import AttentionOperands, Problem
 from mla_conformance.problems.operands import ProblemError, segments, start_loc
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.blockwise import blockwise_attention
 from mla_conformance.reference.error_budget import (

@@ -18,8 +18,8 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import FAR, Call, Case
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.operands import segments
-from mla_conformance.problems.problem import Problem
 
 FULL_OPERATIONS = {"cpu": 2e11, "cuda": 2e13}
 """Useful operations up to which every row is judged, by type of device: seconds of a CPU, one second of an H200."""

@@ -33,7 +33,6 @@ from mla_conformance.report.summary import (
     BackendSummary,
     JudgedPairs,
     RunSummary,
-    count_by_capability,
     judged_pairs,
     summarise,
 )
@@ -123,8 +122,8 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role
     unmapped = part.heat.keys() - {record.case for record in records if is_mapped(record)}
     if unmapped:
         raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
-    listed = count_by_capability(cases) | ({EXPLORED: 1} if EXPLORED in part.capabilities else {})
-    capabilities = () if part.reasons else summarise(records, listed)
+    drawn = [EXPLORED] if EXPLORED in part.capabilities else []
+    capabilities = () if part.reasons else summarise(records, (*cases, *drawn))
     pairs = {role: JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
     known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
@@ -246,5 +245,5 @@ def _joined(parts: Sequence[BackendSummary], cases: Sequence[str]) -> BackendSum
     heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
     pairs = judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
     traits = next((part.traits for part in parts if part.traits), NO_TRAITS)
-    capabilities = summarise(records, count_by_capability(position))
+    capabilities = summarise(records, position)
     return BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)

@@ -335,5 +335,5 @@ def traits_lines(traits: Traits) -> Iterator[str]:
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:
     """What a bare list of records says of each backend, as at the end of a pytest run."""
     for name, group in grouped(records, lambda record: record.backend).items():
-        summary = BackendSummary(BackendFacts(name), summarise(group, {}))
+        summary = BackendSummary(BackendFacts(name), summarise(group))
         yield from backend_lines(summary, columns(), detail=Detail.FULL if in_full else Detail.USUAL)

@@ -247,16 +247,13 @@ def worst(shares: Iterable[float]) -> float:
     return max(shares, key=lambda share: (math.isnan(share), share), default=0.0)
 
 
-def count_by_capability(cases: Iterable[str]) -> dict[str, int]:
-    return dict(Counter(case.partition(":")[0] for case in cases))
-
-
-def summarise(records: Iterable[Record], listed: dict[str, int]) -> tuple[CapabilitySummary, ...]:
-    """Group the records of one backend; ``listed`` gives the cases of each selected capability."""
+def summarise(records: Iterable[Record], cases: Iterable[str] = ()) -> tuple[CapabilitySummary, ...]:
+    """Group the records of one backend, which was to be judged on these ``cases``."""
+    listed = Counter(case.partition(":")[0] for case in cases)
     groups: dict[str, list[Record]] = {name: [] for name in listed}
     for record in records:
         groups.setdefault(record.capability, []).append(record)
-    return tuple(CapabilitySummary(name, listed.get(name, 0), tuple(group)) for name, group in groups.items())
+    return tuple(CapabilitySummary(name, listed[name], tuple(group)) for name, group in groups.items())
 
 
 def is_right(backend: BackendSummary, by_default: bool) -> bool:

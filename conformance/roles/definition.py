@@ -9,8 +9,8 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding, declaration_of
 from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.operands import forms_of
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
@@ -18,9 +18,8 @@ from mla_conformance.cases.space import Space
 from mla_conformance.judging.golden import Golden, golden_attention
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.steps import Steps
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.problems.problem import Problem
 
 KERNEL_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """The arguments that the constructors of attention kernels have in common."""

@@ -9,7 +9,7 @@ from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.steps import Measured
 from mla_conformance.judging.tolerance import Tolerance, tolerance
 from mla_conformance.judging.verdict import Verdict
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.cache.problem import CACHE
 from mla_conformance.roles.compress.problem import COMPRESS
 from mla_conformance.roles.decode.problem import DECODE

@@ -37,7 +37,6 @@ from mla_conformance.report.summary import (
     Counts,
     JudgedPairs,
     RunSummary,
-    count_by_capability,
     judged_pairs,
     right_on,
     role_of,
@@ -150,7 +149,7 @@ class Entry:
         for role, records in grouped(self._records, lambda record: role_of(record.case)).items():
             counts = Counts.of(records)
             if counts.listed > counts.unsupported:
-                summaries = summarise(records, count_by_capability(record.case for record in records))
+                summaries = summarise(records, [record.case for record in records])
                 found[role] = {capability.name: capability for capability in summaries}
         return found
 

@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace as told
 
 from mla_conformance.backends.foreign import cut, one_line
-from mla_conformance.backends.platform import get_device_capability
+from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Call, Case
 from mla_conformance.driving.driver import parts_of

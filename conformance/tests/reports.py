@@ -13,7 +13,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.json_report import report_json, write_json
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.version import SUITE_VERSION
 
 
@@ -28,12 +28,12 @@ def write_run(
 ) -> Path:
     """Write the report as ``certify`` would; facts are of backends that are not as the records tell, or absent."""
     listed = tuple(cases or dict.fromkeys(record.case for record in records))
-    counts = count_by_capability(shard.cases if shard else listed)
+    cases = shard.cases if shard else listed
     groups, known = grouped(records, lambda record: record.backend), {each.name: each for each in facts}
     for name, group in groups.items():
         known.setdefault(name, BackendFacts(name, group[0].reference, versions={"torch": "2.13.0"}))
     summaries = (
-        BackendSummary(each, () if each.reasons else summarise(groups.get(name, []), counts))
+        BackendSummary(each, () if each.reasons else summarise(groups.get(name, []), cases))
         for name, each in known.items()
     )
     told = {"suite": SUITE_VERSION, "tier": "full", "device": "cpu", "torch": "2.13.0", **environment}

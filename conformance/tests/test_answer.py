@@ -20,7 +20,7 @@ from mla_conformance.report.html import html
 from mla_conformance.report.json_report import report_json
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import outcome_lines
-from mla_conformance.report.summary import BackendSummary, Group, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import BackendSummary, Group, RunSummary, summarise
 from mla_conformance.tests.sealing import write_sealed
 
 PREFILL, DECODE = "new_tokens:q=[64]", "decode:q=[1];kv=[64]"
@@ -38,7 +38,7 @@ def backend(said: Said, name: str = "A", **facts: Any) -> BackendSummary:
         Record(name, name, case.partition(":")[0], case, status, message=message)
         for case, (status, message) in said.items()
     ]
-    return BackendSummary(BackendFacts(name, name, **facts), summarise(records, count_by_capability(CASES)))
+    return BackendSummary(BackendFacts(name, name, **facts), summarise(records, CASES))
 
 
 def run(*backends: BackendSummary) -> RunSummary:

@@ -129,7 +129,7 @@ def report() -> str:
         records = [_record(name, case, outcomes[i] if i < 4 else Status.PASS) for i, case in enumerate(cases)]
         records += [_record(name, cases[-1].replace("decode:", "decode_lse:"), Status.FAIL)]
         heat = {records[0].case: HeatMap(f"LSE of {LONG}", 128, 200, ("0123456789" * 6 + "0000",) * 64)}
-        backends.append(BackendSummary(BackendFacts(name, name), summarise(records, {}), heat=heat))
+        backends.append(BackendSummary(BackendFacts(name, name), summarise(records), heat=heat))
     reported = {"suite": "1", "tier": "full", "device": "cpu", "torch": "2"}
     return html(RunSummary(reported, tuple(backends), tuple(cases), date="2026-11-22"))
 

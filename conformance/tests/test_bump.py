@@ -196,7 +196,7 @@ def judged(pin: Pin, statuses: dict[str, Status], used: float = 0.2, reasons: tu
     """A run of two cases; those without a status were not run."""
     records = [Record("K", "K", "lse", case, status, used={"row": used}) for case, status in statuses.items()]
     facts = BackendFacts("K", "K", reasons, versions={} if reasons else {"X": pin.version})
-    backend = BackendSummary(facts, () if reasons else summarise(records, {"lse": 2}))
+    backend = BackendSummary(facts, () if reasons else summarise(records, ["lse"] * 2))
     return JudgedVersion(pin, RunSummary({"suite": "1"}, (backend,), (A, B), source="report"), {"x": pin.version})
 
 

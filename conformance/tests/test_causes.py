@@ -29,7 +29,7 @@ def raised(text: str, case: str = "lse:q=[4]") -> Record:
 
 
 def run(*records: Record) -> RunSummary:
-    return RunSummary(ENVIRONMENT, (BackendSummary(BackendFacts("B", "b.py:B"), summarise(records, {})),))
+    return RunSummary(ENVIRONMENT, (BackendSummary(BackendFacts("B", "b.py:B"), summarise(records)),))
 
 
 def test_one_cause_has_its_extent_and_its_simplest_case() -> None:
@@ -90,7 +90,7 @@ def test_what_is_declared_unsupported_and_runs_comes_last() -> None:
 def test_causes_are_counted_through_all_backends_as_replay_takes_them() -> None:
     first, second = failure(), [failure(f"lse:q=[{tokens}]", check="output") for tokens in (7, 6)]
     summaries = [
-        BackendSummary(BackendFacts(name, "b.py:B"), summarise([each.with_fields(backend=name) for each in group], {}))
+        BackendSummary(BackendFacts(name, "b.py:B"), summarise([each.with_fields(backend=name) for each in group]))
         for name, group in (("A", [first]), ("B", [*second, first]))
     ]
     both = RunSummary(ENVIRONMENT, tuple(summaries))

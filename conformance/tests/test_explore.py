@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.references import BackendReference, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case

@@ -13,9 +13,9 @@ from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.files.whole import Section
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import CLAUSES
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import REGIMES, segments
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.compress import problem as compress
 from mla_conformance.roles.compress.case import VALUES as STATES
 from mla_conformance.roles.prepare import problem as prepare

@@ -13,7 +13,7 @@ from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.defects.known import known_defects
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check, Status, Verdict
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.indexer.role import golden_scores
 from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
 from mla_conformance.roles.topk.role import PoolTokens

@@ -15,8 +15,7 @@ import pytest
 from mla_conformance.cli import main
 from mla_conformance.engine import folder
 from mla_conformance.engine.folder import deciding_files
-from mla_conformance.files.installed import harness_files
-from mla_conformance.files.places import load_all_again, refuse_written_since
+from mla_conformance.files.places import harness_files, load_all_again, refuse_written_since
 from mla_conformance.tests.unexplained import unexplained
 
 WRONG = """

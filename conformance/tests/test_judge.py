@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Data
 from mla_conformance.judging.record import Record

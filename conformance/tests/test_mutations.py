@@ -73,7 +73,7 @@ def run_of_a_shard() -> RunSummary:
     heat = {wrong.case: HeatMap("LSE of new tokens", 2, 3, ("012", "900"))}
     facts = BackendFacts("MINE", "MINE", (), {"lib": "1.2"}, False, (("l", "a"),), {"p": "m"}, "f")
     traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
-    mine = BackendSummary(facts, summarise([passed, failed, known, wrong], {}), "gave up", traced, heat)
+    mine = BackendSummary(facts, summarise([passed, failed, known, wrong]), "gave up", traced, heat)
     absent = BackendSummary(BackendFacts("GONE", "GONE", ("why",)))
     return RunSummary(TOLD, (mine, absent), tuple(CASES), Shard(1, 1, tuple(CASES)))
 
@@ -82,9 +82,8 @@ def certificate() -> str:
     cases = [case.id for entry in CAPABILITIES.values() for case in entry.cases]
     name = "TORCH_SDPA"  # which is here, so that everything in the file is compared with something
     records = [Record(name, name, case.partition(":")[0], case, Status.PASS, used={"lse": 0.5}) for case in cases]
-    listed = {name: len(entry.cases) for name, entry in CAPABILITIES.items()}
     traced = Traced({"lse": ("kernel_of_mine",)}, {"lib.so": "0" * 64})
-    backend = BackendSummary(BackendFacts(name, name), summarise(records, listed), traced=traced)
+    backend = BackendSummary(BackendFacts(name, name), summarise(records, cases), traced=traced)
     pins = Pins.of(parse_reference(name), {"msgspec": version("msgspec")})
     return to_text(issue(RunSummary(TOLD, (backend,)), datetime.date(2026, 1, 1), pins).to_json())
 

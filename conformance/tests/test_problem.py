@@ -11,10 +11,9 @@ from mla_conformance.driving import driver
 from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems import operands
-from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.calls import AttentionCall, Problem
 from mla_conformance.problems.memory import Guarded, Snapshot, out_of_memory, poison, storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError, fill_normal, stored
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.attention import merge_states
 from mla_conformance.roles.prefill import problem as prefill
 from mla_conformance.roles.sparse.call import SparseCall

@@ -29,7 +29,7 @@ def record(status: Status, case: str = "lse:q=[1]", capability: str = "lse") -> 
 
 def backend(*statuses: Status, listed: int | None = None, reasons: tuple[str, ...] = ()) -> BackendSummary:
     records = [record(status) for status in statuses]
-    capabilities = summarise(records, {"lse": len(records) if listed is None else listed})
+    capabilities = summarise(records, ["lse"] * (len(records) if listed is None else listed))
     facts = BackendFacts("B", reasons=reasons, versions={"torch": "2"})
     return BackendSummary(facts, () if reasons else capabilities)
 
@@ -66,11 +66,11 @@ def test_an_unavailable_backend_neither_helps_nor_harms() -> None:
 
 def test_a_record_may_stand_for_many_cases() -> None:
     drawn = record(PASS, capability="explored").with_fields(cases=30)
-    (capability,) = summarise([drawn], {"explored": 1})
+    (capability,) = summarise([drawn], ["explored"])
     assert capability.counts == Counts(listed=30, passed=30)
     summary = replace(backend(PASS), capabilities=(*backend(PASS).capabilities, capability))
     assert "  ✔ lse 1, explored 30" in backend_lines(summary, 80) and "cases: 31 passed ·" in closing_line(run(summary))
-    (missing,) = summarise([], {"explored": 1})
+    (missing,) = summarise([], ["explored"])
     assert missing.outcome is BackendOutcome.NOT_RUN
 
 

@@ -87,7 +87,7 @@ def test_a_report_reads_back_as_it_was(report: Json, real_run: Path) -> None:
 
 def test_nan_and_infinity_are_written_as_text(tmp_path: Path) -> None:
     record = Record("B", "B", "lse", "lse:q=[1]", Status.FAIL, used={"element": "nan", "lse": "inf"})
-    backend = BackendSummary(BackendFacts("B", "B"), summarise([record], {"lse": 1}))
+    backend = BackendSummary(BackendFacts("B", "B"), summarise([record], ["lse"]))
     names = ("suite", "version", "device", "compute_capability", "torch", "python", "platform")
     run = RunSummary({**dict.fromkeys(names, "x"), "tier": "full"}, (backend,), ("lse:q=[1]",))
     data = json.loads(json.dumps(report_json(run)))

@@ -60,7 +60,7 @@ def nasty_run() -> RunSummary:
     record = Record("B'", "my file.py:B'", "lse", "lse:q=[1]", Status.FAIL).with_fields(**said)
     facts = BackendFacts("B'", "my file.py:B'", emulated=True, deviations=((NASTY, NASTY),))
     heat = {record.case: HeatMap(NASTY, 1, 3, ("019",))}
-    failing = BackendSummary(facts, summarise([record], {"lse": 2}), heat=heat)
+    failing = BackendSummary(facts, summarise([record], ["lse"] * 2), heat=heat)
     absent = BackendSummary(BackendFacts("C", reasons=(NASTY,)))
     return RunSummary(ENVIRONMENT, (failing, absent), ("lse:q=[1]", "lse:q=[2]"))
 
@@ -111,7 +111,7 @@ def test_a_map_stands_at_its_own_failure_alone() -> None:
     run = nasty_run()
     (record,), (backend, _) = run.records, run.backends
     records = [record.with_fields(case="lse:q=[1]"), record.with_fields(case="lse:q=[2]")]
-    other = replace(backend, capabilities=summarise(records, {}), heat={"lse:q=[2]": HeatMap("LSE", 1, 1, ("9",))})
+    other = replace(backend, capabilities=summarise(records), heat={"lse:q=[2]": HeatMap("LSE", 1, 1, ("9",))})
     text = html(replace(run, backends=(other,)))
     assert text.count("<figure>") == 1 and text.index("1 more") < text.index("<figure>")
 
@@ -161,7 +161,7 @@ def test_junit_holds_what_is_no_xml_and_tells_failures_from_breakdowns() -> None
     run = nasty_run()
     (record,) = run.records
     records = [record.with_fields(message="\0\x1b[31m<&", detail=NASTY), record.with_fields(status=Status.TIMEOUT)]
-    backend = replace(run.backends[0], capabilities=summarise(records, {}))
+    backend = replace(run.backends[0], capabilities=summarise(records))
     (suite,) = ElementTree.fromstring(junit(replace(run, backends=(backend,))))
     (failure,), (error,) = suite.findall("testcase/failure"), suite.findall("testcase/error")
     assert failure.attrib["message"] == r"\x00\x1b[31m<&" and NASTY.replace("::e", r"\x3a:e") in (failure.text or "")
@@ -181,7 +181,7 @@ def test_every_view_tells_a_failure_that_does_not_repeat_alone(kind: str, confir
     record = Record("B", "B", "lse", "lse:q=[3]", Status.FAIL, message="wrong", confirmation=confirmation, after=after)
     alone = record.with_fields(confirmation="alone", after=())
     for shown, there in ((record, True), (alone, False)):
-        backend = BackendSummary(BackendFacts("B", "B"), summarise([shown], {}))
+        backend = BackendSummary(BackendFacts("B", "B"), summarise([shown]))
         text = FORMATS[kind](RunSummary(ENVIRONMENT, (backend,), ("lse:q=[3]",))).replace("\\", "")
         assert (said in text) is there
 

@@ -15,7 +15,7 @@ from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
 from mla_conformance.report.json_report import report_json, to_text
-from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, Entry, profiles
 from mla_conformance.scoreboard.serving import kind_of, models, served
 from mla_conformance.scoreboard.site import page
@@ -91,7 +91,7 @@ def test_a_run_of_a_model_is_shown_beside_the_records(tmp_path: Path) -> None:
     deployment = Deployment.of(find_model("deepseek-v3"), 8, "fp8")
     cases = [case.id for case in cases_of(find_model("deepseek-v3"), deployment)]
     records = [Record("FLASHMLA", "FLASHMLA", case.partition(":")[0], case, Status.PASS) for case in cases]
-    backend = BackendSummary(BackendFacts("FLASHMLA", "FLASHMLA"), summarise(records, count_by_capability(cases)))
+    backend = BackendSummary(BackendFacts("FLASHMLA", "FLASHMLA"), summarise(records, cases))
     environment = {"suite": SUITE_VERSION, "tier": "full", "device": "NVIDIA H200", "torch": "2"}
     run = RunSummary(environment, (backend,), tuple(cases), deployment=deployment, date="2026-11-23")
     (tmp_path / "run").mkdir()

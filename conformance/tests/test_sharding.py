@@ -20,7 +20,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.differences import compare
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.loading import load_report, merge_shards
-from mla_conformance.report.summary import BackendSummary, RunSummary, count_by_capability, summarise
+from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
 Json = dict[str, Any]
 CASES = [f"lse:q=[{i}]" for i in range(1, 8)]
@@ -158,7 +158,7 @@ PASS, FAIL, UNSUPPORTED, CRASH = Status.PASS, Status.FAIL, Status.UNSUPPORTED, S
 
 def run(statuses: dict[str, Status], used: float = 0.2, cases: tuple[str, ...] = (A, B), name: str = "X") -> RunSummary:
     records = [Record(name, name, "lse", case, status, used={"row": used}) for case, status in statuses.items()]
-    capabilities = summarise(records, count_by_capability(cases))
+    capabilities = summarise(records, cases)
     return RunSummary({"suite": "1"}, (BackendSummary(BackendFacts(name, name), capabilities),), cases)
 
 
@@ -214,7 +214,7 @@ def _waived(backend: BackendSummary) -> BackendSummary:
     """The backend with its failures expected."""
     status = Status.EXPECTED_FAILURE
     records = [r.with_fields(status=status, judged=r.status) if r.failed else r for r in backend.records]
-    return replace(backend, capabilities=summarise(records, count_by_capability((A, B))))
+    return replace(backend, capabilities=summarise(records, (A, B)))
 
 
 def test_runs_of_two_suites_are_told_first_with_what_can_be_compared(

@@ -144,7 +144,7 @@ def many() -> BackendSummary:
     names = [f"capability_{'x' * (number % 9)}{number}" for number in range(60)]
     statuses = [Status.UNSUPPORTED if number % 3 == 0 else Status.PASS for number in range(60)]
     records = [record(f"{name}:q=[{n}]", status) for name, status in zip(names, statuses, strict=True) for n in (1, 2)]
-    return BackendSummary(BackendFacts("B"), summarise(records, dict.fromkeys(names, 2)))
+    return BackendSummary(BackendFacts("B"), summarise(records, names * 2))
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
@@ -164,7 +164,7 @@ def test_what_a_kernel_is_right_on_leaves_out_what_it_does_not_do() -> None:
     """Of roles of which nothing was judged it is not told as of cases that it failed."""
     passed = [record(f"new_tokens:q=[{n}]", Status.PASS) for n in (1, 2)]
     others = [record(f"decode:q=[1];kv=[{n}]", Status.UNSUPPORTED) for n in (1, 2, 3)]
-    summary = BackendSummary(BackendFacts("B"), summarise([*passed, *others], {}))
+    summary = BackendSummary(BackendFacts("B"), summarise([*passed, *others]))
     run = RunSummary({}, (summary, BackendSummary(BackendFacts("A", reasons=("no GPU",)))))
     quiet = list(outcome_lines(run, 80, brief=True, detail=Detail.QUIET))
     assert quiet == ["B ✔ right: all 2 prefill cases; 3 of other roles do not apply"]
@@ -179,7 +179,7 @@ def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
     cases = {"a": [Status.PASS], "b": [Status.FAIL, Status.PASS], "c": [Status.PASS, Status.UNSUPPORTED], "d": []}
     cases["e"] = [Status.PASS, Status.UNAVAILABLE, Status.EXPECTED_FAILURE]
     records = [record(f"{name}:q=[{n}]", status) for name, group in cases.items() for n, status in enumerate(group)]
-    summary = BackendSummary(BackendFacts("B"), summarise(records, {"d": 4}), stopped="gave up")
+    summary = BackendSummary(BackendFacts("B"), summarise(records, ["d"] * 4), stopped="gave up")
     assert list(backend_lines(summary, 80)) == [
         "B ✘ passed 4/11 cases, 2/5 capabilities",
         "  ✘ b 1/2",
@@ -196,7 +196,7 @@ def test_a_kernel_whose_failures_were_all_foreseen_is_not_called_right() -> None
         record("a:q=[2]", Status.EXPECTED_FAILURE),
         record("b:q=[1]", Status.PASS),
     ]
-    summary = BackendSummary(BackendFacts("B"), summarise(foreseen, {"a": 2, "b": 1}))
+    summary = BackendSummary(BackendFacts("B"), summarise(foreseen, ["a", "a", "b"]))
     assert list(backend_lines(summary, 80))[:2] == [
         "B ! wrong, as expected, on 1 of 3 cases; 1/2 capabilities",
         "  ! a 1 of 2 (1 expected to fail)",
@@ -206,7 +206,7 @@ def test_a_kernel_whose_failures_were_all_foreseen_is_not_called_right() -> None
 def test_a_replay_line_is_whole_and_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     failure = record("lse:q=[1x48]", Status.FAIL, reference=f"{tmp_path}/my kernels/{'x' * 70}.py:B")
-    summary = BackendSummary(BackendFacts("B"), summarise([failure], {}))
+    summary = BackendSummary(BackendFacts("B"), summarise([failure]))
     *_, line = cause_lines(RunSummary({}, (summary,)), 60)
     words = shlex.split(line.partition("replay: ")[2])
     assert words == ["mla-conformance", "replay", "lse:q=[1x48]", "--backend", f"my kernels/{'x' * 70}.py:B"]

@@ -17,8 +17,8 @@ from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.shrink import simpler
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, Question
 from mla_conformance.judging.verdict import Nonconformance
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.operands import rows_of
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.subject import Subject

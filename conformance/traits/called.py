@@ -64,7 +64,7 @@ def main(told: Sequence[str]) -> None:
     """
     import torch  # not for whoever only reads the lines
 
-    from mla_conformance.backends.platform import describe_device, get_device_capability
+    from mla_conformance.backends.kernel import describe_device, get_device_capability
     from mla_conformance.cases.case import Case
     from mla_conformance.trials.subject import Subject, describe
 

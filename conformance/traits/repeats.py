@@ -16,7 +16,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.driving.driver import Observation, Returned, parts_of
 from mla_conformance.judging.traits import Repeated
 from mla_conformance.judging.verdict import Nonconformance, Status
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.table import judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial

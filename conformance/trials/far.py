@@ -18,10 +18,9 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.judged_rows import Reach, rows_before
 from mla_conformance.problems.cached_batch import int32
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, device_lost, poison, reserved
 from mla_conformance.problems.operands import start_loc
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written import CacheImage, WrittenEntries
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.reference.selected import NO_KEY

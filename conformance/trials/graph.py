@@ -16,7 +16,7 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import LARGEST
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.trials.trial import Trial, cut, invoke, observed, prepare, tensors
 
 _WARM_CALLS = 2

@@ -14,8 +14,8 @@ import torch
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import poison
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.trials.graph import captured

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from mla_conformance.problems.calls import KernelCall
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.sparse.case import SparseCase

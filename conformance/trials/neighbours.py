@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from mla_conformance.driving.driver import Observation, OutputAndLse, parts_of, why_not_plain
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
-from mla_conformance.problems.problem import Problem
 from mla_conformance.reference.kv_cache import write_entries
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall

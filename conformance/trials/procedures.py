@@ -11,9 +11,9 @@ from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
 from mla_conformance.driving.driver import merged_by_its_own, states_of
 from mla_conformance.judging.verdict import Check, Status, Verdict
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import segments
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import judge
 from mla_conformance.trials import graph, layer_graph, sparse_layer_graph

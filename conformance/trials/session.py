@@ -19,10 +19,9 @@ from mla_conformance.cases.case import Call, Case, Layout
 from mla_conformance.driving.driver import Observation, call_once
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import CLAUSES, Check, Nonconformance, Status
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.fences import Buffers, MovedCall
 from mla_conformance.problems.memory import Guarded, device_lost
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase

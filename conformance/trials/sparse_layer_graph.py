@@ -13,7 +13,7 @@ import torch
 
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.trials.graph import captured

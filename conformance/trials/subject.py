@@ -14,9 +14,9 @@ from mla_conformance.backends import hub
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.foreign import one_line
 from mla_conformance.backends.graph_support import AttentionCGSupport
+from mla_conformance.backends.kernel import get_device_capability
 from mla_conformance.backends.layer.mla_layer import mla_backend
 from mla_conformance.backends.loading import resolve_backend, roles_of, unavailable_reasons
-from mla_conformance.backends.platform import get_device_capability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case

@@ -13,7 +13,7 @@ from mla_conformance.driving.driver import run_calls
 from mla_conformance.driving.loaded import loaded_libraries
 from mla_conformance.files.places import file_digest, place_of
 from mla_conformance.judging.record import NOTHING_TRACED, Traced
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.table import build_problem
 from mla_conformance.trials.subject import Subject
 

@@ -11,8 +11,7 @@ from typing import Any
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import Data
-from mla_conformance.problems.calls import AttentionCall, KernelCall
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import AttentionCall, KernelCall, Problem
 from mla_conformance.problems.ranks import CallOnRanks
 from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.layer.case import LayerCase

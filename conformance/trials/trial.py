@@ -29,9 +29,8 @@ from mla_conformance.driving.driver import (
 )
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.problems.problem import Problem
 from mla_conformance.roles.table import build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.vocabulary.capabilities import find_capability

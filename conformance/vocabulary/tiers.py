@@ -2,10 +2,11 @@
 
 import textwrap
 from collections.abc import Iterator
+from itertools import chain
 
 from mla_conformance.cases.covering import Pair, Pairs
 from mla_conformance.cases.fitting import MOST_TRIPLES
-from mla_conformance.cases.space import ClassOf, Space
+from mla_conformance.cases.space import ClassOf
 from mla_conformance.cases.triples import Triples
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.vocabulary.arrays import SPACES
@@ -19,29 +20,26 @@ def tier_lines() -> Iterator[str]:
         further = f", and up to {MOST_TRIPLES} a role fitted for triples" if tier is Tier.NIGHTLY else ""
         yield f"tier {tier:<8} {sum(len(entry.select(tier)) for entry in CAPABILITIES.values()):>5} cases{further}"
     for space in SPACES.values():
-        held = _held(space)  # the full tier holds every pair that is possible
+        rows = {case: tuple(space.rows((case,))) for case in listed(space)}
+        held = Pairs(space, chain.from_iterable(rows.values()))  # the full tier holds every pair that is possible
         smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
-        light = (case for case in listed(space) if work_of(case) <= CPU_WORK)
-        in_smoke, in_light = (len(Pairs(space, space.rows(cases))) for cases in (smoke, light))
+        light = [case for case in rows if work_of(case) <= CPU_WORK]
+        in_smoke, in_light = (len(Pairs(space, chain.from_iterable(map(rows.get, of)))) for of in (smoke, light))
         pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_light:,} due on a GPU"
         yield f"  {space.role:<7} {len(held):,} pairs possible: {pairs}"
         # Those that are possible two by two; the nightly tier holds more of what a backend declares.
         left = Triples(held)
         possible = len(left)
-        for row in space.rows(listed(space)):
+        for row in chain.from_iterable(rows.values()):
             left.drop(row)
         yield f"  {'':<7} {possible:,} triples of these: full {possible - len(left):,}"
-
-
-def _held(space: Space) -> Pairs:
-    return Pairs(space, space.rows(listed(space)))
 
 
 def excluded_lines() -> Iterator[str]:
     """Of each role, the pairs of classes that no case can hold, by the rule that excludes them."""
     for space in SPACES.values():
         by_reason: dict[str, list[Pair]] = {}
-        excluded = Pairs.every(space) - _held(space)
+        excluded = Pairs.every(space) - Pairs(space, space.rows(listed(space)))
         for pair in excluded:
             by_reason.setdefault(space.reason(pair), []).append(pair)
         yield f"{space.role}: {len(excluded)} pairs excluded"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mla_conformance.backends.block_size import MultipleOf
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
 from mla_conformance.backends.layer.attention_layer import (
     AttentionBackend,
@@ -14,7 +15,6 @@ from mla_conformance.backends.layer.attention_layer import (
 )
 from mla_conformance.backends.layer.attention_types import AttentionType, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
-from mla_conformance.backends.platform import DeviceCapability
 
 
 def answering(**answers: Any) -> type[AttentionBackend]:

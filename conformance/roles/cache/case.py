@@ -119,7 +119,7 @@ _MOST_ENTRIES, _MOST_LISTED = 2**17, 2**18
 
 
 def _share(case: CacheCase) -> str:
-    longest = max(range(len(case.q)), key=lambda number: batches.totals(case)[number])
+    longest = max(range(len(case.q)), key=batches.totals(case).__getitem__)
     q, kv = case.q[longest], case.kv[longest]
     return {0: "none", 1: "one"}.get(q) or ("half" if kv else "all")
 

@@ -16,10 +16,9 @@ from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.steps import Form, Measured, Steps
 from mla_conformance.judging.verdict import Check, Verdict
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, block_table_of, int32, write_pages
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import ProblemError, edges, segments, start_loc
-from mla_conformance.problems.problem import Problem
 from mla_conformance.problems.written import TIE_SLACK, CacheImage, ExpectedCache, WrittenEntries, WrittenRows
 from mla_conformance.reference.cache_layout import decode_rows, encode, steady
 from mla_conformance.reference.entry_formats import TILED_FORMATS

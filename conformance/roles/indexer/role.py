@@ -15,7 +15,7 @@ from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
 from mla_conformance.judging.steps import Form, Measured, share_of, worst_of
 from mla_conformance.judging.tolerance import roundoffs
 from mla_conformance.judging.verdict import Verdict
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition

@@ -238,6 +238,7 @@ def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[
     """New tokens and context of each prefill, the longest first."""
     if row["chunks"] == "0" or not requests:
         return [(batch.tokens, 0)] * requests
+    requests = min(requests, MAX_WORKSPACE_TOKENS // batch.page)  # each context has a page of the workspace
     longest = (batch.tokens, batch.longest - batch.tokens)
     if row["others"] == "equal":
         return [longest] * requests

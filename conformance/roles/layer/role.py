@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.layer.attention_types import AttentionType
 from mla_conformance.backends.layer.mla_batch import BatchForm
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
@@ -56,6 +56,8 @@ class _Layer(RoleDefinition):
                 attn_type=AttentionType.DECODER,
             )
         )
+        if (contexts := sum(map(bool, case.prefill_contexts))) * case.page > case.workspace_tokens:
+            reasons.append(f"a workspace of {case.workspace_tokens:,} tokens has no page for each of {contexts} contexts")
         if case.order == Order.PREFILLS_FIRST and not hasattr(kernel.get_builder_cls(), "build_from_requests"):
             reasons.append("its builder takes no requests, prefills first")
         written = getattr(kernel, "tile_scales", "float32")

@@ -9,9 +9,8 @@ import torch
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.foreign import yes_or_no
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
-from mla_conformance.backends.kernel import output_dtype
+from mla_conformance.backends.kernel import DeviceCapability, output_dtype
 from mla_conformance.backends.metadata import MLACommonPrefillMetadata
-from mla_conformance.backends.platform import DeviceCapability
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call

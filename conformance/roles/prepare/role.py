@@ -15,7 +15,7 @@ from mla_conformance.judging.judged_rows import choose_rows
 from mla_conformance.judging.steps import Form, Measured, Steps
 from mla_conformance.judging.tolerance import unit_roundoff
 from mla_conformance.judging.verdict import Check, Verdict, failed
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.reference.prepare_index import (
     Prepared,
     hadamard,

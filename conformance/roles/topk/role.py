@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mla_conformance.backends.declaration import Declaration, SelectionOrder, Ties
-from mla_conformance.backends.platform import DeviceCapability
+from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.topk import MLATopKSelectorConfig
 from mla_conformance.driving.driver import Observation, Returned
@@ -17,7 +17,7 @@ from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
 from mla_conformance.judging.steps import Form, Measured
 from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import Verdict
-from mla_conformance.problems.problem import Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.reference.index_scores import WindowScores, window_scores
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
