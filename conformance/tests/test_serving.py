@@ -83,8 +83,10 @@ def test_no_text_of_a_record_ends_the_data() -> None:
 
 def test_the_data_names_the_cases_that_can_be_shown_and_no_others() -> None:
     data = json.loads(served(board()))
-    assert {case for case, _ in data["cases"] if case} == {OWN, OTHER} and len(data["cases"]) == len(CASES)
-    assert {record["statuses"] for record in data["records"]} == {"p4", "w1p3", "p1w1p2"}
+    assert {*data["names"].values()} == {OWN, OTHER} and sum(data["counts"]) == len(CASES)
+    statuses = [re.sub(r"(.)(\d+)", lambda run: run[1] * int(run[2]), each["statuses"]) for each in data["records"]]
+    wrong = {tuple(data["names"][str(n)] for n, letter in enumerate(each) if letter == "w") for each in statuses}
+    assert wrong == {(), (OWN,), (OTHER,)}
 
 
 def test_a_run_of_a_model_is_shown_beside_the_records(tmp_path: Path) -> None:
