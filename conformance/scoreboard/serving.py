@@ -1,7 +1,8 @@
 """What the page's script answers from: models as they are deployed, and what became of every case in every record."""
 
+import base64
+import gzip
 import json
-from collections import Counter
 from functools import cache, lru_cache
 from itertools import groupby
 from typing import Any
@@ -30,9 +31,11 @@ Kind = tuple[str, int, str, str, str, str]
 
 
 def served(board: Board) -> Markup:
-    """The data as JSON that may stand in a page."""
+    """The data as JSON, packed by gzip, since ids of cases are long and alike, and by base64."""
     cases = cases_on(board)
-    kinds, named, engines = Counter(map(kind_of, cases)), _named(board, cases), []
+    kinds = list(dict.fromkeys(map(kind_of, cases)))
+    place = {kind: number for number, kind in enumerate(kinds)}
+    named, engines = _named(board, cases), []
     for profile in board.profiles:
         told = ("name", "kernel", "when", "packages")
         candidates = [{name: getattr(each, name) for name in told} for each in profile.candidates]
@@ -41,14 +44,14 @@ def served(board: Board) -> Markup:
     data = {
         "suite": SUITE_VERSION,
         "models": models(),
-        "kinds": [*kinds],
-        "counts": [*kinds.values()],  # as cases stand in the order of their kinds
-        "names": {place: case for place, case in enumerate(cases) if case in named},
+        "kinds": kinds,
+        "cases": [[case if case in named else "", place[kind_of(case)]] for case in cases],
         "records": [_record(entry, cases) for entry in board.entries],
         "engines": engines,
         "runs": [_run(run) for run in board.deployed],
     }
-    return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
+    packed = gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0)
+    return Markup(base64.b64encode(packed).decode())
 
 
 def _named(board: Board, cases: list[str]) -> set[str]:
@@ -63,8 +66,7 @@ def _named(board: Board, cases: list[str]) -> set[str]:
 
 
 def cases_on(board: Board) -> list[str]:
-    """The cases of all records, those of a kind side by side."""
-    return sorted({case: None for entry in board.entries for case in entry.record.cases}, key=kind_of)
+    return list(dict.fromkeys(case for entry in board.entries for case in entry.record.cases))
 
 
 @lru_cache(8192)

@@ -38,6 +38,8 @@ addEventListener("unhandledrejection", (event) => complaints.push(String(event.r
 console.error = console.warn = (...said) => complaints.push(said.join(" "));
 </script>"""
 STEPS = """<script>
+const whole = typeof answering === "undefined" ? Promise.resolve() : answering;
+whole.catch((error) => complaints.push(String(error))).then(() => {
 const told = {};
 const press = (key, target) => (target ?? document.activeElement).dispatchEvent(
   new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
@@ -81,7 +83,8 @@ const controls = all("button, summary, input, a, [role=region]").filter((each) =
 const names = controls.map((each) => each.getAttribute("aria-labelledby")
   ? document.getElementById(each.getAttribute("aria-labelledby")).textContent : name(each));
 told.nameless = names.filter((each) => !each).length;
-told.twice = names.filter((each, index) => names.indexOf(each) < index);
+const parts = new Set(all("nav a").map(name));  // a link has its part's name
+told.twice = names.filter((each, index) => names.indexOf(each) < index && !parts.has(each));
 told.unreachable = controls.filter((each) => each.tabIndex < 0).length;
 told.sticksOut = all("main *").filter((each) => !each.closest(".scroll, .apart")
   && each.getBoundingClientRect().right > innerWidth + 1).slice(0, 5).map((each) => each.outerHTML.slice(0, 120));
@@ -107,7 +110,7 @@ for (let node = texts.nextNode(); node; node = texts.nextNode()) {
 }
 told.faint = [...faint].slice(0, 5);
 parent.postMessage({ frame: window.name, ...told, complaints }, "*");
-</script>"""
+});</script>"""
 FRAMES = """<!doctype html><title>frames</title>{frames}<pre id="told"></pre><script>
 const told = {{}};
 addEventListener("message", (event) => {{
