@@ -151,7 +151,7 @@ def assert_conforms(case: FunctionCase, *results: Any, declaration: Declaration 
     device = handed.problem.device
     # The results are there already; expected is what untouched inputs give.
     problem = handed.context.problem(case.suite_case, device)
-    said = f"x = {case!r}.inputs({str(device)!r})"
+    said = f"mla.judge({case!r}, your_function, device={str(device)!r})"
     _require_right(problem, handed.context, results, declaration, said, handed)
 
 
