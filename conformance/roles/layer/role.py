@@ -56,8 +56,6 @@ class _Layer(RoleDefinition):
                 attn_type=AttentionType.DECODER,
             )
         )
-        if sum(map(bool, case.prefill_contexts)) * case.page > case.workspace_tokens:
-            reasons.append(f"a workspace of {case.workspace_tokens:,} tokens has no page for each context")
         if case.order == Order.PREFILLS_FIRST and not hasattr(kernel.get_builder_cls(), "build_from_requests"):
             reasons.append("its builder takes no requests, prefills first")
         written = getattr(kernel, "tile_scales", "float32")
