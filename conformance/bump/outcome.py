@@ -115,7 +115,7 @@ def bump_markdown(bump: Bump) -> str:
         lines += [f"### {'❌' if changes[0].regression else '➖'} {changes[0].kind} ({len(changes) + hidden})", ""]
         lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes])
     lines += _table(["not judged", "why"], bump.unjudged.items()) if bump.unjudged else []
-    facts = " · ".join(f"{name} {value}" for name, value in bump.after.run.environment.items())
+    facts = " · ".join(f"{name} {value}" for name, value in bump.after.run.environment.items() if value)
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
 
 

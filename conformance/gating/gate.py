@@ -206,11 +206,10 @@ def _of_record(record: Record, newly: Collection[tuple[str, str]]) -> Iterator[G
 
 
 def _extent(wanted: Sequence[str], left: Sequence[str]) -> str:
-    """How much of a list has a verdict: cases, and capabilities all of whose cases have one."""
+    """How much of a list has no verdict: cases, and capabilities with such a case."""
     wanted, left = ([key for key in keys if key != EXPLORED] for keys in (wanted, left))
     capabilities, lacking = ({key.partition(":")[0] for key in keys} for keys in (wanted, left))
-    whole = len(capabilities) - len(lacking)
-    return f"{len(wanted) - len(left)} of {len(wanted)} cases, {whole} of {len(capabilities)} capabilities"
+    return f"{len(left)} of {len(wanted)} cases, {len(lacking)} of {len(capabilities)} capabilities"
 
 
 def _traits(report: RunSummary) -> dict[str, str | None]:
