@@ -11,8 +11,7 @@ from mla_conformance.engine.confirm import FailureConfirmation, compared, compar
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
-from mla_conformance.tests.reports import write_run
-from mla_conformance.tests.unexplained import unexplained
+from mla_conformance.tests.reports import unexplained, write_run
 from mla_conformance.vocabulary.case_files import write_case
 
 FIRST, SECOND, THIRD = CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5)]

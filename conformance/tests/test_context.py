@@ -13,7 +13,7 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.trials import trial as kept
-from mla_conformance.trials.trial import BoundedCache, Context
+from mla_conformance.trials.trial import Context
 
 CASE = Case.parse("new_tokens:dims=small;heads=2;q=[5,9]")
 WRONG = """
@@ -49,19 +49,6 @@ def test_what_a_backend_writes_into_its_inputs_no_other_sees(made: list[Mock], t
     assert judged(f"{tmp_path}/wrong.py:SpoilsItsInputs", CASE, context).check == Check.MUTATED_INPUT
     assert judged("EAGER", CASE, context).status is Status.PASS
     assert [each.call_count for each in made] == [1, 1]
-
-
-def test_what_was_used_longest_ago_makes_room_and_the_last_one_is_kept_whatever_its_size() -> None:
-    every, small = BoundedCache[str]({"cpu": 100}, True), BoundedCache[str]({"cpu": 100}, False)
-
-    def kept_after(name: str, size: int, values: BoundedCache[str] = every) -> str:
-        tensors = [torch.zeros(size, dtype=torch.uint8)]
-        assert values.get(name, CPU, lambda: name, lambda _: tensors) == name
-        return "".join(sorted(each for each, _ in values.entries))
-
-    assert [kept_after(name, 30) for name in "abc"] == ["a", "ab", "abc"]
-    assert (kept_after("a", 30), kept_after("d", 30), kept_after("e", 300)) == ("abc", "acd", "e")
-    assert (kept_after("a", 30, small), kept_after("e", 300, small)) == ("a", "a")
 
 
 OF_EACH_ROLE = [

@@ -207,19 +207,6 @@ def test_every_pair_of_what_a_kernel_declares_is_held() -> None:
             assert row is None or not supports([DECODE.case_of(row)])[0], f"{pair} is declared, and no case holds it"
 
 
-def test_dimensions_that_decide_only_together_are_learned() -> None:
-    def supports(cases: Sequence[Case]) -> list[bool]:
-        rows = map(DECODE.row_of, cases)
-        return [row["ranks"] == "1" or row["queries"] == "1" for row in rows]
-
-    region = fit(DECODE, listed(DECODE), supports, reachable(DECODE, "cuda"), LIGHT)
-    missing = reachable(DECODE, "cuda") - Pairs(DECODE, region.rows)
-    possible = list(filter(DECODE.completed, missing))  # others hold of a request that is not the longest
-    assert possible and all({name for name, _ in pair} & {"queries", "rows x heads", "ranks"} for pair in possible)
-    assert (("queries", "2"), ("ranks", "2")) in set(missing)
-    assert not [pair for pair in missing if pair[0][0] == "queries" and pair[1][0] not in ("ranks", "interleave")]
-
-
 def test_the_nightly_tier_alone_asks_for_triples() -> None:
     asked = {tier: RunRequest.of(["EAGER"], tier=tier).triples for tier in ("smoke", "full", "nightly")}
     assert asked == {"smoke": False, "full": False, "nightly": True}

@@ -24,7 +24,7 @@ from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.export.failing import dump, reproduced
 from mla_conformance.export.inputs import MOST_BYTES
-from mla_conformance.export.program import NotWritable, folded, literal, written
+from mla_conformance.export.program import NotWritable, literal, written
 from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, Ran, script_of
 from mla_conformance.judging.record import UNLIKE
@@ -304,13 +304,6 @@ def test_a_name_of_a_number_or_a_text_is_written_as_that() -> None:
     assert (literal(_Policy.FP8), literal(_Mode.FAST)) == ("16", '"fast"')
     with pytest.raises(NotWritable, match="type _Kind, which cannot be written down"):
         literal(_Kind.OTHER)
-
-
-def test_long_statements_are_broken_between_arguments() -> None:
-    text = f"x = library.call({', '.join(f'argument_{n}=(1, {n})' for n in range(12))})"
-    lines = folded(text)
-    assert len(lines) > 1 and max(map(len, lines)) <= 112
-    assert "".join(line.strip() for line in lines).replace(",", ", ").replace(",  ", ", ") == text
 
 
 def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) -> None:

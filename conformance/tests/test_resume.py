@@ -23,7 +23,7 @@ from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.tests.nursery import UNEXPLAINED
-from mla_conformance.tests.sealing import write_sealed
+from mla_conformance.tests.reports import write_sealed
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")

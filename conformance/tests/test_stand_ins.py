@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.export import own
 from mla_conformance.export.failing import reproduced
 from mla_conformance.export.own import own_class
 from mla_conformance.export.program import NotWritable
@@ -142,21 +140,6 @@ def test_a_file_beside_the_kernel_that_computes_with_this_project_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(NotWritable, match=re.escape(f"pages.py computes with {said}")):
         ran(f"{tmp_path / 'kernel.py'}:Mine", tmp_path / "repro.py")
-
-
-def test_the_decode_of_the_authors_guide_runs_alone(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "add-a-backend.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL)
-    (tmp_path / "guide.py").write_text("".join(blocks), encoding="utf-8")
-    found = ran(f"{tmp_path / 'guide.py'}:MyDecode", tmp_path / "repro.py")
-    assert (found.status, found.verdict) == (0, "right"), found.printed
-
-
-def test_what_is_stood_in_for_exists() -> None:
-    for module, names in own._STANDS_IN.items():
-        assert names.keys() <= vars(import_module(f"mla_conformance.backends.{module}")).keys()
-    for module in own._UNCALLED:
-        assert import_module(f"mla_conformance.backends.{module}")
 
 
 def test_an_adapter_is_no_class_of_the_users_own() -> None:

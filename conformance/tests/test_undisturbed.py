@@ -9,7 +9,7 @@ import pytest
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.journal import CaseStarted, Journal, JournalEvent
 from mla_conformance.engine.machine import ALONE, CLEARED, GpuPart, part_of
-from mla_conformance.engine.messages import Explore, Judge, Task, TaskReply
+from mla_conformance.engine.messages import Judge, Task, TaskReply
 from mla_conformance.engine.place import WorkerSlot
 from mla_conformance.engine.request import RunRequest, compiles
 from mla_conformance.engine.run import Run
@@ -176,17 +176,6 @@ def test_what_completes_most_backends_comes_first() -> None:
     decode = [group(case, "Decode", "All") for case in DECODE]
     prefill = [group(case, "P1", "P2", "P3", "All") for case in PREFILL]
     assert rounds_of([*layers, *decode, *prefill]) == [prefill, decode, layers]
-
-
-def test_one_backend_is_judged_in_the_order_of_its_cases() -> None:
-    groups = [group(case, "All") for case in (*LAYER, *PREFILL, *DECODE)]
-    assert rounds_of(groups) == [groups]
-    assert rounds_of([]) == []
-
-
-def test_backends_that_are_complete_sooner_together_are_judged_together() -> None:
-    cases, drawn = [group(case, "P", "All") for case in PREFILL], [Explore("All", 1, 0, ("combinations",))]
-    assert rounds_of([*cases, drawn]) == [[*cases, drawn]]
 
 
 def test_no_round_begins_before_the_last_is_done() -> None:

@@ -98,13 +98,6 @@ def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(gpu: Gpu) -> None:
         assert answer.wants == wants and (answer.record is None) is bool(wants)
 
 
-def test_within_its_share_a_process_keeps_what_it_made_for_a_case_and_gives_back_the_rest(gpu: Gpu) -> None:
-    gpu.held = 3 * GIB
-    for case, times in ((SMALL, 1), (SMALL, 1), (SMALL.replace("9", "8"), 2)):
-        assert gpu.answer(3 * GIB, case).record
-        assert gpu.done.count("kept") == times
-
-
 def test_a_process_gives_back_what_it_holds_of_its_gpu_when_it_is_told_to(gpu: Gpu) -> None:
     answer = gpu.worker.answer(None)
     assert answer.record is None and not answer.leaves and gpu.done == ALL
@@ -124,17 +117,6 @@ def test_a_process_that_holds_what_a_case_lacks_gives_it_back_or_leaves_the_case
         assert worker._has_room(msgspec.structs.replace(task, fresh=fresh), need, None) is fits
         assert gpu.done == given_back
     assert worker._has_room(task, need + 1, None), "what no process has room for is told so"
-
-
-@pytest.mark.parametrize(("share", "large", "done"), [(2**40, 0, ["here", "where the kernel is"]), (2**40, 2**40, [])])
-def test_what_a_large_case_took_of_a_shared_gpu_is_given_back_and_no_more_is_kept_than_the_share(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, share: int, large: int, done: list[str]
-) -> None:
-    monkeypatch.setattr(room, "_LARGE", large)
-    for each, part in ((share, [0.25]), (share, []), (None, [1.0])):
-        gpu.done.clear()
-        assert gpu.answer(each).record
-        assert gpu.done == part + (done if each else [])
 
 
 def test_a_failure_is_told_before_it_is_explained_if_it_is_all_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
