@@ -86,10 +86,10 @@ def test_the_command_rewrites_the_section_and_nothing_else(
     monkeypatch.setattr("mla_conformance.commands.defects.run_matrix", lambda tier, cores: outcomes(killed))
     path = tmp_path / "page.md"
     path.write_text("before\n<!-- defects:begin -->stale<!-- defects:end -->\nafter\n")
-    assert main(["defects", "--tier", "smoke", "--page", str(path)]) == 1
+    assert main(["defects", "--tier", "full", "--page", str(path)]) == 1
     out = capsys.readouterr().out
-    assert f"0 of {len(DEFECTS)} known defects killed · " in out
-    assert "FALSE ALARM EagerPrefillBackend on new_tokens" in out and entry.id in out
+    assert f"0 of {len(DEFECTS)} known defects killed as expected · " in out
+    assert "FALSE ALARM EagerPrefillBackend on new_tokens" in out and f"ALIVE {entry.id}" in out
     written = path.read_text(encoding="utf-8")
     assert written.startswith("before\n<!-- defects:begin -->\n0 of ") and "stale" not in written
     assert written.endswith("<!-- defects:end -->\nafter\n")

@@ -1,7 +1,6 @@
 """Device capabilities as far as a CPU shows them, offsets beyond 2^31 too; a GPU's own part runs where there is one."""
 
 import resource
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,11 +16,9 @@ from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.judging.judged_rows import Reach, needed_bytes, rows_before
+from mla_conformance.judging.judged_rows import Reach, needed_bytes
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.roles.table import build_problem
-from mla_conformance.tests.drawn import CONTEXT, CPU, judged
-from mla_conformance.trials.far import _spread
+from mla_conformance.tests.drawn import CONTEXT, judged
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
@@ -91,31 +88,6 @@ def test_a_device_without_cuda_is_told_so() -> None:
     assert (found.status, found.message) == (Status.UNSUPPORTED, "needs a CUDA device")
 
 
-@pytest.mark.parametrize("far", ["q31", "k31", "v31"])
-def test_rows_are_spread_over_the_reach(far: str) -> None:
-    case = Case.of(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far=far)
-    near = getattr(build_problem(replace(case, far="none"), CPU).calls[0], far[0])
-    spread = _spread(near, Reach(far[0], 2**14))
-    assert torch.equal(spread, near)
-    offsets = [spread[row].storage_offset() for row in range(40)]
-    assert (offsets[20] > 2**14 - 40 * 64, offsets[-1] > 2**14) == (True, True)
-    assert offsets[19] < 2**14
-
-
-def test_blocks_that_are_spread_begin_at_whole_entries_of_any_width() -> None:
-    blocks = torch.arange(4 * 2 * 656, dtype=torch.int64).view(4, 2, 656).to(torch.uint8)
-    spread = _spread(blocks, Reach("cache", 2**14))
-    assert torch.equal(spread, blocks)
-    assert (spread.stride(0) % 656, spread.stride(0) % 64) == (0, 0)
-
-
-def test_lists_have_65536_tokens_of_a_model_before_those_that_are_judged() -> None:
-    listed = [case for case in CAPABILITIES["large_offsets"].cases if case.role is Role.SPARSE]
-    far = [case for case in listed if case.far.startswith("rows")]
-    assert [(rows_before(case), case.dims, case.heads) for case in far] == [(65536, "r1", 64), (65536, "r1", 128)]
-    assert all(needed_bytes(case) < 32 * 2**30 for case in far)
-
-
 class WrapsAroundItsQueries(EagerSparseBackend):
     """Reads what lies beyond 2^12 elements of the queries from where it is modulo that."""
 
@@ -134,23 +106,11 @@ class WrapsAround(EagerPrefillBackend):
         return wrapped, lse
 
 
-class WrapsAroundItsCache(EagerDecodeBackend):
-    """Reads what lies beyond 2^16 elements of the cache from where it is modulo that."""
-
-    def run_decode(self, ql_nope: Any, q_pe: Any, kv_cache: Any, k_scale: Any) -> Any:
-        if kv_cache.stride(0) * (len(kv_cache) - 1) > 2**16:
-            kv_cache = kv_cache[
-                [block * kv_cache.stride(0) % 2**16 // kv_cache.stride(0) for block in range(len(kv_cache))]
-            ]
-        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
-
-
 @pytest.mark.parametrize(
     ("wrong", "bits", "case", "checks"),
     [
         (WrapsAround, 12, "context_chunk;q=[9];kv=[40];far=rows31", {Check.MASK}),
         (WrapsAroundItsQueries, 12, "sparse_prefill;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0", {Check.OUTPUT}),
-        (WrapsAroundItsCache, 16, "decode;q=[1,1];kv=[200,70];far=cache31", {Check.LSE, Check.MASK}),
     ],
 )
 def test_far_rows_and_blocks_are_judged_and_found_wrong(

@@ -75,14 +75,6 @@ def test_pages_show_what_commands_print_and_what_the_code_says() -> None:
             assert section.content.strip() == content.strip(), f"{section.path.name}: run python ci/pages.py"
 
 
-def test_what_commands_print_is_shown_at_80_columns() -> None:
-    """But for a word that is longer, as some ids are."""
-    for page in (ROOT / "README.md", *DOCS.glob("*.md")):
-        shown = "".join(re.findall(r"^```text\n(.*?)^```$", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL))
-        wide = [line for line in shown.splitlines() if len(line) > 80 and len(max(line.split(), key=len)) <= 80]
-        assert wide == [], page.name
-
-
 READ = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "spec.md")]
 SOURCES = [
     path
