@@ -109,7 +109,7 @@ def test_another_fault_ends_the_process_as_ever() -> None:
 def test_a_process_of_its_own_names_the_operand_that_a_gpu_would_not(python: Path) -> None:
     case = next(case for case in CASES if case.call == "decode")
     told = [known_defects()["decode-reads-a-page-behind-the-cache"].reference, "cpu", Case.parse(case.id).id, "", "end"]
-    command = [python, "-m", "mla_conformance.trials.bounds", *told]
+    command = [str(python), "-m", "mla_conformance.trials.bounds", *told]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stdout.splitlines()[-1] == "kv_cache of decode"
 

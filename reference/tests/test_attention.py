@@ -5,7 +5,7 @@ from functools import partial, reduce
 from itertools import accumulate
 from typing import Any
 
-import mpmath
+import mpmath  # type: ignore[import-untyped]
 import pytest
 import torch
 from hypothesis import given, settings
