@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +15,14 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.engine import machine
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.machine import VISIBLE, visible_gpus
-from mla_conformance.engine.messages import Hello, Setup
+from mla_conformance.engine.machine import VISIBLE, GpuPart, visible_gpus
+from mla_conformance.engine.messages import Hello, Setup, TaskReply
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
+from mla_conformance.engine.tasks import TaskOutcome, Tasks
 from mla_conformance.judging.judged_rows import memory_need, needed_bytes
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.subject import Subject, device_reasons
@@ -48,6 +50,10 @@ class Places:
 
     def end(self, kept: int = 0) -> None:
         del self.environments[kept:]
+
+    def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
+        while task := tasks.take(0):
+            yield TaskOutcome(task, TaskReply(facts=BackendFacts("EAGER", "EAGER")))
 
     def hello(self, of_all: bool = False) -> Hello:
         return Hello(1, "cuda", {"torch": "2.13.0", "device": "a GPU"}, self._gpus, self._memory)

@@ -15,7 +15,6 @@ import torch
 
 from mla_conformance.backends import hub
 from mla_conformance.backends.references import parse_reference
-from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
@@ -278,11 +277,6 @@ def test_a_file_beside_the_kernel_that_computes_with_this_project_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(NotWritable, match=re.escape(f"pages.py computes with {said}")):
         ran(f"{tmp_path / 'kernel.py'}:Mine", tmp_path / "repro.py")
-
-
-def test_an_adapter_is_no_class_of_the_users_own() -> None:
-    subject = Subject.of("TORCH_SDPA", CPU)
-    assert own_class(subject, subject.class_of(Role.DECODE)) is None
 
 
 def test_the_command_exports_what_stands_beside_the_current_folder(tmp_path: Path, command: Path) -> None:
