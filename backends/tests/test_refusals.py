@@ -152,8 +152,6 @@ REFUSED: list[tuple[Any, Any, dict[str, Any], str]] = [
     (top_k, (), {"topk": 0}, "topk_tokens: expected a positive number, got 0"),
     (top_k, (), {"logits": torch.zeros(2, 6).double()}, r"dtype torch\.float64 not supported"),
     (prepare, (), {"k": torch.ones(3, 64)}, r"k: expected \[3, 64\] of torch.bfloat16, got \[3, 64\] of torch.float32"),
-    (prepare, (), {"k_norm_bias": torch.ones(64).bfloat16()}, r"k_norm_bias: expected \[64\] of torch.float32, got"),
-    (prepare, (), {"positions": int32(0, 0, 0)}, r"positions: expected \[3\] of torch.int64, got"),
     (prepare, (), {"cos_sin_cache": torch.ones(1, 8)}, r"cos_sin_cache: expected \[1, 16\] of .*, got \[1, 8\]"),
     (prepare, (), {"model": MODEL._replace(scale_format="ue4m3")}, "scale_format: expected one of .*, got 'ue4m3'"),
 ]

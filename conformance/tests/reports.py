@@ -1,8 +1,10 @@
-"""Reports of runs whose records are given, and scripts of ci/ as modules."""
+"""Reports and journals of runs whose lines are given, runs that explain nothing, and scripts of ci/ as modules."""
 
 import importlib
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from mla_conformance.cases.sharding import Shard
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.json_report import report_json, write_json
@@ -53,3 +56,21 @@ def script(name: str) -> Any:
     for path in folder.glob("*.py"):
         sys.modules.pop(path.stem, None)
     return module
+
+
+def write_sealed(folder: Path, lines: Iterable[str]) -> None:
+    """Write a journal of these lines, whatever they follow where they come from, with its seal."""
+    journal = Journal(folder / JOURNAL_NAME)
+    journal.path.unlink(missing_ok=True)
+    for line in lines:
+        event: Any = json.loads(line)
+        del event["after"]
+        journal.append(event)
+
+
+@contextmanager
+def unexplained() -> Iterator[None]:
+    """Meanwhile no run of this process compares a failure with all that is known, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mla_conformance.engine.run.MOST_EXPLAINED", 0)
+        yield

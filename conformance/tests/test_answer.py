@@ -21,7 +21,7 @@ from mla_conformance.report.json_report import report_json
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import outcome_lines
 from mla_conformance.report.summary import BackendSummary, Group, RunSummary, summarise
-from mla_conformance.tests.sealing import write_sealed
+from mla_conformance.tests.reports import write_sealed
 
 PREFILL, DECODE = "new_tokens:q=[64]", "decode:q=[1];kv=[64]"
 SPARSE = "sparse_decode:heads=64;q=[1];kv=[64]"

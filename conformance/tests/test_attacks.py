@@ -28,7 +28,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.tests.cheats.cheat import Cheat, cheats
 from mla_conformance.tests.cheats.report import SALT, deciding_digest, markdown, sentence, stored
-from mla_conformance.tests.unexplained import unexplained
+from mla_conformance.tests.reports import unexplained
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context

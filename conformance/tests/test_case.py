@@ -2,21 +2,17 @@
 
 import json
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_conformance.backends.operands import Form, require_forms
 from mla_conformance.backends.roles import ROLES
-from mla_conformance.cases.case import Case, CaseError, at_least
+from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.roles.topk.case import TopKCase
-from mla_conformance.roles.topk.problem import TopKCall
 from mla_conformance.tests.drawn import any_case
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, lists_of
 
@@ -126,22 +122,3 @@ def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
         find_capability("nope")
     with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
         Tier("huge")
-
-
-def test_a_role_s_table_that_contradicts_itself_says_where() -> None:
-    with pytest.raises(CaseError, match=r"field Wrong\.topk: expected a positive number, got 0"):
-
-        class Wrong(TopKCase):
-            topk: int = at_least(1, 0)
-
-    with pytest.raises(TypeError, match=r"Wrongly\.means: expected names of its fields, got 'logits'"):
-
-        class Wrongly(TopKCall):
-            means: ClassVar = {"q": "T", "logits": "T"}
-
-    with pytest.raises(TypeError, match=r"Form\('T, heds'\): expected sizes of 1, 2 · C · D, .*; got 'heds'$"):
-        Form("T, heds")
-    with pytest.raises(TypeError, match=r"Form\('T'\): expected dtypes of codes, .*; got 'modle'$"):
-        Form("T", (torch.float32, "modle"))
-    with pytest.raises(ValueError, match=r"^logits: expected \[T, C\], got \[5\], without C$"):
-        require_forms({"logits": Form("T, C")}, [torch.zeros(5)], {"T": 5})

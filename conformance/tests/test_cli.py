@@ -99,17 +99,9 @@ def test_two_backends_of_one_name(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert f"two backends named 'Mine': {paths[0]}:Mine and {paths[1]}:Mine" in message
 
 
-@pytest.mark.parametrize(
-    ("case", "said"),
-    [
-        ("nonsense", "malformed case id 'nonsense'"),
-        ("nope:q=[1]", "unknown capability 'nope'"),
-        ("lse:q=[x]", "field q: expected a list such as [64,0,17], [1x48] or [(5,9)x24], got '[x]'"),
-        ("chunked_context:q=[1,1];kv=[5,5];workspace=16", "workspace_tokens must be at least 32"),
-    ],
-)
-def test_a_malformed_case_id(capsys: pytest.CaptureFixture[str], case: str, said: str) -> None:
-    assert said in refused(capsys, "replay", case, "--backend", "EAGER", "--device", "cpu")
+def test_a_malformed_case_id(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "chunked_context:q=[1,1];kv=[5,5];workspace=16", "--backend", "EAGER", "--device", "cpu"
+    assert "workspace_tokens must be at least 32" in refused(capsys, "replay", *asked)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +206,12 @@ def test_help_usage_errors_lists_references_and_cases_need_no_torch(tmp_path: Pa
     (tmp_path / "file").touch()
     wrong = (["--backend", "NOPE"], ["--tier", "huge"], ["--nonsense"], ["--backend", "EAGER", "--out", "file"])
     commands = [["--help"], ["certify", "--help"], *(["certify", *each] for each in wrong), ["capabilities"]]
-    commands += [["replay", "no-case", "--backend", "EAGER"], ["models"]]
+    commands += [
+        ["replay", "no-case", "--backend", "EAGER"],
+        ["models"],
+        ["gate", "none"],
+        ["report", "diff", "a", "b"],
+    ]
     code = f"""
 import sys
 import mla_conformance as mla
@@ -239,7 +236,7 @@ sys.exit(any(name in sys.modules for name in ("torch", "rich", "shtab", "pytest"
     narrow = {**os.environ, "COLUMNS": "80"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=narrow)
     printed = done.stdout.splitlines()
-    assert [line for line in printed if line.isdigit()] == ["0", "0", "2", "2", "2", "2", "0", "2", "0"]
+    assert [line for line in printed if line.isdigit()] == [*"0022220201", "2"]
     assert max(map(len, printed)) <= 80
     (lse,) = [line for line in printed if line.startswith("lse ")]
     assert "cases · SPEC 1.4 · The LSE is the natural logarithm" in lse

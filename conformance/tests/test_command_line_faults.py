@@ -23,7 +23,6 @@ VALUES = {
     "empty": "",
     "unprintable": "::error::\x1b[31mred\x07\udcff\udcfe",
     "endless": "a" * 100_000,
-    "digit": "٣",
     "nowhere": "/dev/null/nope",
 }
 parser = command_line(COMMANDS, GROUPS)

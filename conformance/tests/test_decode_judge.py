@@ -162,7 +162,7 @@ def test_a_capability_kills_its_wrong_kernels_and_none_that_is_for_a_later_one(c
 
 
 @pytest.mark.parametrize("kernel", ["EAGER", "TORCH_SDPA", "KeysOfTheModel", "StoredSplits"])
-@settings(max_examples=5, deadline=None, derandomize=True, database=None)
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(case=little_work("decode_combinations", heads=("1", "odd", "8")))
 def test_honest_kernels_raise_no_alarm_on_drawn_cases(kernel: str, case: Case) -> None:
     kernels = {kernel.__name__: kernel for kernel in HONEST_DECODES}

@@ -1,25 +1,28 @@
-"""The device capabilities' procedures, as far as a CPU shows them; a GPU's own part runs where there is one."""
+"""Device capabilities as far as a CPU shows them, offsets beyond 2^31 too; a GPU's own part runs where there is one."""
 
-from dataclasses import replace
+import resource
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.judging.judged_rows import Reach, needed_bytes, rows_before
+from mla_conformance.judging.judged_rows import Reach, needed_bytes
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.roles.table import build_problem
-from mla_conformance.tests.drawn import CONTEXT, CPU, judged
-from mla_conformance.trials.far import _spread
+from mla_conformance.tests.drawn import CONTEXT, judged
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
+from mla_conformance.trials.trial import Context
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 GRAPH = "cuda_graph:call=new_tokens;dims=small;heads=2;q=[5,33,1,17]"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -85,31 +88,6 @@ def test_a_device_without_cuda_is_told_so() -> None:
     assert (found.status, found.message) == (Status.UNSUPPORTED, "needs a CUDA device")
 
 
-@pytest.mark.parametrize("far", ["q31", "k31", "v31"])
-def test_rows_are_spread_over_the_reach(far: str) -> None:
-    case = Case.of(capability="large_offsets", call="context_chunk", dims="small", q=(40,), kv=(40,), heads=2, far=far)
-    near = getattr(build_problem(replace(case, far="none"), CPU).calls[0], far[0])
-    spread = _spread(near, Reach(far[0], 2**14))
-    assert torch.equal(spread, near)
-    offsets = [spread[row].storage_offset() for row in range(40)]
-    assert (offsets[20] > 2**14 - 40 * 64, offsets[-1] > 2**14) == (True, True)
-    assert offsets[19] < 2**14
-
-
-def test_blocks_that_are_spread_begin_at_whole_entries_of_any_width() -> None:
-    blocks = torch.arange(4 * 2 * 656, dtype=torch.int64).view(4, 2, 656).to(torch.uint8)
-    spread = _spread(blocks, Reach("cache", 2**14))
-    assert torch.equal(spread, blocks)
-    assert (spread.stride(0) % 656, spread.stride(0) % 64) == (0, 0)
-
-
-def test_lists_have_65536_tokens_of_a_model_before_those_that_are_judged() -> None:
-    listed = [case for case in CAPABILITIES["large_offsets"].cases if case.role is Role.SPARSE]
-    far = [case for case in listed if case.far.startswith("rows")]
-    assert [(rows_before(case), case.dims, case.heads) for case in far] == [(65536, "r1", 64), (65536, "r1", 128)]
-    assert all(needed_bytes(case) < 32 * 2**30 for case in far)
-
-
 class WrapsAroundItsQueries(EagerSparseBackend):
     """Reads what lies beyond 2^12 elements of the queries from where it is modulo that."""
 
@@ -128,23 +106,11 @@ class WrapsAround(EagerPrefillBackend):
         return wrapped, lse
 
 
-class WrapsAroundItsCache(EagerDecodeBackend):
-    """Reads what lies beyond 2^16 elements of the cache from where it is modulo that."""
-
-    def run_decode(self, ql_nope: Any, q_pe: Any, kv_cache: Any, k_scale: Any) -> Any:
-        if kv_cache.stride(0) * (len(kv_cache) - 1) > 2**16:
-            kv_cache = kv_cache[
-                [block * kv_cache.stride(0) % 2**16 // kv_cache.stride(0) for block in range(len(kv_cache))]
-            ]
-        return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
-
-
 @pytest.mark.parametrize(
     ("wrong", "bits", "case", "checks"),
     [
         (WrapsAround, 12, "context_chunk;q=[9];kv=[40];far=rows31", {Check.MASK}),
         (WrapsAroundItsQueries, 12, "sparse_prefill;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0", {Check.OUTPUT}),
-        (WrapsAroundItsCache, 16, "decode;q=[1,1];kv=[200,70];far=cache31", {Check.LSE, Check.MASK}),
     ],
 )
 def test_far_rows_and_blocks_are_judged_and_found_wrong(
@@ -183,3 +149,74 @@ class OnTheDefaultStream(EagerPrefillBackend):
 
     def run_prefill_context_chunk(self, *args: Any, **options: Any) -> Any:
         return self._elsewhere(super().run_prefill_context_chunk, *args, **options)
+
+
+LARGE = [case.id for case in CAPABILITIES["large_offsets"].cases if not is_due_on_gpu(case)]
+
+
+def found_by(x: Tensor, unit: int = 1) -> Tensor:
+    """The rows of ``x`` as an int32 offset finds them, in units of so many elements; zeros where it is negative."""
+    rows = x.contiguous().clone()
+    for row in range(len(x)):
+        if row * x.stride(0) // unit >= 2**31:
+            rows[row].view(torch.uint8).fill_(0)
+    return rows
+
+
+class FarBlocks(EagerDecodeBackend):
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
+        return super().run_decode(ql_nope, q_pe, found_by(kv_cache), k_scale)
+
+
+class FarScales(EagerIndexerBackend):
+    """Codes are found by their bytes, scales by floats."""
+
+    def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
+        rows = k.contiguous().clone()
+        behind = k.shape[1] * 128
+        rows.view(len(k), -1)[:, behind:] = found_by(k, unit=4).view(len(k), -1)[:, behind:]
+        return super().run_index_logits(q, weights, rows, k_scale)
+
+
+class FarLogits(EagerTopKBackend):
+    def run_top_k_per_row(self, logits: Tensor, topk_tokens: int) -> Tensor:
+        return super().run_top_k_per_row(found_by(logits), topk_tokens)
+
+
+class FarSlots(EagerCacheBackend):
+    def run_write_latent(
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
+    ) -> None:
+        blocks = slot_mapping // kv_cache.shape[1]
+        near = torch.where(blocks * kv_cache.stride(0) < 2**31, slot_mapping, -1)
+        super().run_write_latent(kv_c, k_pe, kv_cache, near, k_scale)
+
+
+class GridOfRows(EagerCacheBackend):
+    def run_write_latent(
+        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
+    ) -> None:
+        super().run_write_latent(kv_c[:65535], k_pe[:65535], kv_cache, slot_mapping[:65535], k_scale)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        (FarBlocks, "large_offsets:call=decode;dims=small;heads=1;q=[1,2];kv=[200,70];far=cache31"),
+        (FarScales, "large_offsets:call=index_logits;heads=2;q=[2,1];kv=[200,70];far=cache31"),
+        (FarLogits, "large_offsets:call=select;q=[1x6];kv=[300,70,5,90,200,40];far=q31;topk=16"),
+        (FarSlots, "large_offsets:call=write_latent;dims=16-8-16-32;q=[5,1,30];kv=[40,0,20];page=16;far=cache31"),
+        (GridOfRows, "many_rows:call=write_latent;dims=16-8-16-32;q=[65537];kv=[9];page=16"),
+    ],
+)
+def test_offsets_of_32_bits_and_grids_that_end_are_found_on_a_cpu(kernel: type, case: str) -> None:
+    record = judged(kernel, case, Context())
+    assert record.status is Status.FAIL, record.message
+
+
+def test_what_reaches_far_takes_no_memory_and_a_right_kernel_passes() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for case in LARGE[-19:]:
+        record = judged("EAGER", case, Context())
+        assert record.status is Status.PASS, (case, record.message)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # 256 MiB

@@ -13,17 +13,16 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.engine import machine, supervisor
-from mla_conformance.engine import run as running
+from mla_conformance.engine import machine
 from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.machine import VISIBLE, GpuPart, part_of, visible_gpus
-from mla_conformance.engine.messages import Hello, Judge, Setup, TaskReply
+from mla_conformance.engine.machine import VISIBLE, GpuPart, visible_gpus
+from mla_conformance.engine.messages import Hello, Setup, TaskReply
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import TaskOutcome, Tasks
 from mla_conformance.judging.judged_rows import memory_need, needed_bytes
-from mla_conformance.judging.record import BackendFacts, Record
+from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.subject import Subject, device_reasons
@@ -40,8 +39,6 @@ class Places:
     def __init__(self, *gpus: str, memory: int = 140 * GIB) -> None:
         self._gpus, self._memory = gpus, memory
         self.environments: list[Mapping[str, str]] = []
-        self.parts: list[GpuPart] = []
-        self.run_of: Run
         self.log = SimpleNamespace(write_to=lambda path: None)
 
     def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
@@ -54,14 +51,12 @@ class Places:
     def end(self, kept: int = 0) -> None:
         del self.environments[kept:]
 
+    def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
+        while task := tasks.take(0):
+            yield TaskOutcome(task, TaskReply(facts=BackendFacts("EAGER", "EAGER")))
+
     def hello(self, of_all: bool = False) -> Hello:
         return Hello(1, "cuda", {"torch": "2.13.0", "device": "a GPU"}, self._gpus, self._memory)
-
-    def run(self, tasks: Tasks, part: GpuPart) -> Iterator[TaskOutcome]:
-        self.parts.append(part)
-        while task := tasks.take(0):
-            record = Record("EAGER", "EAGER", "lse", task.case, Status.PASS) if isinstance(task, Judge) else None
-            yield TaskOutcome(task, TaskReply(record, facts=BackendFacts(task.reference, task.reference)))
 
 
 def with_cores(monkeypatch: pytest.MonkeyPatch, cores: Collection[int], quota: Path = Path("/nothing")) -> None:
@@ -95,7 +90,6 @@ def with_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         run = Run(RunRequest.of(["EAGER"], [capability]), RunFolder.claim(tmp_path), Limits(workers))
         run.supervisor = places  # type: ignore[assignment]
         run.prepare()
-        places.run_of = run
         return places
 
     return prepared
@@ -123,29 +117,6 @@ def test_a_gpu_has_as_many_workers_as_its_cores_and_memory_are_enough_for(
     places = with_gpus(Places(*gpus, memory=memory * GIB))
     assert len(places.environments) == workers
     assert {each["OMP_NUM_THREADS"] for each in places.environments[1:]} <= set(threads)
-
-
-@pytest.mark.parametrize(
-    ("gpus", "memory", "asked", "judging", "compiling"),
-    [
-        ("0", 140, None, 6, 8),
-        ("0", 30, None, 2, 1),
-        ("01", 140, None, 12, 4),
-        ("0", 140, 3, 3, 0),
-    ],
-)
-def test_beside_those_that_judge_as_many_compile_as_cores_and_memory_are_left_for(
-    with_gpus: Callable[..., Places], monkeypatch: pytest.MonkeyPatch, gpus: str, memory: int, asked: int | None,
-    judging: int, compiling: int,
-) -> None:  # fmt: skip
-    monkeypatch.setattr(running, "compiles", lambda facts: True)
-    monkeypatch.setattr(running, "ENOUGH", 0)
-    monkeypatch.setattr(supervisor, "ENOUGH", 0)
-    places = with_gpus(Places(*gpus, memory=memory * GIB), asked)
-    assert len(places.environments) == judging + compiling
-    places.run_of.begin()
-    places.run_of.judge()
-    assert part_of(memory * GIB, -(-len(places.environments) // len(gpus))) in places.parts, "all share the memory"
 
 
 @pytest.mark.parametrize(("workers", "gpus", "seen"), [(3, ("4", "GPU-7"), ["GPU-7", "4"]), (1, ("0", "1"), [])])

@@ -1,5 +1,6 @@
 """What a failure is said to look like: known defects by name, other ones as unknown, and how far an error reaches."""
 
+import re
 from functools import cache
 from itertools import count
 from typing import Any
@@ -36,41 +37,6 @@ SUSPECT_CASES = (
     "new_tokens:dims=small;heads=3;q=[70,130];scale=50",
     "empty_rows:call=context_chunk;dims=small;heads=3;q=[0,3,4];kv=[9,0,33]",
 )
-CASES = (
-    *SUSPECT_CASES,
-    "merge_states:call=chunked_context;dims=small;heads=2;q=[5,9,3];kv=[64,0,130];workspace=96;merge=own",
-    "call_order:dims=small;heads=2;q=[5,9]",
-    "shift_invariance:dims=small;heads=2;q=[5,40];data=negative",
-    "token_counts:dims=small;heads=2;q=[3x12];data=needle",
-    "fp8_operands:dims=small;heads=2;dtype=e4m3;q=[1,7,64];data=needle",
-    "quant_output_fp8:dims=small;heads=2;q=[5,33];lse=0;quant=fp8;pad=3",
-    "decode:dims=small;heads=2;q=[1,1];kv=[130,40];page=16;data=extreme_logits;lse=0",
-    "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1,2];kv=[130,40,0];page=16",
-    "kv_cache_fp8:call=decode;dims=small;heads=2;q=[5,1];kv=[130,40];page=64;cache=fp8;kscale=31000",
-    "dcp:call=decode;dims=small;heads=2;q=[4,4];kv=[70,14];page=16;ranks=2;interleave=16;data=needle",
-    "cache_write:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;cache=fp8;kscale=31000",
-    "mixed_batch:call=layer;dims=32-16-32-64;heads=2;q=[2,1,9,5];kv=[30,4,40,20];data=needle;decodes=2;"
-    "order=decodes_first",
-    "weight_absorption:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[0,33];decodes=1",
-    "selection_padding:call=sparse_decode;dims=small;heads=3;q=[3,1,6];kv=[130,40,300];topk=100;fill=ragged;"
-    "holes=scattered;space=position",
-    "attention_sinks:call=sparse_prefill;dims=small;heads=3;q=[2,3];kv=[300,9];topk=40;sink=drawn",
-    "indexer_logits:call=index_logits;heads=4;q=[2,1];kv=[70,9];page=128",
-    "indexer_topk:call=index_topk;heads=4;q=[3,2];kv=[70,90];topk=16",
-)
-"""Small cases on which most known defects fail."""
-FURTHER_CASES = (
-    "shift_invariance:dims=small;heads=2;q=[129];data=negative",
-    "decode_multi_token:call=decode;dims=small;heads=2;q=[2];kv=[127];data=negative",
-    "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[1];kv=[20];topk=192;data=negative",
-    "sparse_decode:call=sparse_decode;dims=small;heads=2;q=[1];kv=[20];topk=512;holes=front;data=negative",
-    "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=16",
-    "sparse_fp8:call=sparse_decode;dims=small;heads=2;q=[1,1];kv=[130,40];cache=fp8;kscale=31000",
-    "lse:dims=small;heads=70;q=[300]",
-    "decode_lse:call=decode;dims=small;heads=70;q=[1];kv=[9]",
-    "decode_lse:call=decode;dims=small;heads=2;q=[1,1];kv=[600,2100];page=16",
-    "sparse_decode:call=sparse_decode;dims=small;heads=70;q=[1];kv=[300];topk=300",
-)
 
 
 def located(kernel: type) -> str:
@@ -88,9 +54,21 @@ def behaved(reference: str, case: str) -> Behaviour:
     return Behaviour.of(*tried(reference, case))
 
 
+NAMED = re.compile(
+    "0 times NaN|Nothing bounds the keys|the block after|after its own|first token of a request|Heads are rotated|"
+    "The LSE is in base 2|indexer-(relu|token-twice|weights-of)"
+)
+
+
 @pytest.fixture
 def judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A candidate is judged once on a case, however many failures it is compared with."""
+    """A candidate is judged once on a case; failures are compared with those of these tests and every fifth beside."""
+
+    def few(role: Role) -> tuple[Candidate, ...]:
+        every = candidates(role)
+        return tuple(each for each in every if each in every[::5] or NAMED.search(each.reported))
+
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", few)
     shared = "mla_conformance.diagnosis.explain.behaviour"
     monkeypatch.setattr(shared, lambda candidate, failure: behaved(candidate.reference, failure.case.id))
 
@@ -99,7 +77,7 @@ def told(trial: Trial, record: Record, patience: float = PATIENCE) -> str:
     return explain(Failure.of(trial, record), patience)
 
 
-@pytest.mark.parametrize("text", [text for text in CASES if text.startswith(("empty_rows:", "indexer_topk:"))])
+@pytest.mark.parametrize("text", [SUSPECT_CASES[1], "indexer_topk:call=index_topk;heads=4;q=[3,2];kv=[70,90];topk=16"])
 def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> None:
     everyone = candidates(Case.parse(text).role)
     failing = [each for each in everyone if tried(each.reference, text)[1].check in COMPARED]
@@ -116,32 +94,6 @@ def test_what_fails_is_explained_by_itself_or_by_what_covers_it(text: str) -> No
 
 def alike(one: Candidate, other: Candidate, case: str) -> float:
     return likeness(behaved(one.reference, case), behaved(other.reference, case))
-
-
-def test_every_suspect_is_wrong_somewhere() -> None:
-    """Each in one role: a hook that is called nowhere any more would go unnoticed otherwise."""
-    suspects = {
-        each.sentence: each
-        for role in (Role.SPARSE, Role.DECODE, Role.PREFILL)
-        for each in candidates(role)
-        if not each.id
-    }
-    cases = [Case.parse(text) for text in (*CASES, *FURTHER_CASES)]
-    right = [
-        each.reference
-        for each in suspects.values()
-        if not any(tried(each.reference, case.id)[1].failed for case in cases if case.role in each.roles)
-    ]
-    assert suspects and right == []
-    assert {id for each in suspects.values() for id in each.covers} <= known_defects().keys()
-
-
-class LseOfOddHeads(EagerPrefillBackend):
-    """A quarter is added to the LSE of odd heads."""
-
-    def _finish(self, state: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        output, lse = super()._finish(state)
-        return output, lse + 0.25 * (torch.arange(lse.shape[0]) % 2).unsqueeze(-1)
 
 
 class SquaredWeights(EagerPrefillBackend):
@@ -259,7 +211,7 @@ class RotatedAndInBase2(RotatedHeads, Base2Lse, EagerPrefillBackend):
 
 
 @pytest.mark.usefixtures("judged_once")
-@pytest.mark.parametrize("kernel", [LseOfOddHeads, SquaredWeights, OneNan, RotatedInOneRequest, RotatedAndInBase2])
+@pytest.mark.parametrize("kernel", [SquaredWeights, OneNan, RotatedInOneRequest, RotatedAndInBase2])
 def test_what_is_new_or_fits_in_part_is_said_to_be_new(kernel: type[EagerPrefillBackend]) -> None:
     """A mistake at one place, or beside another one, is not the mistake that candidates make everywhere."""
     trial, record = tried(located(kernel), SUSPECT_CASES[0])
@@ -397,13 +349,6 @@ class NegatedScores(EagerIndexerBackend):
 
     def _scores(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return -super()._scores(q, weights, keys)
-
-
-def test_uncertain_and_too_many_candidates() -> None:
-    one, two, three = [*{each.reported: each for each in candidates(Role.PREFILL)}.values()][:3]
-    assert describe([], certain=True) == UNLIKE and describe([one, two, three], certain=True) == INDISTINCT
-    assert describe([one], certain=False) == f"perhaps {one.reported}"
-    assert describe([one, two], certain=True) == f"one of: {one.reported}; or {two.reported}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Processes that a run starts: the one before a command is imported, and those whose backend's import misbehaves."""
+"""Processes that a run starts: whose backend's import misbehaves, and the one that compares a failure and may end."""
 
 import json
 import os
@@ -10,43 +10,17 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+import torch
 
+from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
-from mla_conformance.engine import keeper
-from mla_conformance.engine.folder import RunFolder
-from mla_conformance.engine.request import RunRequest
-from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Limits
+from mla_conformance.defects.bounds import reads, writes
+from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.report.outcome import backend_lines
 from mla_conformance.vocabulary.case_files import write_case
-
-TELLS_THREADS = """
-import os, torch
-from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.eager import EagerPrefillBackend
-
-
-class TellsThreads(EagerPrefillBackend):
-    declaration = Declaration(distributions=(f"{torch.get_num_threads()}-{os.environ.get('OMP_NUM_THREADS')}",))
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "starts"),
-    [("certify --backend A", 1), ("replay x", 1), ("watch f", 1), ("", 0), ("backends", 0), ("certify --help", 0)],
-)
-def test_commands_that_judge_start_it(line: str, starts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "start_module", lambda name, descriptor, **options: "a process")
-    monkeypatch.setattr(keeper, "begun", [])
-    keeper.begin(line.split())
-    assert len(keeper.begun) == starts
-    for taken in keeper.begun:
-        taken.connection.close()
-        for end in taken.log:
-            os.close(end)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere processes have no such files")
@@ -67,22 +41,6 @@ def _environment(process: Path) -> bytes:
         return (process / "environ").read_bytes()
     except OSError:  # it has ended, or is another user's
         return b""
-
-
-def test_the_first_worker_of_a_run_comes_from_it_with_the_threads_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("mla_conformance.engine.supervisor.machine_cores", lambda: 3)
-    (tmp_path / "tells.py").write_text(TELLS_THREADS, encoding="utf-8")
-    keeper.begin(["certify"])
-    process = keeper.begun[0].process
-    request = RunRequest.of([f"{tmp_path / 'tells.py'}:TellsThreads"], device="cpu", cases=["lse:q=[1]"])
-    with Run(request, RunFolder.claim(tmp_path / "out"), Limits(1)) as run:
-        run.prepare()
-        assert run.supervisor.places[0].keeper is process
-        assert list(run.facts[0].versions) == ["3-3"]
-    assert process.poll() is not None
 
 
 CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in (3, 4, 5, 6)]
@@ -157,3 +115,93 @@ def test_after_equal_timeouts_the_rest_is_not_run_with_the_reason(run: tuple[Pat
     lines = "\n".join(backend_lines(hangs, 1000))
     assert f"{hangs.counts.not_run} NOT RUN: gave up on " in lines
     assert all(f"gave up on {call} {said}" in lines for call in calls)
+
+
+CASE = "lse:dims=small;heads=2;q=[5,9]"
+ENDS = """
+import importlib.util, os, signal, sys
+
+class EndsWhereCandidatesAreAsked:
+    def find_spec(self, name, path=None, target=None):
+        if name != "mla_conformance.diagnosis.explain":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        executed = spec.loader.exec_module
+
+        def exec_module(module):
+            executed(module)
+            module.candidates = lambda role: os.kill(os.getpid(), signal.SIGSEGV)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, EndsWhereCandidatesAreAsked())
+"""
+KERNEL = """
+from mla_conformance.backends.eager import EagerPrefillBackend
+
+class Wrong(EagerPrefillBackend):
+    def _finish(self, state):
+        output, lse = super()._finish(state)
+        return output, lse + 0.25
+"""
+TESTS = f"""
+from concurrent.futures import ThreadPoolExecutor
+import mla_conformance as mla
+
+def conforms():
+    case = mla.case("{CASE}")
+    q, v = (case.inputs("cpu")[name] for name in ("q", "v"))
+    mla.assert_conforms(case, q.new_ones(*q.shape[:2], v.shape[-1]), q[..., 0].float().mT)
+
+def test_threads():
+    with ThreadPoolExecutor(2) as pool:
+        failures = [each.exception() for each in [pool.submit(conforms) for _ in range(2)]]
+    print(*failures)
+    assert all(each is None for each in failures)
+"""
+ENDED = "explanation ended by signal 11 (Segmentation fault)"
+
+
+def printed(folder: Path, *command: str) -> str:
+    """What a command prints where the process ends that compares a failure."""
+    for name, text in {"sitecustomize.py": ENDS, "wrong.py": KERNEL, "test_mine.py": TESTS}.items():
+        (folder / name).write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return " ".join(done.stdout.split())
+
+
+def test_the_end_of_an_explanation_is_told_and_ends_nothing_else(tmp_path: Path) -> None:
+    command = "mla_conformance certify --capability lse --tier smoke --out out -n 1 --backend wrong.py:Wrong"
+    assert ENDED in printed(tmp_path, *command.split(), "--device=cpu", "--timeout=60")
+
+
+def test_in_a_test_run_threads_take_turns(tmp_path: Path) -> None:
+    said = printed(tmp_path, "pytest", "-s", "-p", "no:cacheprovider", "test_mine.py")
+    assert said.count(ENDED) == 2
+
+
+@pytest.mark.parametrize("touch", [reads, writes])
+def test_no_defect_touches_memory_that_is_not_this_processs(touch: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's address may be mapped here all the same, and then is somebody else's: no page is even asked about."""
+    asked: list[object] = []
+
+    def not_mapped(*page: object) -> int:
+        asked.append(page)
+        return 1
+
+    monkeypatch.setattr("mla_conformance.defects.bounds._libc.mincore", not_mapped)
+    touch(torch.empty(8, device="meta"), -16, 16)  # type: ignore[operator]
+    assert not asked
+    touch(torch.empty(8), -16, 16)  # type: ignore[operator]
+    assert asked
+
+
+def test_no_failure_is_compared_with_what_touches_memory() -> None:
+    compared = {each.kernel.__module__ for role in ROLES.values() for each in candidates(role)}
+    assert compared and all("bounds" not in module for module in compared)

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ from mla_conformance.diagnosis.candidates import candidates
 from mla_conformance.diagnosis.explain import explain
 from mla_conformance.export.failing import dump, reproduced
 from mla_conformance.export.inputs import MOST_BYTES
-from mla_conformance.export.program import NotWritable, folded, literal, written
+from mla_conformance.export.program import NotWritable, written
 from mla_conformance.export.recording import Recorder
 from mla_conformance.export.script import MOST_LINES, Ran, script_of
 from mla_conformance.judging.record import UNLIKE
@@ -83,8 +82,9 @@ def exported(reference: str, case: str, path: Path) -> str:
 
 
 def test_the_command_writes_a_script_that_fails_alone(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, python: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "executable", str(python))
     few = [each for each in candidates(Role.PREFILL) if "base 2" in each.reported]
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: few)
     monkeypatch.setattr(command.EXPLAINER, "explain", lambda function, failure: explain(failure))
@@ -286,31 +286,6 @@ def test_what_came_from_nowhere_is_not_written(monkeypatch: pytest.MonkeyPatch) 
         result = q + kept
     with pytest.raises(NotWritable, match=r"depends on a torch\.float32 \[3\] that was neither given"):
         written(recorder.steps, {"q": q}, [result])
-
-
-class _Policy(IntEnum):
-    FP8 = 16
-
-
-class _Mode(StrEnum):
-    FAST = "fast"
-
-
-class _Kind(Enum):
-    OTHER = 1
-
-
-def test_a_name_of_a_number_or_a_text_is_written_as_that() -> None:
-    assert (literal(_Policy.FP8), literal(_Mode.FAST)) == ("16", '"fast"')
-    with pytest.raises(NotWritable, match="type _Kind, which cannot be written down"):
-        literal(_Kind.OTHER)
-
-
-def test_long_statements_are_broken_between_arguments() -> None:
-    text = f"x = library.call({', '.join(f'argument_{n}=(1, {n})' for n in range(12))})"
-    lines = folded(text)
-    assert len(lines) > 1 and max(map(len, lines)) <= 112
-    assert "".join(line.strip() for line in lines).replace(",", ", ").replace(",  ", ", ") == text
 
 
 def test_a_dump_holds_what_a_case_was_judged_by(folder: Path, tmp_path: Path) -> None:

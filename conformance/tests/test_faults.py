@@ -17,7 +17,7 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.tests.drawn import judged
-from mla_conformance.tests.unexplained import unexplained
+from mla_conformance.tests.reports import unexplained
 
 FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]")
 PASS, CRASH, TIMEOUT = (Status.PASS, ""), (Status.CRASH, ""), (Status.TIMEOUT, "")

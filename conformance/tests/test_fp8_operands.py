@@ -1,33 +1,40 @@
-"""Classes of rounding and the table of their numbers: what e4m3 may do, and that every number has a reason."""
+"""The error budget, cases on which right kernels were once called wrong, and the rows that are judged of large ones."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case
+from mla_conformance.cases.case import Call, Case
 from mla_conformance.defects.bases import E4M3Operands
 from mla_conformance.files.whole import InputError
-from mla_conformance.judging.record import Record
+from mla_conformance.judging import judged_rows
+from mla_conformance.judging.golden import golden_attention
+from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging.record import Record, detection
 from mla_conformance.judging.tolerance import Tolerance, read_tolerance, roundoffs, tolerance
 from mla_conformance.judging.verdict import Check, Status
+from mla_conformance.reference.attention import attention
+from mla_conformance.roles.table import build_problem
+from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-CPU = torch.device("cpu")
 CONTEXT = Context()
 CASES = CAPABILITIES["fp8_operands"].cases
 NEW = Case.parse("fp8_operands:dtype=e4m3;dims=small;q=[5,9]")
 TAIL = CASES[1]
 
 
-def judged(backend: type[EagerPrefillBackend], case: Case = NEW, **attributes: Any) -> Record:
+def judged_with(backend: type[EagerPrefillBackend], case: Case = NEW, **attributes: Any) -> Record:
     """Of a backend, with class attributes of its own."""
     subject = Subject.of("EAGER", CPU)
     subject._classes[Role.PREFILL] = type(backend.__name__, (backend,), attributes)
@@ -35,14 +42,14 @@ def judged(backend: type[EagerPrefillBackend], case: Case = NEW, **attributes: A
 
 
 def test_an_output_in_codes_fails() -> None:
-    found = judged(EagerPrefillBackend, _store=lambda self, accumulated, *_: accumulated.to(torch.float8_e4m3fn))
+    found = judged_with(EagerPrefillBackend, _store=lambda self, accumulated, *_: accumulated.to(torch.float8_e4m3fn))
     said = "expected output of torch.bfloat16, got torch.float8_e4m3fn"
     assert found.check == Check.DTYPE and said in found.message
 
 
 def test_p_in_e4m3_must_be_declared() -> None:
-    assert judged(E4M3Operands).status is Status.PASS
-    assert judged(E4M3Operands, declaration=Declaration(emulated=True)).check == Check.OUTPUT
+    assert judged_with(E4M3Operands).status is Status.PASS
+    assert judged_with(E4M3Operands, declaration=Declaration(emulated=True)).check == Check.OUTPUT
 
 
 class Unscaled(E4M3Operands):
@@ -54,9 +61,9 @@ class Unscaled(E4M3Operands):
 
 def test_p_without_its_scale_loses_a_tail_unless_that_is_declared() -> None:
     honest = Declaration(e4m3_rounding=Rounding(p=Precision.E4M3), emulated=True)
-    assert judged(E4M3Operands, TAIL).status is Status.PASS
-    assert judged(Unscaled, TAIL).check == Check.OUTPUT
-    assert judged(Unscaled, TAIL, declaration=honest).status is Status.PASS
+    assert judged_with(E4M3Operands, TAIL).status is Status.PASS
+    assert judged_with(Unscaled, TAIL).check == Check.OUTPUT
+    assert judged_with(Unscaled, TAIL, declaration=honest).status is Status.PASS
 
 
 def test_a_backend_that_does_not_declare_e4m3_is_unsupported() -> None:
@@ -72,34 +79,161 @@ def test_fp22_sums_widen_the_budget_by_their_steps(keys: int, steps: int) -> Non
     assert replace(narrow, scores=0.0, values=0.0) == exact
 
 
-NAMES = tuple(Tolerance.__dataclass_fields__)
+def test_a_number_of_the_table_needs_a_reason() -> None:
+    names = Tolerance.__dataclass_fields__
+    assert all(getattr(tolerance(), name) > 0 for name in names)
+    with pytest.raises(InputError, match=r"here: .*reason"):
+        read_tolerance("".join(f"[{name}]\nvalue = 1\nreason = '  '\n" for name in names), "here")
 
 
-def table(**entries: str) -> str:
-    """A whole table in which the given entries have another body; None leaves one out."""
-    bodies = {**{name: 'value = 1\nreason = "measured"' for name in NAMES}, **entries}
-    return "\n".join(f"[{name}]\n{body}" for name, body in bodies.items() if body)
+LAYER = "mixed_batch:call=layer;dtype=fp16;heads=16"
+ALARMS = {
+    "logits closer than P is rounded": "decode:dims=small;heads=16;q=[2,2];kv=[128,33];scale=1;"
+    "data=low_rank;layout=packed;seed=471152",
+    "such logits on two ranks": "decode:dims=32-16-64-64;heads=16;q=[3];kv=[2000];scale=37;data=low_rank;cache=fp8;"
+    "kscale=3;ranks=4;interleave=64",
+    "subnormal parts that a layer merges": f"{LAYER};dims=256-0-256-512;q=[35];kv=[3];page=128;workspace=384;scale=20;"
+    "data=needle;seed=785391;latents=zero_tiles",
+    "subnormal values of dense weights": f"{LAYER};dims=16-0-16-16;q=[37,47];kv=[474,3];page=64;workspace=1024;"
+    "scale=1000;seed=276417;latents=tiny_tiles;weights=dense",
+    "subnormal values of selecting weights": f"{LAYER};dims=32-16-32-64;q=[46,42,2];kv=[17,63,7];page=64;"
+    "workspace=1152;scale=36;data=hot_ones;seed=99822;decodes=1;latents=tiny_tiles",
+    "a heavy key whose value is near 0": "mixed_batch:call=layer;dtype=fp32;dims=small;heads=8;q=[2];kv=[51];page=32;"
+    "workspace=384;scale=56;data=needle;layout=sliced;seed=276622;cache=fp8;kscale=5;layers=3;decodes=1;"
+    "order=decodes_first;latents=integers",
+}
+MERGED = (
+    "chunked_context:dtype=fp16;dims=glm;heads=8;q=[17,200,33];kv=[64,16,5];page=32;workspace=192;scale=400;data=integers;"
+    "pad=1;poison=inf;merge=own;seed=411039"
+)
 
 
-def test_the_shipped_table_is_whole() -> None:
-    assert all(getattr(tolerance(), name) > 0 for name in NAMES)
-    assert read_tolerance(table(), "here") == Tolerance(**dict.fromkeys(NAMES, 1.0))
+@pytest.mark.parametrize("backend", ["EAGER", "TORCH_SDPA"])
+@pytest.mark.parametrize("case", ALARMS.values(), ids=list(ALARMS))
+def test_right_kernels_pass(case: str, backend: str) -> None:
+    record = judged(backend, case)
+    assert record.status is Status.PASS, record.message
 
 
-def test_a_number_without_a_reason_is_refused() -> None:
-    for body in ("value = 1", 'value = 1\nreason = "  "'):
-        with pytest.raises(InputError, match=rf"here: {NAMES[0]}\.?.*reason"):
-            read_tolerance(table(**{NAMES[0]: body}), "here")
+def test_a_merge_of_subnormal_parts_passes() -> None:
+    record = judged("EAGER", MERGED)
+    assert record.status is Status.PASS, record.message
 
 
-@pytest.mark.parametrize("value", ["0", "true", '"2"', "nan", "inf"])
-def test_a_value_that_is_not_a_positive_number_is_refused(value: str) -> None:
-    with pytest.raises(InputError, match=rf"here: {NAMES[-1]}\.value: expected `float`"):
-        read_tolerance(table(**{NAMES[-1]: f'value = {value}\nreason = "r"'}), "here")
+class AddsWeightsOneByOne(EagerPrefillBackend):
+    """Four threads add the weights of a row in float32, each a pair of every eight, as in FlashAttention 2."""
+
+    factor: ClassVar[float] = 1.0
+
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        output, _ = super().run_prefill_context_chunk(chunk_idx, q, k, v)
+        scores = torch.einsum("tnd,snd->nts", q.float(), k.float()) * self.scale
+        largest = scores.amax(dim=-1, keepdim=True)
+        threads = (scores - largest).exp().unflatten(-1, (-1, 4, 2)).transpose(-2, -3).flatten(-2)
+        sums = torch.from_numpy(np.add.accumulate(threads.numpy(), axis=-1)[..., -1]).sum(dim=-1)
+        return output, sums.mul(self.factor).log() + largest.squeeze(-1)
 
 
-def test_unknown_and_missing_entries_are_named() -> None:
-    with pytest.raises(InputError, match="here: object contains unknown field `generosity`"):
-        read_tolerance(table(generosity='value = 1\nreason = "r"'), "here")
-    with pytest.raises(InputError, match=f"missing required field `{NAMES[0]}`"):
-        read_tolerance(table(**{NAMES[0]: ""}), "here")
+class LosesOneInTwoThousand(AddsWeightsOneByOne):
+    """What is beyond the roundings of any data."""
+
+    factor = 1 - 2.0**-11
+
+
+class LosesOneInSixteenThousand(AddsWeightsOneByOne):
+    """What is beyond the roundings of weights that differ."""
+
+    factor = 1 - 2.0**-14
+
+
+@pytest.mark.parametrize(
+    ("kernel", "data", "status"),
+    [
+        (AddsWeightsOneByOne, "integers", Status.PASS),
+        (AddsWeightsOneByOne, "normal", Status.PASS),
+        (LosesOneInTwoThousand, "integers", Status.FAIL),
+        (LosesOneInSixteenThousand, "normal", Status.FAIL),
+    ],
+)
+def test_weights_that_are_added_one_by_one(kernel: type[AddsWeightsOneByOne], data: str, status: Status) -> None:
+    case = f"context_chunk:dims=small;heads=1;q=[5];kv=[16384];data={data}"
+    record = judged(kernel, case)
+    assert record.status is status, record.message
+
+
+LARGE_CASES = [
+    "new_tokens:dims=small;heads=2;q=[400,0,300]",
+    "context_chunk:dims=small;heads=2;q=[400,300];kv=[65,9]",
+    "chunked_context:dims=small;heads=2;q=[400,300];kv=[65,0]",
+]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every problem is too large to be judged whole."""
+    monkeypatch.setattr(judged_rows, "FULL_OPERATIONS", {"cpu": 0.0})
+    monkeypatch.setattr(judged_rows, "TELLING_ROWS", 40)
+    monkeypatch.setattr(judged_rows, "DRAWN_ROWS", 60)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_ends_and_edges_are_judged_and_the_choice_is_the_same_every_time(case: str) -> None:
+    rows = choose_rows(build_problem(Case.parse(case), CPU))
+    assert rows == choose_rows(build_problem(Case.parse(case), CPU))
+    assert rows.numbers and len(rows.numbers) == 96 and list(rows.numbers) == sorted(set(rows.numbers))
+    last = 699
+    assert {0, 399, 400, last, 15, 16, 31, 32, 400 + 15, 400 + 16} <= set(rows.numbers)
+    assert rows.query_start_loc[-1] == 700 and rows.drawn == 60
+    assert choose_rows(build_problem(Case.parse(f"{case};seed=1"), CPU)).numbers != rows.numbers
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("case", LARGE_CASES)
+def test_the_golden_states_are_those_of_the_rows(case: str) -> None:
+    problem = build_problem(Case.parse(f"{case};seed=3"), CPU)
+    found = golden_attention(problem)
+    call = problem.attention[0]
+    whole = attention(
+        call.q,
+        call.k,
+        call.v,
+        query_start_loc=problem.query_start_loc,
+        key_start_loc=call.key_start_loc,
+        scale=problem.case.softmax_scale,
+        causal=problem.case.call != Call.CONTEXT_CHUNK,
+    )
+    torch.testing.assert_close(found.calls[0].output, found.rows.pick(whole.output), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(found.calls[0].lse, found.rows.pick(whole.lse, dim=1), rtol=1e-12, atol=1e-13)
+    record = judged("EAGER", case, Context())
+    assert record.status is Status.PASS and record.sampled == {"rows": 96, "of": 700, "drawn": 60}
+
+
+class WrongRow(EagerPrefillBackend):
+    row = 415
+    value = 1.0
+
+    def run_prefill_context_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        output, lse = super().run_prefill_context_chunk(*args, **kwargs)
+        output[self.row] += self.value
+        return output, lse
+
+
+class NanRow(WrongRow):
+    row = 200
+    value = torch.nan
+
+
+@pytest.mark.usefixtures("few")
+def test_a_wrong_row_is_named_by_its_place_in_the_batch_and_none_may_hold_nan() -> None:
+    found = judged(WrongRow, LARGE_CASES[1], Context())
+    assert found.status is Status.FAIL and "request 1, query 15" in found.message
+    assert "wrong in 1 of 2 requests, 1 of 96 rows" in found.message
+
+    found = judged(NanRow, LARGE_CASES[1], Context())  # in a row that is not judged
+    assert found.status is Status.FAIL and "output is nan at request 0, query 200" in found.message
+
+
+def test_detection_counts_drawn_rows_only() -> None:
+    assert detection(384, 0.01) == pytest.approx(0.979, abs=1e-3)
+    assert detection(0, 0.5) == 0.0 and detection(10, 1.0) == 1.0

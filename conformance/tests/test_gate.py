@@ -13,7 +13,7 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.cli import main
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.whole import InputError
-from mla_conformance.gating.mustpass import CORE, MustPass, profile_of
+from mla_conformance.gating.mustpass import CORE, MustPass
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.tests.reports import write_run
@@ -96,13 +96,6 @@ def test_an_incomplete_run_and_an_empty_one_do_not_pass(write_report: Write, cap
     assert status == 1 and "nothing was judged" in out
 
 
-@pytest.mark.parametrize("listed", [CASES[:4], []])
-def test_shards_make_one_run(write_report: Write, capsys: Capture, listed: list[str]) -> None:
-    shards = [write_report(f"{i}.json", PASSED[2 * i : 2 * i + 2], listed) for i in (0, 1)]
-    assert gate(capsys, *shards)[0] == 0
-    assert gate(capsys, shards[0])[0] == (1 if listed else 0)
-
-
 def test_must_pass_cases_have_to_be_passed(write_report: Write, tmp_path: Path, capsys: Capture) -> None:
     listed = tmp_path / "must.txt"
     listed.write_text("# mine\n" + "".join(f"core {case}\n" for case in CASES[:4]) + f"extra {CASES[5]}\n")
@@ -130,20 +123,6 @@ def test_a_changed_vocabulary_is_not_the_list_of_this_version(monkeypatch: pytes
     monkeypatch.setattr(MustPass, "of_vocabulary", MustPass.of_vocabulary.__wrapped__)
     with pytest.raises(InputError, match=r"mustpass\.json: expected digest .* a changed list needs a new version"):
         MustPass.of_suite()
-
-
-def test_profiles_follow_from_what_a_case_asks_for() -> None:
-    texts = ("lse:q=[1]", "lse:q=[1];dtype=fp16", "lse:q=[1];dims=glm;quant=fp8", "refusals:q=[1];dtype=fp64")
-    assert [profile_of(Case.parse(text)) for text in texts] == [CORE, "fp16", "dims_glm+quant_output", CORE]
-    decodes = (
-        "q=[1];kv=[5];page=64",
-        "q=[2,2];kv=[5,5];page=64",
-        "q=[1,2];kv=[5,5];page=16",
-        "q=[1];kv=[5];page=64;cache=fp8;dtype=fp16;ranks=3",
-    )
-    found = [profile_of(Case.parse(f"decode:{text}")) for text in decodes]
-    assert found == ["decode", "decode+uniform", "decode+page_16+nonuniform", "decode+fp16+fp8+dcp"]
-    assert profile_of(Case.parse("refusals:call=decode;q=[1];kv=[5];dtype=fp64")) == "decode"
 
 
 def test_a_backend_is_bound_by_its_roles_and_by_one_at_least() -> None:

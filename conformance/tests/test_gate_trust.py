@@ -13,7 +13,6 @@ from mla_conformance.cli import main
 from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.problems.memory import whole_memory
 from mla_conformance.tests.reports import write_run
 from mla_conformance.trials import judge_one as judging
 from mla_conformance.trials.judge_one import judge_one
@@ -99,12 +98,6 @@ def test_what_is_too_large_is_told_by_the_suites_estimate_and_not_by_the_kernel(
     facts = describe(subject)
     status, out, _ = gate(report("o.json", facts, [record, *passed(facts)]))
     assert (status, out.split("  ")[0].rstrip()) == (int(finding == "unavailable"), finding) and record.case in out
-
-
-def test_a_process_has_no_more_memory_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = whole_memory(CPU)
-    monkeypatch.setattr("resource.getrlimit", lambda _: (whole // 2, whole))
-    assert whole_memory(CPU) == whole // 2
 
 
 def test_a_case_that_takes_hours_is_named_and_opens_the_gate(gate: Gate) -> None:

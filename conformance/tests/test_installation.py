@@ -16,7 +16,7 @@ from mla_conformance.cli import main
 from mla_conformance.engine import folder
 from mla_conformance.engine.folder import deciding_files
 from mla_conformance.files.places import harness_files, load_all_again, refuse_written_since
-from mla_conformance.tests.unexplained import unexplained
+from mla_conformance.tests.reports import unexplained
 
 WRONG = """
 import os, pathlib, sys
@@ -129,19 +129,6 @@ print(sorted(set(sys.modules) - before))
 
 def changed_since(before: Mapping[Path, str | int]) -> list[Path]:
     return sorted({path for path, _ in before.items() ^ deciding_files(before).items()})
-
-
-def test_a_file_that_changed_went_or_came_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = {name: tmp_path / name for name in ("same", "changed", "gone")}
-    for path in paths.values():
-        path.write_text("before")
-    monkeypatch.setattr(folder, "harness_files", lambda: {p.name: p for p in tmp_path.iterdir()})
-    before = deciding_files()
-    assert deciding_files(before) == before
-    paths["changed"].write_text("after")
-    paths["gone"].unlink()
-    (tmp_path / "came").touch()
-    assert changed_since(before) == [tmp_path / name for name in ("came", "changed", "gone")]
 
 
 def test_what_python_would_run_when_it_starts_next_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

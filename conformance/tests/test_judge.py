@@ -321,7 +321,7 @@ def test_an_answer_that_is_no_list_of_reasons_fails(
 
 
 @pytest.mark.parametrize("name", ["EAGER", "TORCH_SDPA"])
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(case=little_work("combinations", heads=("1", "odd", "8")))
 def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
     record = judge_one(Subject.of(name, CPU), case, CONTEXT)

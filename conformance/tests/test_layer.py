@@ -11,7 +11,6 @@ from hypothesis import given, settings
 
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cases.shrink import simpler
 from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
@@ -228,20 +227,6 @@ def test_a_batch_that_no_layer_has_is_refused(changes: str, said: str) -> None:
     with pytest.raises(CaseError) as caught:
         Case.parse(f"cache_write:{';'.join([*kept, changes])}")
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        ("q=[9,7,1,2];kv=[4,5,6,7];decodes=2", {((9, 7), 0), ((1, 2), 2), ((9, 1, 2), 2), ((9, 7, 1), 1)}),
-        ("q=[1,2,9];kv=[6,7,4];decodes=2;order=decodes_first", {((2, 9), 1), ((1, 9), 1), ((1, 2), 2)}),
-    ],
-)
-def test_a_simpler_batch_decodes_what_decoded(batch: str, expected: set[tuple[tuple[int, ...], int]]) -> None:
-    case = Case.parse(f"mixed_batch:call=layer;dims=32-16-32-64;{batch}")
-    found = [simple for simple in simpler(case) if isinstance(simple, LayerCase)]
-    fewer = {(simple.q, simple.decodes) for simple in found if len(simple.q) < len(case.q)}
-    assert expected <= fewer
 
 
 def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyPatch) -> None:

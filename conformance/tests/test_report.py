@@ -13,7 +13,7 @@ from mla_conformance.cases.covering import Pairs
 from mla_conformance.engine.messages import WorkerJudged, encode
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.functions import function_lines, simplest
+from mla_conformance.report.functions import function_lines
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.outcome import backend_lines, closing_line, judged_of_claimed, outcome_lines
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, judged_pairs, summarise
@@ -140,13 +140,6 @@ def test_a_function_is_told_by_cause_with_what_its_failures_have_in_common() -> 
         "     expected 2, wrong in 1 of 4 heads",
         "     replay: pytest 't.py::mine[decode:call=decode;q=[2];kv=[5];layers=2]'",
     ]
-
-
-def test_a_function_that_passes_alone_keeps_something() -> None:
-    lines = list(function_lines("t.py::mine", [*PASSING, *FAILURES], True))
-    assert lines[0] == "t.py::mine: 3 of 5 cases fail" and "passes when run alone" in lines[1]
-    assert lines[-1] == "     replay: pytest t.py::mine" and max(map(len, lines)) <= 80
-    assert simplest([*PASSING, *FAILURES]) == FAILURES[1]
 
 
 def test_the_rest_of_many_causes_is_counted() -> None:

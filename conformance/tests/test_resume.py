@@ -7,23 +7,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from mla_conformance.cli import main
-from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement, Plan, Planned
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement
 from mla_conformance.engine.machine import FORBIDS_PIPES, LANDLOCK
-from mla_conformance.engine.request import RunRequest
-from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.tests.nursery import UNEXPLAINED
-from mla_conformance.tests.sealing import write_sealed
+from mla_conformance.tests.reports import write_sealed
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
@@ -105,6 +101,7 @@ def test_a_journal_without_its_seal_is_refused(
         ),
         (("", ""), ["--shard", "1/2"], "cannot be combined with --shard"),
         (("", ""), ["--tier", "smoke", "-n1"], "it holds another run; tier: was full, is smoke"),
+        (("torch 2", "torch 1"), ["-n1"], "it holds another run; backends: EAGER was torch 1"),
     ],
 )
 def test_another_run_is_refused(
@@ -203,22 +200,6 @@ def test_a_run_whose_helper_was_swapped_is_refused(
     said = capsys.readouterr().err
     assert f"code that the run had loaded has changed: 1 file, first {helper}. " in said
     assert "start again on one machine" in said and "another run" not in said and not re.search("[0-9a-f]{64}", said)
-
-
-def test_a_plan_tells_in_what_another_one_differs(tmp_path: Path) -> None:
-    environment = {"torch": "2.13.0", "device": "a CPU"}
-    facts = [BackendFacts("EAGER", "EAGER", fingerprint="torch 2.13.0")]
-    request = RunRequest.of(["EAGER"], ["lse"], "smoke", "cpu")
-    plan = Plan.of(request, "cpu", environment, facts)
-    journal = Journal(tmp_path / JOURNAL_NAME)
-    journal.append(Planned(msgspec.to_builtins(plan)))
-    assert Plan.recorded(journal) == plan and plan.differences(Plan.recorded(journal)) == []
-    changed = Plan.of(request, "cpu", environment, [replaced(facts[0], fingerprint="torch 3")])
-    assert plan.differences(changed) == ["backends: EAGER was torch 2.13.0, is torch 3"]
-    assert plan.differences(msgspec.structs.replace(plan, suite="9")) == [f"suite: was {plan.suite}, is 9"]
-    one = RunRequest.of(["EAGER"], [], "smoke", "cpu", ["lse:q=[4]"])
-    fewer, _ = plan.differences(Plan.of(one, "cpu", environment, facts))
-    assert fewer.startswith(f"capabilities: lse was {plan.capabilities['lse']}, is 1 cases ")
 
 
 def test_a_full_disk_costs_nothing_that_was_judged(undisturbed: Path, tmp_path: Path, settled: Settled) -> None:

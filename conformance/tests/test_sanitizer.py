@@ -202,14 +202,6 @@ def test_the_lines_name_kernel_cause_and_replay_and_what_says_nothing() -> None:
     assert said[4] == "memcheck MINE: nothing reported of 1 case, 0 unsupported, 1.5 s; no verdict"
 
 
-def test_a_tool_of_another_cuda_is_named_with_torchs() -> None:
-    asked = Watch(Tool("x", "2024.1.0", "12.4"), "memcheck", "MINE", "cuda", 1)
-    found = Watched(CallsBegin({"cuda": "13.0"}), unavailable="wrote no output; exit status 1: driver too new")
-    first, *_ = lines(asked, MINE, found)
-    who = "compute-sanitizer 2024.1.0 of CUDA 12.4, torch of CUDA 13.0"
-    assert first == f"memcheck MINE unavailable: {who}: wrote no output; exit status 1: driver too new"
-
-
 def test_without_the_tool_the_command_says_so_and_nothing_passed(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("PATH", os.devnull)
     assert main(["certify", "--backend", "EAGER", "--sanitize", "racecheck"]) == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mla_conformance.cases.sharding import Shard, split
@@ -26,6 +26,7 @@ Json = dict[str, Any]
 CASES = [f"lse:q=[{i}]" for i in range(1, 8)]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine
 @given(
     st.lists(st.text("abc", min_size=1), unique=True, min_size=1),
     st.integers(1, 9),

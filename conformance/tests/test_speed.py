@@ -68,17 +68,6 @@ def test_two_kernels_agree_on_a_call_that_is_made_by_repeating(id: str, moved: i
     assert not moved or read + 2 * first.numel() + lse == moved
 
 
-def test_a_second_cache_is_as_long_as_the_first_makes_it() -> None:
-    second = "extra=fp8_v4;extra_topk=512;sink=drawn"
-    case = Case.parse(
-        f"sparse_decode:heads=64;q=[1x2];kv=[2999x2];lse=0;dims=512-0-512-512;topk=128;cache=fp8_v4;{second}"
-    )
-    call, _ = call_of(case, CPU)
-    lists = call.named["extra_topk_indices"]
-    assert (lists >= 0).sum() == 2 * 512 and lists.max() < call.named["extra_kv_cache"].shape[0] * case.page * 4
-    assert result("EAGER", case, call).isfinite().all()
-
-
 def test_forms_are_the_models_or_those_of_deepseek_v3() -> None:
     passed = [
         "sparse_decode:heads=64;q=[1];kv=[9];topk=512",

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,12 @@ import pytest
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
-from mla_conformance.engine.machine import GpuPart
-from mla_conformance.engine.messages import Describe, Given, Judge, Task, TaskReply, decode, encode
-from mla_conformance.engine.supervisor import Supervisor
-from mla_conformance.engine.tasks import FailureLimit, TaskOutcome, Tasks
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.loading import load_report
 from mla_conformance.vocabulary.case_files import write_case
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")
 CASES = [f"lse:dims=small;heads=2;q=[{tokens}]" for tokens in range(1, 6)]
-RECORD = Record("B", "B", "lse", CASES[0], Status.PASS)
 WAITS = """
 import os, pathlib, time
 from mla_conformance.backends.eager import EagerPrefillBackend
@@ -143,76 +136,3 @@ def test_a_run_that_was_killed_told_to_end_and_resumed_gives_the_undisturbed_rep
         arguments = ["certify", "--resume", str(tmp_path), "-n1"]
     assert main(arguments) == 1
     assert settled(tmp_path / "report.json") == settled(home / "whole" / "report.json")
-
-
-def test_a_task_is_carried_out_by_the_worker_that_it_was_meant_for() -> None:
-    task = Judge("EAGER", CASES[0], before=(("EAGER", CASES[1]),))
-    line = encode(Given(123, task))
-    assert decode(line, Given) == Given(123, task)
-    assert decode(encode(Given(123, Describe("EAGER"))), Given) == Given(123, Describe("EAGER"))
-    for read in range(1, len(line)):
-        with pytest.raises(ValueError, match=r"."):
-            decode(line[read:], Given)
-
-
-def test_only_equal_failures_of_a_process_use_up_patience() -> None:
-    patience = FailureLimit(2)
-    kinds = [("a", Status.CRASH, "x"), ("a", Status.CRASH, "y"), ("b", Status.CRASH, "x"), ("a", Status.FAIL, "x")]
-    records = [Record(name, name, "lse", CASES[0], status, message=message) for name, status, message in kinds]
-    assert [patience.exhausted(record) for record in records] == [""] * 4
-    assert patience.exhausted(records[1]) == "gave up on new_tokens after 2 equal failures of its process: y"
-    other = records[2].with_fields(case="context_chunk:q=[1];kv=[5]")
-    assert patience.exhausted(other) == "", "another call"
-    assert patience.exhausted(records[2]).startswith("gave up on new_tokens")
-
-
-@dataclass
-class Slot:
-    """Takes the part of a place."""
-
-    number: int
-    task: Task | None = None
-    history: tuple[()] = ()
-    given: list[tuple[str, int | None]] = field(default_factory=list)
-
-    @property
-    def is_idle(self) -> bool:
-        return self.task is None
-
-    def give(self, task: Judge, share: int | None) -> None:
-        self.task = task
-        self.given.append((task.case, share))
-
-
-def test_a_case_has_what_it_wants_of_a_gpu_when_others_leave_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three places have 10 each, and 20 are left for whoever takes more."""
-    supervisor, first, second, third = Supervisor(1.0), Slot(0), Slot(1), Slot(2)
-    supervisor.places, supervisor.gpus = [first, second, third], 1  # type: ignore[list-item]
-    cases = [Judge("B", case) for case in CASES[:3]]
-
-    def judged(number: int, status: Status = Status.PASS) -> TaskReply:
-        return TaskReply(RECORD.with_fields(case=CASES[number], status=status))
-
-    script = iter(
-        [
-            (first, TaskReply(wants=25)),  # of 30: has it
-            (second, judged(1, Status.UNAVAILABLE)),  # lacked memory with 10: wants 20, of which 15 are there
-            (third, TaskReply(wants=12)),  # the second has nothing else, and 12 of these
-            (first, judged(0)),  # 28 are there now
-            (second, TaskReply(wants=31)),  # more than there are
-            (first, TaskReply(wants=21)),  # has what it wanted
-        ]
-    )
-
-    def events() -> Iterator[TaskOutcome]:
-        place, reply = next(script)
-        yield from supervisor._outcomes(place, reply)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(supervisor, "_events", events)
-    outcomes = list(supervisor.run(Tasks([[case] for case in cases]), GpuPart(share=10, common=20)))
-    supervisor.places.clear()
-    supervisor.close()
-    assert first.given == [(CASES[0], 10), (CASES[0], 25), (CASES[1], 20)]
-    assert (second.given, third.given) == ([(CASES[1], 10), (CASES[2], 12)], [(CASES[2], 10)])
-    told = [(outcome.task, outcome.answer.record and outcome.answer.record.status) for outcome in outcomes]
-    assert told == [(cases[0], Status.PASS), (cases[2], None), (cases[1], None)]

@@ -185,13 +185,6 @@ def test_what_is_always_wrong_or_returns_nothing_is_not_repeated() -> None:
     assert "return nothing to compare" in of("EAGER", "slot_mapping:q=[40,5,9];kv=[10,100,0];page=16", 5).failed
 
 
-def test_figures() -> None:
-    found = Repeated(calls=1000, seconds=2.0, differing=10, first=3)
-    assert found.calls_for(0.95) == 299
-    assert Repeated(calls=1000).rarest(0.95) == pytest.approx(0.003, rel=0.01)
-    assert not Repeated(calls=5, differing=1, deterministic=False).breaks
-
-
 def test_the_command_keeps_the_smallest_case(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     said = ["replay", PREFILL, "--backend", f"{races.__name__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]

@@ -174,11 +174,11 @@ class SilentSecond(EagerLayer):
 """
 
 
-def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path) -> None:
+def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path, python: Path) -> None:
     (tmp_path / "wrong.py").write_text(WRONG)
     given = (str(tmp_path / "rendezvous"), "EAGER", f"{tmp_path / 'wrong.py'}:SilentSecond")
     ranks = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT, str(rank), *given], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([str(python), "-c", SCRIPT, str(rank), *given], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     first, second = (rank.communicate(timeout=120)[0].splitlines() for rank in ranks)

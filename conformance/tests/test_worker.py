@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import msgspec
 import pytest
 import torch
 
@@ -13,11 +12,10 @@ from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.machine import LACKED_MEMORY
-from mla_conformance.engine.messages import Judge, TaskReply, WorkerJudged, WorkerStarted
+from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.judging.verdict import Status
-from mla_conformance.trials.trial import Context
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 GIB = 2**30
@@ -61,80 +59,20 @@ def test_a_case_and_those_before_are_announced_before_they_are_judged_and_a_pass
     assert answer.record.case == SMALL and answer.record.status is Status.PASS and not answer.leaves
 
 
-class Gpu:
-    """What a worker that shares a GPU is told of it, and does with it; a CPU takes its part."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.free, self.held, self.whole = [2**40], 0, 2**42
-        self.done: list[Any] = []
-        self.worker = Worker(CPU, None, lambda event: None, IN_PROCESS)
-        patch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda part, device: self.done.append(part))
-        patch.setattr(torch.cuda, "memory_allocated", lambda device: self.held)
-        patch.setattr(torch.cuda, "empty_cache", lambda: self.done.append("here"))
-        patch.setattr(driver.Executor, "make_room", lambda executor: self.done.append("where the kernel is"))
-        patch.setattr(Context, "forget", lambda context: self.done.append("kept"))
-        patch.setattr(room, "free_memory", lambda device: self.free.pop(0) if self.free[1:] else self.free[0])
-        patch.setattr(room, "whole_memory", lambda device: self.whole)
-
-    def answer(self, share: int | None, case: str = SMALL) -> TaskReply:
-        return self.worker.answer(Judge(reference(EagerPrefillBackend), case), share)
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return Gpu(monkeypatch)
-
-
-ALL = ["kept", "where the kernel is", "here"]
-
-
-def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(gpu: Gpu) -> None:
-    need = memory_need(Case.parse(SMALL), "cpu")
-    wanted = gpu.answer(need).wants
+def test_a_case_waits_for_what_it_needs_of_a_shared_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU takes its part."""
+    worker, free = Worker(CPU, None, lambda event: None, IN_PROCESS), [2**40]
+    for name in ("set_per_process_memory_fraction", "memory_allocated", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    monkeypatch.setattr(room, "free_memory", lambda device: free[0])
+    monkeypatch.setattr(room, "whole_memory", lambda device: 2**42)
+    task, need = Judge(reference(EagerPrefillBackend), SMALL), memory_need(Case.parse(SMALL), "cpu")
+    wanted = worker.answer(task, need).wants
     assert wanted == need + 2 * GIB, "inputs and golden results are kept for cases to come"
-    for share, free, wants in ((wanted - 1, need, wanted), (wanted, need - 1, wanted), (wanted, need, 0), (None, 0, 0)):
-        gpu.free = [free]
-        answer = gpu.answer(share)
+    for share, left, wants in ((wanted - 1, need, wanted), (wanted, need - 1, wanted), (wanted, need, 0), (None, 0, 0)):
+        free[0] = left
+        answer = worker.answer(task, share)
         assert answer.wants == wants and (answer.record is None) is bool(wants)
-
-
-def test_within_its_share_a_process_keeps_what_it_made_for_a_case_and_gives_back_the_rest(gpu: Gpu) -> None:
-    gpu.held = 3 * GIB
-    for case, times in ((SMALL, 1), (SMALL, 1), (SMALL.replace("9", "8"), 2)):
-        assert gpu.answer(3 * GIB, case).record
-        assert gpu.done.count("kept") == times
-
-
-def test_a_process_gives_back_what_it_holds_of_its_gpu_when_it_is_told_to(gpu: Gpu) -> None:
-    answer = gpu.worker.answer(None)
-    assert answer.record is None and not answer.leaves and gpu.done == ALL
-
-
-def test_a_process_that_holds_what_a_case_lacks_gives_it_back_or_leaves_the_case_to_another(gpu: Gpu) -> None:
-    task = Judge(reference(EagerPrefillBackend), SMALL)
-    need = gpu.whole = memory_need(Case.parse(SMALL), "cuda")
-    for fresh, free, fits, given_back in (
-        (False, [need], True, []),
-        (False, [0, need], True, ALL),
-        (False, [0, 0], False, ALL),
-        (True, [0], True, []),
-    ):
-        gpu.free, gpu.done = free, []
-        worker = Worker(torch.device("cuda"), None, lambda event: None, IN_PROCESS)
-        assert worker._has_room(msgspec.structs.replace(task, fresh=fresh), need, None) is fits
-        assert gpu.done == given_back
-    assert worker._has_room(task, need + 1, None), "what no process has room for is told so"
-
-
-@pytest.mark.parametrize(("share", "large", "done"), [(2**40, 0, ["here", "where the kernel is"]), (2**40, 2**40, [])])
-def test_what_a_large_case_took_of_a_shared_gpu_is_given_back_and_no_more_is_kept_than_the_share(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, share: int, large: int, done: list[str]
-) -> None:
-    monkeypatch.setattr(room, "_LARGE", large)
-    for each, part in ((share, [0.25]), (share, []), (None, [1.0])):
-        gpu.done.clear()
-        assert gpu.answer(each).record
-        assert gpu.done == part + (done if each else [])
 
 
 def test_a_failure_is_told_before_it_is_explained_if_it_is_all_in_full(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,9 @@ def tier_lines() -> Iterator[str]:
         held = Pairs(space, chain.from_iterable(rows.values()))  # the full tier holds every pair that is possible
         smoke = [*counted(space, Tier.SMOKE), *CAPABILITIES[space.capability].smoke]
         light = [case for case in rows if work_of(case) <= CPU_WORK]
-        in_smoke, in_light = (len(Pairs(space, chain.from_iterable(map(rows.__getitem__, of)))) for of in (smoke, light))
+        in_smoke, in_light = (
+            len(Pairs(space, chain.from_iterable(map(rows.__getitem__, of)))) for of in (smoke, light)
+        )
         pairs = f"smoke {in_smoke:,}, full {len(held):,}, {len(held) - in_light:,} due on a GPU"
         yield f"  {space.role:<7} {len(held):,} pairs possible: {pairs}"
         # Those that are possible two by two; the nightly tier holds more of what a backend declares.

@@ -1,4 +1,8 @@
-"""Index queries and keys before they are codes: against PyTorch, cases by hand, and steps that round."""
+"""Rotary embedding and YaRN, and index queries and keys before they are codes: against PyTorch, laws, cases by hand."""
+
+import math
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +17,8 @@ from mla_conformance.reference.prepare_index import (
     scale_bounds,
     sylvester,
 )
-from mla_conformance.reference.rope import Rotation, rope
+from mla_conformance.reference.rope import Rotation, plain_frequencies, rope
+from mla_conformance.reference.yarn import Yarn
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -83,3 +88,79 @@ def test_scales_of_either_class() -> None:
     assert (low <= largest / 448).all() and high[:2].tolist() == pytest.approx([1.0, 449 / 448], rel=1e-6)
     near = torch.tensor([0.25 * (1 + 2**-22), 0.26], dtype=torch.float64)
     assert nearest_power(near).tolist() == [0.25, 0.26] and is_power(nearest_power(near)).tolist() == [True, False]
+
+
+V3 = Yarn(factor=40.0, original_positions=4096, mscale=1.0, mscale_all_dim=1.0)
+
+
+def test_interleaved_is_complex_multiplication(normal: Any) -> None:
+    x, positions = normal(1, 5, 3, 8), torch.tensor([0, 1, 7, 1000, 163839])
+    frequency = 500.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
+    turn = torch.polar(torch.ones(5, 4, dtype=torch.float64), positions[:, None] * frequency)
+    expected = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (4, 2))) * turn[:, None]).flatten(-2)
+    turned = rope(x, positions, Rotation.plain(8, base=500.0, interleaved=True))
+    torch.testing.assert_close(turned, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_styles_differ_by_a_permutation(normal: Any) -> None:
+    x, positions = normal(2, 5, 8), torch.arange(5) * 3
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    halves = rope(x[:, order], positions, Rotation.plain(8, interleaved=False))
+    torch.testing.assert_close(
+        halves, rope(x, positions, Rotation.plain(8, interleaved=True))[:, order], rtol=0, atol=1e-15
+    )
+
+
+def test_shapes_and_refusals(normal: Any) -> None:
+    nothing, four = Rotation.plain(0, interleaved=True), Rotation.plain(4, interleaved=False)
+    assert rope(torch.ones(2, 3, 0), torch.arange(2), nothing).shape == (2, 3, 0)
+    assert rope(torch.ones(2, 4, dtype=torch.bfloat16), torch.arange(2), four).dtype == torch.float64
+    with pytest.raises(ValueError, match="even number of elements and a base > 0, got 3"):
+        Rotation.plain(3, interleaved=True)
+    with pytest.raises(ValueError, match="last dimension of 4, two for each frequency, got \\(2, 6\\)"):
+        rope(torch.ones(2, 6), torch.arange(2), four)
+    with pytest.raises(ValueError, match="one position a token"):
+        rope(torch.ones(2, 4), torch.arange(3), four)
+    with pytest.raises(ValueError, match="frequencies of a rotation must be finite and above 0"):
+        Rotation(frequencies=(1.0, 0.0), interleaved=True)
+
+
+def test_fast_pairs_stay_slow_ones_are_slowed_down_and_those_between_lie_between() -> None:
+    rotation, plain = Rotation.extended(V3, 64, interleaved=True), plain_frequencies(64, 1e4)
+    shares = [frequency / before for frequency, before in zip(rotation.frequencies, plain, strict=True)]
+    assert rotation.dim == 64 and rotation.interleaved and rotation.magnitude == 1.0
+    # Pair 10 turns 37 times over 4096 tokens and pair 23 less than once, so the ramp runs between these.
+    assert shares[:11] == [1.0] * 11 and shares[23:] == pytest.approx([1 / 40] * 9)
+    steps = {round(a - b, 12) for a, b in pairwise(shares[10:24])}
+    assert steps == {round((1 - 1 / 40) / 13, 12)}
+
+
+def test_temperature() -> None:
+    """A model with one factor for rotated parts only, with DeepSeek's, and with an extension by 1."""
+    temperature = 0.1 * math.log(40) + 1
+    assert V3.softmax_factor == pytest.approx(temperature**2) and V3.magnitude == 1.0
+    paper = Yarn(factor=40.0, original_positions=4096)
+    assert paper.magnitude == pytest.approx(temperature) and paper.softmax_factor == 1.0
+    halved = Yarn(factor=40.0, original_positions=4096, mscale=0.5, mscale_all_dim=1.0)
+    assert halved.magnitude == pytest.approx((0.05 * math.log(40) + 1) / temperature)
+    step = Yarn(factor=4.0, original_positions=1)  # a ramp without width: all turns less than once over one token
+    plain = plain_frequencies(8, 1e4)
+    assert step.slowed(plain, 1e4) == pytest.approx([plain[0], *(f / 4 for f in plain[1:])])
+    none = Yarn(factor=1.0, original_positions=4096)
+    assert none.magnitude == 1.0 and none.slowed(plain, 1e4) == pytest.approx(plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": 0.5}, "factor of YaRN must be finite and at least 1, got 0.5"),
+        ({"original_positions": 0}, "original_positions of YaRN must be finite and at least 1"),
+        ({"beta_slow": 64.0}, "0 < beta_slow <= beta_fast, got 64.0 and 32.0"),
+        ({"mscale": -1.0}, "mscale of YaRN must be finite and at least 0"),
+    ],
+)
+def test_yarn_refusals(change: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Yarn(**{"factor": 40.0, "original_positions": 4096} | change)
+    with pytest.raises(ValueError, match="a base of RoPE above 1, got 1"):
+        Rotation.extended(V3, 8, base=1.0, interleaved=True)

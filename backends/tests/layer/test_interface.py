@@ -55,21 +55,6 @@ def test_the_reasons_come_in_the_order_of_vllm() -> None:
     assert reasons(insists, use_mla=True, use_sparse=True) == reasons(answering()) == []
 
 
-@pytest.mark.parametrize(
-    ("kernel", "block_size", "supported"),
-    [
-        ([MultipleOf(64)], 32, False),
-        ([16], 64, True),
-        ([], 8, True),
-        ([MultipleOf(1)], 48, False),
-        ([32, MultipleOf(8)], 8, True),
-        ([64], None, True),
-    ],
-)
-def test_a_configured_block_may_be_split(kernel: list[Any], block_size: int | None, supported: bool) -> None:
-    assert answering(get_supported_kernel_block_sizes=kernel).supports_block_size(block_size) == supported
-
-
 class Impl(AttentionImpl[Any]):
     can_return_lse_for_decode = True
 
