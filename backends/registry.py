@@ -192,6 +192,7 @@ class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
 
 class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
     EAGER = "mla_conformance.backends.eager_decode.EagerTreeBackend"
+    TORCH_SDPA_TREE = "mla_conformance.backends.torch_sdpa_tree.TorchSDPATreeBackend"
     SGLANG_TRITON_TREE = "mla_conformance.backends.sglang_triton_tree.SGLangTritonTreeBackend", "interpreted"
     FLASHINFER_TREE = "mla_conformance.backends.flashinfer_tree.FlashInferTreeBackend"
     CUSTOM = None

@@ -24,7 +24,7 @@ class TreeCall(DecodeCall):
     metadata: MLATreeMetadata
 
     entry = "run_tree_decode"
-    interface: ClassVar = MLATreeBackend
+    interface: ClassVar[Any] = MLATreeBackend
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class TreeCall(DecodeCall):
         return replace(call, metadata=metadata)
 
 
-def _packed(masks: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _packed(masks: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Masks as the metadata have them."""
     starts = int32(start_loc([mask.numel() for mask in masks]), masks[0].device)
     return {"tree_mask": torch.cat([mask.flatten() for mask in masks]), "tree_mask_start_loc": starts}
@@ -79,7 +79,7 @@ class TreeBatch(DecodeBatch):
             for request, new in enumerate(self.query_lens)
         ]
 
-    def calls(self) -> tuple[DecodeCall, ...]:
+    def calls(self) -> tuple[TreeCall, ...]:
         (call,), masks = super().calls(), list[torch.Tensor]()
         for parents in self.parents():
             mask = torch.eye(len(parents), dtype=torch.bool)
