@@ -3,7 +3,7 @@
 import torch
 
 from mla_conformance.backends.eager_decode import EagerTreeBackend
-from mla_conformance.defects.known import defects
+from mla_conformance.defects.known import but, defects
 
 _WORD, _BYTE = 32, 8
 
@@ -99,6 +99,10 @@ class _Places(EagerTreeBackend):
         """A packed mask is found by whole bytes, where those before it have not filled one."""
         return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) // _BYTE * _BYTE, queries)
 
+    def tree_mask_place_in_bits_read_as_bytes__mask(self, request, queries):
+        """Where a packed mask begins is counted in bits and read as bytes, so all but the first are beyond the end."""
+        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) * _BYTE, queries)
+
     def tree_mask_read_by_rows_of_keys__mask(self, request, queries):
         """Rows are taken to have a column for each token of the sequence, and have one for each query token."""
         metadata = self._decode_metadata
@@ -124,6 +128,13 @@ class _Contexts(EagerTreeBackend):
         """The mask is laid one token too early, as if the root were the last token of the context."""
         number = torch.arange(tile.start, tile.stop) - (seq_len - 1 - queries)
         return (number < 0) | (self._mask(request, queries)[:, number.clamp(0, queries - 1)] & (number < queries))
+
+    @but(key_tile=16)
+    def tree_tiles_below_the_diagonal_unmasked__visible(self, queries, request, seq_len, tile):
+        """The mask is asked for in tiles that the diagonal crosses, as a causal one is, and not in those below it."""
+        visible = super()._visible(queries, request, seq_len, tile)
+        below = torch.arange(queries).unsqueeze(1) > tile.stop - 1 - (seq_len - queries)
+        return visible | below
 
     class tree_lse_counts_masked_keys:
         """Masked drafts are left out of the output, and counted in the LSE."""
