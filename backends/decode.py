@@ -57,11 +57,8 @@ class MLADecodeSelectorConfig(NamedTuple):
     lse: bool = True  # whether the LSE is asked for
 
 
-class MLADecodeBackend(LatentKernel):
-    """Decode attention over a paged cache of latents.
-
-    Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
-    """
+class LatentDecode(LatentKernel):
+    """Attention of the last tokens of each request to its cached latents, whatever of these tokens they see."""
 
     supported_query_len: ClassVar[int | None] = 1  # most query tokens of a request; None means any number
     supports_nonuniform_queries: ClassVar[bool] = False  # whether requests may have different numbers of query tokens
@@ -84,6 +81,13 @@ class MLADecodeBackend(LatentKernel):
     def prepare_metadata(self, decode_metadata: MLACommonDecodeMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
         self._decode_metadata = decode_metadata
+
+
+class MLADecodeBackend(LatentDecode):
+    """Decode attention over a paged cache of latents.
+
+    Symbols: T query tokens, N heads on this rank, L ``kv_lora_rank``, R ``qk_rope_head_dim``.
+    """
 
     @abstractmethod
     @table
@@ -110,7 +114,7 @@ class MLADecodeBackend(LatentKernel):
 
 
 def check_decode_operands(
-    backend: MLADecodeBackend, metadata: MLACommonDecodeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
+    backend: LatentDecode, metadata: MLACommonDecodeMetadata, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor
 ) -> None:
     """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
 

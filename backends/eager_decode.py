@@ -13,6 +13,7 @@ from torch import Tensor
 from mla_conformance.backends.cache_dtypes import dequantise
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import (
+    LatentDecode,
     MLACommonDecodeMetadata,
     MLADecodeBackend,
     check_decode_operands,
@@ -20,9 +21,10 @@ from mla_conformance.backends.decode import (
 )
 from mla_conformance.backends.eager import LatentSoftmax, SoftmaxState
 from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.tree import MLATreeBackend, check_tree_operands
 
 
-class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
+class EagerLatentDecode(LatentSoftmax, NamedKernel, LatentDecode):
     """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
 
     name: ClassVar[str] = "EAGER"
@@ -33,9 +35,9 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
     supports_causal_dcp: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
-    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and LSE of operands that were checked."""
         metadata = self._decode_metadata
-        check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         self._model_dtype = ql_nope.dtype
         q = torch.cat((ql_nope, q_pe), dim=-1)
         output = q.new_zeros(q.shape[0], self.num_heads, self.kv_lora_rank, dtype=torch.float32)
@@ -91,3 +93,32 @@ class EagerDecodeBackend(LatentSoftmax, NamedKernel, MLADecodeBackend):
     def _positions(self, metadata: MLACommonDecodeMetadata, tile: slice) -> Tensor:
         """[tile] positions in the whole sequence of tokens that this rank holds."""
         return positions_of(metadata, torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device))
+
+
+class EagerDecodeBackend(EagerLatentDecode, MLADecodeBackend):
+    """Causal."""
+
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
+        check_decode_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
+        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+
+
+class EagerTreeBackend(EagerLatentDecode, MLATreeBackend):
+    """By the masks of trees."""
+
+    def run_tree_decode(
+        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        check_tree_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
+        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+
+    def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
+        """[T, tile] mask: all tokens before the query tokens, and of these those that the request's mask names."""
+        mask = self._mask(request, queries)
+        number = torch.arange(tile.start, tile.stop, device=mask.device) - (seq_len - queries)
+        return (number < 0) | mask[:, number.clamp(min=0)]
+
+    def _mask(self, request: int, queries: int) -> Tensor:
+        """[T, T] which query tokens of a request each of them sees."""
+        start = int(self._decode_metadata.tree_mask_start_loc[request])
+        return self._decode_metadata.tree_mask[start : start + queries**2].view(queries, queries)

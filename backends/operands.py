@@ -17,7 +17,7 @@ from mla_conformance.backends.kernel import expect
 AT_LEAST = " or more"
 _SIZES = """
 T, S, B, B + 1, N, H, K, K', P, R, L + R, P + R, V, L, D, C, m, C · D, 2 · C · D
-blocks, page, width, index width, max blocks, pages, state page, state pages, columns, rows, hidden, 1
+blocks, page, width, index width, max blocks, pages, state page, state pages, columns, rows, hidden, Σ q², 1
 """
 SIZES = {name for line in _SIZES.strip().splitlines() for name in line.split(", ")}
 DTYPES = {"", "model", "input", "codes", "entries", "index entries"}
@@ -72,8 +72,9 @@ def table(of: AnyTable) -> AnyTable:
 
 @cache
 def forms_of(of: Callable[..., Any]) -> Mapping[str, Form]:
-    """The forms in an entry's signature or in a dataclass, by name, in their order."""
-    noted = {name: getattr(kind, "__metadata__", ()) for name, kind in of.__annotations__.items()}
+    """The forms in an entry's signature or in a dataclass and its bases, by name, in their order."""
+    annotated = (getattr(each, "__annotations__", {}) for each in reversed(getattr(of, "__mro__", (of,))))
+    noted = {name: getattr(kind, "__metadata__", ()) for each in annotated for name, kind in each.items()}
     return {name: form for name, notes in noted.items() for form in notes if isinstance(form, Form)}
 
 

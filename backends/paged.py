@@ -1,6 +1,6 @@
 """What the decode adapters of GPU libraries have in common: absorbed queries of a batch against one paged cache.
 
-An adapter implements :meth:`PagedDecodeBackend.attend`; whatever its library needs converted, it converts there.
+An adapter implements :meth:`PagedLatentDecode.attend`; whatever its library needs converted, it converts there.
 Nothing here decides by the lengths what to launch, so that a captured CUDA graph serves other lengths.
 """
 
@@ -10,19 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import MLADecodeBackend, check_decode_operands
+from mla_conformance.backends.decode import LatentDecode, MLADecodeBackend, check_decode_operands
 from mla_conformance.backends.packaged import LibraryKernel
+from mla_conformance.backends.tree import MLATreeBackend, check_tree_operands
 
 
-class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
-    """Operands are checked and trimmed to the rows that count; a row without keys is set to 0 and -inf."""
+class PagedLatentDecode(LibraryKernel, LatentDecode):
+    """Operands are trimmed to the rows that count; a row without keys is set to 0 and -inf."""
 
     supported_latent_dims = [(512, 64)]  # unless an adapter says otherwise
 
-    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
+    def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
+        """What the library makes of operands that were checked."""
         metadata = self._decode_metadata
         rows, lse = int(metadata.query_lens_cpu.sum()), None
-        check_decode_operands(self, metadata, ql_nope, q_pe, kv_cache)
         if rows:
             found = self.attend(ql_nope[:rows], q_pe[:rows], kv_cache, k_scale)
             output, lse = found if self.returns_lse else (found, None)
@@ -55,3 +56,19 @@ class PagedDecodeBackend(LibraryKernel, MLADecodeBackend):
     def latent_dims(self) -> dict[str, int]:
         """L and R by the names that libraries give them."""
         return {"kv_lora_rank": self.kv_lora_rank, "qk_rope_head_dim": self.qk_rope_head_dim}
+
+
+class PagedDecodeBackend(PagedLatentDecode, MLADecodeBackend):
+    """A causal decode, whose operands are checked."""
+
+    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
+        check_decode_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
+        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+
+
+class PagedTreeBackend(PagedLatentDecode, MLATreeBackend):
+    """A decode of trees, whose operands are checked."""
+
+    def run_tree_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> Any:
+        check_tree_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
+        return self._run(ql_nope, q_pe, kv_cache, k_scale)

@@ -190,6 +190,14 @@ class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
     CUSTOM = None
 
 
+class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
+    EAGER = "mla_conformance.backends.eager_decode.EagerTreeBackend"
+    TORCH_SDPA_TREE = "mla_conformance.backends.torch_sdpa_tree.TorchSDPATreeBackend"
+    SGLANG_TRITON_TREE = "mla_conformance.backends.sglang_triton_tree.SGLangTritonTreeBackend", "interpreted"
+    FLASHINFER_TREE = "mla_conformance.backends.flashinfer_tree.FlashInferTreeBackend"
+    CUSTOM = None
+
+
 ENUMS = tuple(BackendEnum.__subclasses__())
 """The enumerations of all roles."""
 
@@ -228,3 +236,4 @@ def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = 
 register_mla_decode_backend = register_mla_sparse_backend = register_mla_indexer_backend = register_mla_prefill_backend
 register_mla_topk_backend = register_mla_prepare_backend = register_mla_compress_backend = register_mla_prefill_backend
 register_mla_cache_backend = register_mla_sparse_layer_backend = register_mla_prefill_backend
+register_mla_tree_backend = register_mla_prefill_backend

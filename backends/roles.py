@@ -36,6 +36,7 @@ class Role(str):
     COMPRESS: ClassVar["Role"]
     CACHE: ClassVar["Role"]
     SPARSE_LAYER: ClassVar["Role"]
+    TREE: ClassVar["Role"]
 
     entries: tuple[str, ...]
     required: tuple[str, ...]
@@ -76,6 +77,7 @@ Role(
     further=_EVERY[:-1],
 )
 Role("sparse_layer", "run_sparse_layer", further=(*_EVERY, "load_weights"))
+Role("tree", "run_tree_decode")
 
 
 def outside() -> str:

@@ -23,6 +23,10 @@ NO_STEP = (
     "a top-k over logits, and the preparation of index queries and keys, are judged by the conventions that a class "
     "declares; judge a class: mla-conformance certify --backend file.py:Class"
 )
+NO_TREE = (
+    "the masks of trees stand in what a class is prepared with, so judge a class: mla-conformance certify --backend "
+    "file.py:Class"
+)
 NO_FUNCTION = {
     Role.LAYER: NO_LAYER,
     Role.SPARSE_LAYER: NO_LAYER,
@@ -30,6 +34,7 @@ NO_FUNCTION = {
     Role.PREPARE: NO_STEP,
     Role.COMPRESS: NO_CACHE,
     Role.CACHE: NO_CACHE,
+    Role.TREE: NO_TREE,
 }
 """Why functions cannot be judged in some roles."""
 

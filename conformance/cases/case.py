@@ -51,6 +51,7 @@ class Call(StrEnum):
     GLOBAL_SLOTS = "global_slots"
     SPARSE_LAYER = "sparse_layer"
     COMPRESS = "compress"
+    TREE_DECODE = "tree_decode"
 
 
 class Layout(StrEnum):

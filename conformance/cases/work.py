@@ -17,6 +17,8 @@ _OF_A_ROW, _OF_AN_OUTPUT, _OF_A_LISTED, _OF_A_LAYERS_ROW = 5e5, 500, 1e3, 2.5e6
 """What each takes on one core, the golden result and all that is judged of it included, about: in nanoseconds. Of a
 decode rows and values of their outputs, of lists their entries, and of a sparse layer rows as well."""
 
+_DECODES = (Role.DECODE, Role.TREE)
+
 
 def work_of(case: Case) -> float:
     """About the nanoseconds that judging a case takes on one core of a CPU."""
@@ -30,7 +32,7 @@ def work_of(case: Case) -> float:
     if case.role in (Role.LAYER, Role.SPARSE_LAYER):
         head = case.dimensions
         work += _OF_A_WEIGHT * case.kv_lora_rank * case.heads * (head.qk_nope_head_dim + head.v_head_dim)
-    if case.role is Role.DECODE:
+    if case.role in _DECODES:
         work += calls * sum(case.q) * (_OF_A_ROW + _OF_AN_OUTPUT * case.heads * case.kv_lora_rank)
     if case.role is Role.SPARSE:
         work += _OF_A_LISTED * sum(case.q) * int(getattr(case, "topk", 0))
@@ -43,7 +45,7 @@ def work_of(case: Case) -> float:
 
 def _key_width(case: Case) -> int:
     """Elements of a key; what a decode reads is shared by its heads."""
-    return sum(case.latent_dims) if isinstance(case, CachedCase) and case.role is Role.DECODE else case.sizes.key
+    return sum(case.latent_dims) if isinstance(case, CachedCase) and case.role in _DECODES else case.sizes.key
 
 
 def _chunks(case: Case) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.eager import SoftmaxState
+from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.defects.bases import (
     BaseTwo,
@@ -121,5 +122,42 @@ class _LayeredDecode(LayeredDecode):
         """A decode in powers of two."""
 
 
-HONEST_DECODES: tuple[type[KernelBackend], ...] = (LayeredDecode, *emulations(__name__))
-"""Every honest emulation of a decode kernel."""
+@kernels()
+class _Trees(EagerTreeBackend):
+    class tree_by_an_added_bias:
+        """Masks are added to the scores, as 0 and -inf."""
+
+        def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
+            state = self._initial(q, q[..., : self.kv_lora_rank])
+            for tile in tiles:
+                keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
+                bias = self._visible(q.shape[0], request, seq_len, tile).float().log()
+                state = self._accumulate(state, self._scores(q, keys) + bias, self._values(keys))
+            return state
+
+    class tree_behind_its_context:
+        """Context and query tokens are attended to apart, and their states merged."""
+
+        def _attend(self, q, request, seq_len, kv_cache, k_scale):
+            context = max(0, seq_len - q.shape[0])
+            parts = (self._tiles(context), [slice(context, seq_len)] if seq_len else [])
+            return reduce(joined, [self._over(tiles, q, request, seq_len, kv_cache, k_scale) for tiles in parts])
+
+    def tree_by_packed_bits__behind_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Masks are packed to bytes, the first bit lowest, and read from these."""
+        bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
+        weights = 2 ** torch.arange(8)
+        data = (bits * weights).sum(dim=1)
+        return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
+
+    @but(key_tile=16)
+    class tree_in_tiles_of_16:
+        """Tiles of 16 tokens, of which a query token may see none."""
+
+    @but(key_tile=4096)
+    class tree_at_once:
+        """All tokens in one tile."""
+
+
+HONEST_DECODES: tuple[type[KernelBackend], ...] = (LayeredDecode, EagerTreeBackend, *emulations(__name__))
+"""Every honest emulation of a decode kernel, of trees too."""

@@ -22,7 +22,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES
 FAMILIES = (
     *("prefills", "prefill_calls", "decodes", "decode_caches", "decode_calls", "layer_caches", "layer_calls"),
     *("sparse_lists", "sparse_entries", "indexer", "topk", "preparation", "sparse_layers"),
-    *("cache_writes", "cache_reads", "compression", "bounds"),
+    *("cache_writes", "cache_reads", "compression", "bounds", "trees"),
 )
 """The modules that known defects stand in, in the order in which these are tried and told."""
 _GROUPS: list[tuple[type, dict[str, Any]]] = []

@@ -8,7 +8,7 @@ from importlib import import_module
 from itertools import chain
 
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.backends.eager_decode import EagerDecodeBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend, EagerTreeBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.bases import LayeredDecode
@@ -74,6 +74,7 @@ def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tupl
     prefill = combined(wrong, EagerPrefillBackend)
     yield prefill, (Role.PREFILL,)
     yield combined(wrong, EagerDecodeBackend), (Role.DECODE,)
+    yield combined(wrong, EagerTreeBackend), (Role.TREE,)
     yield combined(wrong, LayeredDecode, prefill_backend=prefill), (Role.LAYER,)
     yield combined(wrong, EagerSparseBackend), (Role.SPARSE,)
 

@@ -43,7 +43,7 @@ _STANDS_IN: dict[str, dict[str, str]] = {
 }
 """What a script has in the place of names of the interface; no declaration decides, and nothing is to be refused."""
 _UNCALLED = (
-    "cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk",
+    "cache", "compress", "indexer", "prepare", "selected", "sparse", "sparse_layer", "topk", "tree",
 )  # fmt: skip
 """Modules of the roles that no script calls: whatever a file takes from them has the place of a name alone."""
 _BASE = """class Backend:  # in the place of the interface's base class: what a constructor and a caller leave behind

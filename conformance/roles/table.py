@@ -21,8 +21,9 @@ from mla_conformance.roles.prepare.role import PREPARE
 from mla_conformance.roles.sparse.problem import SPARSE
 from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
 from mla_conformance.roles.topk.role import TOPK
+from mla_conformance.roles.tree.problem import TREE
 
-_OURS = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE)
+_OURS = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE, TREE)
 DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for definition in _OURS}
 """By name; a role from outside joins them (``trials/role_file.py``)."""
 

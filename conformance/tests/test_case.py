@@ -69,8 +69,8 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
         ("decode:q=[1];kv=[5];out=1", "field out: a decode case has none, only layer and prefill cases; got True"),
         (
             "lse:q=[1];cache=fp8",
-            "field cache: a prefill case has none, only cache, compress, decode, indexer, layer, sparse and "
-            "sparse_layer",
+            "field cache: a prefill case has none, only cache, compress, decode, indexer, layer, sparse, sparse_layer "
+            "and tree",
         ),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
     ],
@@ -103,7 +103,7 @@ def test_json_that_told_the_fields_of_every_role_is_read() -> None:
     reported = {**Case.of(capability="lse", q=(3,)).to_json(), "cache": "auto", "ranks": 1, "decodes": 0}
     assert Case.from_json(reported).id == "lse:q=[3]"
     with pytest.raises(
-        CaseError, match="only cache, compress, decode, indexer, layer, sparse and sparse_layer cases; got 2"
+        CaseError, match="only cache, compress, decode, indexer, layer, sparse, sparse_layer and tree cases; got 2"
     ):
         Case.from_json({**reported, "ranks": 2})
     with pytest.raises(CaseError, match="expected a field 'capability'"):

@@ -180,14 +180,14 @@ def test_bash_completes(tmp_path: Path, command: Path) -> None:
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("this machine has no bash")
-    typed = ("'' certify --backend TORCH_SD", "'' report d", "'' replay --rep")
+    typed = ("'' certify --backend FLEX", "'' report d", "'' replay --rep")
     ask = "\n".join(
         f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _shtab_mla_conformance; echo ${{COMPREPLY[@]}}"
         for words in typed
     )
     script = subprocess.run([command, "completion", "bash"], capture_output=True, text=True, check=True).stdout
     done = subprocess.run([bash, "-c", f"{script}\n{ask}"], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout.splitlines() == ["TORCH_SDPA", "diff", "--report --repeats"]
+    assert done.stdout.splitlines() == ["FLEX_ATTENTION", "diff", "--report --repeats"]
 
 
 def test_backends_are_listed_with_reasons(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,10 +27,11 @@ from mla_conformance.roles.prepare.case import PREPARE
 from mla_conformance.roles.sparse.case import SPARSE
 from mla_conformance.roles.sparse_layer.case import SPARSE_LAYER
 from mla_conformance.roles.topk.case import TOPK
+from mla_conformance.roles.tree.case import TREE
 
 SPACES: dict[str, Space] = {
     space.capability: space
-    for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, COMPRESS, CACHE, SPARSE_LAYER)
+    for space in (PREFILL, DECODE, LAYER, SPARSE, INDEXER, TOPK, PREPARE, COMPRESS, CACHE, SPARSE_LAYER, TREE)
 }
 """By the capability whose cases their arrays are."""
 KEPT: dict[str, list[str]] = {

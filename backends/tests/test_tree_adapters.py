@@ -1,0 +1,104 @@
+"""Adapters of trees of drafts against stand-ins that honour a mask as their libraries document it."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.judging.verdict import Status
+from mla_conformance.reference.selected import NO_KEY, selected_attention
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
+
+CONTEXT, OLD, NEW = Context(), "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
+BATCHES = (
+    "q=[7,5,9];kv=[20,0,64];page=16",
+    "q=[5,8,1,11];kv=[64,5,130,0];page=1;tree=star+binary",
+    "q=[1,1];kv=[9,70];pad=2",
+)
+DIMS = {"SGLANG_TRITON_TREE": ("r1", "64-32-64-256"), "FLASHINFER_TREE": ("small", "64-64-128-192", "32-16-32-64")}
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, starts: Any, mask: Tensor, mask_starts: Any, scale: float
+) -> tuple[Any, Any]:
+    """Output of q's dtype and natural LSE [N, T], by rows of a mask with a column for each key of a request."""
+    requests = [
+        tuple(slice(*each) for each in request) for request in zip(*(pairwise(x.tolist()) for x in starts), strict=True)
+    ]
+    selected = torch.full((len(q), max(keys.stop - keys.start for _, keys in requests)), NO_KEY)
+    for (rows, keys), first in zip(requests, mask_starts.tolist(), strict=False):
+        new, length = rows.stop - rows.start, keys.stop - keys.start
+        seen = mask[first : first + new * length].view(new, length).bool()
+        selected[rows, :length] = torch.arange(keys.start, keys.stop).where(seen, NO_KEY)
+    state = selected_attention(q, k.nan_to_num(0.0), v.nan_to_num(0.0), selected, scale=scale)
+    return state.output.to(q.dtype), state.lse.float()
+
+
+def extend(a: Any) -> None:
+    """Context by slots, new keys beside it; the columns of the context are not looked at."""
+    contexts, starts = a["kv_indptr"], a["qo_indptr"]
+    assert a["is_causal"] and a["custom_mask"].dtype == torch.uint8 and (a["k_scale"], a["v_scale"]) == (1.0, 1.0)
+    assert a["q_extend"].is_contiguous() and a["v_extend"].is_contiguous() and a["skip_prefix_custom_mask"] is None
+    assert a["max_len_extend"] == int(starts.diff().max())
+    parts = zip(pairwise(contexts.tolist()), pairwise(starts.tolist()), strict=True)
+    keys = torch.cat([x for (b, e), (f, g) in parts for x in (a["k_buffer"][a["kv_indices"][b:e]], a["k_extend"][f:g])])
+    lengths = contexts.diff() + starts.diff()
+    assert a["mask_indptr"].tolist() == [0, *(lengths * starts.diff()).cumsum(0).tolist()]
+    ends, latent = torch.tensor([0, *lengths.cumsum(0)]), a["v_buffer"].shape[-1]
+    arguments = (keys, keys[..., :latent], (starts, ends), a["custom_mask"], a["mask_indptr"], a["sm_scale"])
+    output, lse = masked(a["q_extend"], *arguments)
+    a["o_extend"].copy_(output)
+    a["lse_extend"].copy_(lse.mT)
+
+
+@pytest.fixture(params=["SGLANG_TRITON_TREE sglang 0.5.23", f"FLASHINFER_TREE {OLD}", f"FLASHINFER_TREE {NEW}"])
+def subject(request: Any, recorded: Any, planned: Any, installed: Any, monkeypatch: Any) -> Subject:
+    name, _, label = request.param.partition(" ")
+
+    def run(wrapper: Any, a: Any) -> Any:
+        plan, width = wrapper.planned, a["q"].shape[-1]
+        assert (plan["head_dim_qk"], plan["head_dim_vo"], plan["num_kv_heads"]) == (width, width, 1) and not plan[
+            "causal"
+        ]
+        assert width in (64, 128, 256) and plan["custom_mask"].dtype == torch.bool
+        starts = (plan["qo_indptr"], plan["kv_indptr"])
+        mask_starts = torch.tensor([0, *(starts[0].diff() * starts[1].diff()).cumsum(0)])
+        output, lse = masked(a["q"], a["k"], a["v"], starts, plan["custom_mask"], mask_starts, plan["sm_scale"])
+        lse = lse if a.get("lse_base") == "ln" else lse / math.log(2)
+        return output, lse if a.get("lse_layout") == "HN" else lse.mT.contiguous()
+
+    if name == "FLASHINFER_TREE":
+        file = "flashinfer/prefill.py:BatchPrefillWithRaggedKVCacheWrapper"
+        wrapper = planned(label, file, run, lambda wrapper, a: None)
+        installed("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=wrapper)
+    else:
+        module = "sglang.kernels.ops.attention.extend_attention"
+        file = f"{module.replace('.', '/')}.py:extend_attention_fwd"
+        installed(module, extend_attention_fwd=recorded(label, file, extend))
+    adapter = load_role(parse_reference(name), Role.TREE)
+    monkeypatch.setattr(adapter, "missing_dependencies", list)
+    monkeypatch.setattr(adapter, "broken_dependencies", list)
+    monkeypatch.setattr(adapter, "supports_compute_capability", lambda device_capability: True)
+    return Subject.of(name, torch.device("cpu"))
+
+
+def test_right_ones_pass(subject: Subject) -> None:
+    for dims in DIMS[subject.backend.name]:
+        for batch in BATCHES:
+            found = judge_one(subject, Case.parse(f"tree_decode:heads=2;dims={dims};{batch}"), CONTEXT)
+            assert found.status is Status.PASS, found.message
+
+
+def test_what_has_no_kernel_is_a_reason(subject: Subject) -> None:
+    dims, said = ("small", "latent dims") if "SGLANG" in subject.backend.name else ("r1", "keys of 576 columns")
+    found = judge_one(subject, Case.parse(f"tree_decode:heads=2;dims={dims};q=[3];kv=[9]"), CONTEXT)
+    assert found.status is Status.UNSUPPORTED and said in found.message

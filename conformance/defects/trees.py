@@ -1,0 +1,171 @@
+"""Wrong kernels of trees of drafts: whose row of a mask is read, where it begins, how it is packed, what it covers."""
+
+import torch
+
+from mla_conformance.backends.eager_decode import EagerTreeBackend
+from mla_conformance.defects.known import but, defects
+
+_WORD, _BYTE = 32, 8
+
+
+@defects("tree_decode")
+class _Masks(EagerTreeBackend):
+    """The mask of a request is another one."""
+
+    def tree_mask_transposed__behind_mask(self, mask):
+        """Rows and columns of a mask are exchanged, so a draft sees those behind it."""
+        return mask.mT
+
+    def tree_mask_ignored_for_causal__behind_mask(self, mask):
+        """The mask is not handed on, and query tokens are causal."""
+        return torch.ones_like(mask).tril()
+
+    def tree_drafts_see_each_other__behind_mask(self, mask):
+        """Where there is a mask the causal bound is dropped, and the mask with it: every draft sees all others."""
+        return torch.ones_like(mask)
+
+    def tree_row_of_the_parent__behind_mask(self, mask):
+        """A token has the row of its parent, and does not see itself."""
+        return mask & ~torch.eye(len(mask), dtype=torch.bool, device=mask.device)
+
+    def tree_siblings_see_each_other__behind_mask(self, mask):
+        """Drafts of one parent see each other."""
+        parents = _parents_of(mask)
+        return mask | (parents.unsqueeze(1) == parents)
+
+    def tree_bound_by_depth__behind_mask(self, mask):
+        """The causal bound is taken of positions: a draft sees all of a lesser depth, of other branches too."""
+        depths = mask.sum(dim=1)
+        return mask | (depths < depths.unsqueeze(1))
+
+    def tree_sees_its_parent_alone__behind_mask(self, mask):
+        """Of the ancestors the parent alone is seen."""
+        number = torch.arange(len(mask), device=mask.device)
+        return mask & ((number == _parents_of(mask).unsqueeze(1)) | (number == number.unsqueeze(1)))
+
+    def tree_root_left_out__behind_mask(self, mask):
+        """The root, which is no draft but the last token that was sampled, is not seen by drafts."""
+        number = torch.arange(len(mask), device=mask.device)
+        return mask & ((number > 0) | (number.unsqueeze(1) == 0))
+
+    def tree_last_token_sees_everything__behind_mask(self, mask):
+        """The last query token is masked like a decode's only one, and sees all others."""
+        return torch.cat((mask[:-1], torch.ones_like(mask[-1:])))
+
+    def tree_mask_of_a_byte__behind_mask(self, mask):
+        """Of a mask the first tile of 8 columns is read; query tokens beyond are causal."""
+        return _causal_from(mask, _BYTE)
+
+    def tree_mask_of_a_word__behind_mask(self, mask):
+        """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
+        return _causal_from(mask, _WORD)
+
+    def tree_mask_bits_repeat_after_a_word__behind_mask(self, mask):
+        """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
+        columns = torch.arange(len(mask), device=mask.device) % _WORD
+        return mask[:, columns]
+
+    def tree_mask_bits_from_the_highest__behind_mask(self, mask):
+        """The bits of a packed mask are read from the highest on, and were written from the lowest."""
+        bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % _BYTE))
+        return bits.view(-1, _BYTE).flip(1).flatten()[: mask.numel()].view_as(mask)
+
+    def tree_mask_rows_of_whole_bytes__behind_mask(self, mask):
+        """Rows of a packed mask are taken to begin with a byte each, and were packed one after another."""
+        stride = -(-len(mask) // _BYTE) * _BYTE
+        return _strided(mask.flatten(), 0, stride, len(mask))
+
+
+@defects("tree_decode")
+class _Places(EagerTreeBackend):
+    """The mask of a request is looked for where another one stands."""
+
+    def _at(self, start: int, queries: int, stride: int = 0) -> torch.Tensor:
+        return _strided(self._decode_metadata.tree_mask, start, stride or queries, queries)
+
+    def tree_mask_of_the_request_before__before_mask(self, request):
+        """A request has the mask of the one before it."""
+        return max(0, request - 1)
+
+    def tree_mask_of_the_first_request__mask(self, request, queries):
+        """One tree is taken to serve all requests: that of the first."""
+        return self._at(0, queries)
+
+    def tree_mask_behind_longest_ones__mask(self, request, queries):
+        """Masks are taken to begin as far apart as those of the longest query would."""
+        return self._at(request * int(self._decode_metadata.query_lens_cpu.max()) ** 2, queries)
+
+    def tree_mask_behind_whole_bytes__mask(self, request, queries):
+        """A packed mask is found by whole bytes, where those before it have not filled one."""
+        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) // _BYTE * _BYTE, queries)
+
+    def tree_mask_place_in_bits_read_as_bytes__mask(self, request, queries):
+        """Where a packed mask begins is counted in bits and read as bytes, so all but the first are beyond the end."""
+        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) * _BYTE, queries)
+
+    def tree_mask_read_by_rows_of_keys__mask(self, request, queries):
+        """Rows are taken to have a column for each token of the sequence, and have one for each query token."""
+        metadata = self._decode_metadata
+        stride = max(queries, int(metadata.seq_lens_cpu[request]))
+        return self._at(int(metadata.tree_mask_start_loc[request]), queries, stride)
+
+
+@defects("tree_decode")
+class _Contexts(EagerTreeBackend):
+    """What a mask is laid over, and what counts in sums."""
+
+    def tree_context_masked_too__visible(self, queries, request, seq_len, tile):
+        """What has no column in the mask is not seen: the context among it."""
+        number = torch.arange(tile.start, tile.stop) - (seq_len - queries)
+        return super()._visible(queries, request, seq_len, tile) & (number >= 0)
+
+    def tree_mask_over_the_first_keys__visible(self, queries, request, seq_len, tile):
+        """The mask is laid over the first tokens of the sequence instead of the last."""
+        number = torch.arange(tile.start, tile.stop)
+        return (number >= queries) | self._mask(request, queries)[:, number.clamp(max=queries - 1)]
+
+    def tree_mask_a_token_early__visible(self, queries, request, seq_len, tile):
+        """The mask is laid one token too early, as if the root were the last token of the context."""
+        number = torch.arange(tile.start, tile.stop) - (seq_len - 1 - queries)
+        return (number < 0) | (self._mask(request, queries)[:, number.clamp(0, queries - 1)] & (number < queries))
+
+    @but(key_tile=16)
+    def tree_tiles_below_the_diagonal_unmasked__visible(self, queries, request, seq_len, tile):
+        """The mask is asked for in tiles that the diagonal crosses, as a causal one is, and not in those below it."""
+        visible = super()._visible(queries, request, seq_len, tile)
+        below = torch.arange(queries).unsqueeze(1) > tile.stop - 1 - (seq_len - queries)
+        return visible | below
+
+    class tree_lse_counts_masked_keys:
+        """Masked drafts are left out of the output, and counted in the LSE."""
+
+        def _attend(self, q, request, seq_len, kv_cache, k_scale):
+            self._all = True
+            self._counted = super()._attend(q, request, seq_len, kv_cache, k_scale)
+            self._all = False
+            return super()._attend(q, request, seq_len, kv_cache, k_scale)
+
+        def _mask(self, request, queries):
+            mask = super()._mask(request, queries)
+            return torch.ones_like(mask) if self._all else mask
+
+        def _finish(self, state):
+            return super()._finish(state)[0], super()._finish(self._counted)[1]
+
+
+def _parents_of(mask: torch.Tensor) -> torch.Tensor:
+    """[q] the last ancestor of each query token; -1 of the root."""
+    number = torch.arange(len(mask), device=mask.device)
+    return number.where(mask & (number < number.unsqueeze(1)), -1).amax(dim=1)
+
+
+def _causal_from(mask: torch.Tensor, column: int) -> torch.Tensor:
+    """A mask whose columns from one on are causal."""
+    return torch.cat((mask[:, :column], torch.ones_like(mask).tril()[:, column:]), dim=1)
+
+
+def _strided(bits: torch.Tensor, start: int, stride: int, queries: int) -> torch.Tensor:
+    """[q, q] bits of rows so far apart; those behind the last one are 0."""
+    number = torch.arange(queries, device=bits.device)
+    place = start + number.unsqueeze(1) * stride + number
+    return bits[place.clamp(max=len(bits) - 1)] & (place < len(bits))

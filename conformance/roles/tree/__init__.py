@@ -1,0 +1,1 @@
+"""Trees of drafts: a decode whose query tokens see their ancestors alone."""

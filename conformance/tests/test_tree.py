@@ -1,0 +1,118 @@
+"""The role tree: who sees whom in its golden results and masks, and what it says of trees that there are not."""
+
+import math
+
+import pytest
+import torch
+
+from mla_conformance.backends.eager_decode import EagerTreeBackend
+from mla_conformance.backends.tree import MLATreeMetadata
+from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.cli import main
+from mla_conformance.judging.golden import GoldenAttention
+from mla_conformance.judging.verdict import Status
+from mla_conformance.problems.calls import attention_call
+from mla_conformance.roles.table import build_problem, golden_of
+from mla_conformance.roles.tree.case import TREES, TreeCase
+from mla_conformance.roles.tree.problem import TreeBatch
+from mla_conformance.tests.drawn import judged
+
+CPU = torch.device("cpu")
+MIXED = "tree_decode:dims=small;heads=2;q=[9,1,12,7];kv=[5,17,0,64];tree=random+chain+binary+star"
+
+
+def batch_of(text: str) -> TreeBatch:
+    case = Case.parse(text)
+    assert isinstance(case, TreeCase)
+    return TreeBatch(case, CPU)
+
+
+def golden(text: str) -> GoldenAttention:
+    found = golden_of(build_problem(Case.parse(text), CPU))
+    assert isinstance(found, GoldenAttention)
+    return found
+
+
+def test_a_row_sees_the_context_itself_and_its_ancestors() -> None:
+    """By the definition, key by key."""
+    batch = batch_of(MIXED)
+    (call,), rows, (state,) = batch.calls(), iter(range(29)), golden(MIXED).calls
+    keys, scale = call.k[:, 0].double(), batch.case.softmax_scale
+    for first, context, parents in zip(call.key_start_loc, batch.case.kv, batch.parents(), strict=False):
+        for token, row in zip(range(len(parents)), rows, strict=False):
+            seen = {*range(context), context + token}
+            while token:
+                token = parents[token]
+                seen.add(context + token)
+            own = keys[[first + number for number in seen]]
+            scores = scale * call.q[row].double() @ own.mT
+            assert torch.allclose(state.lse[:, row], scores.logsumexp(-1), rtol=1e-12)
+            assert torch.allclose(state.output[row], scores.softmax(-1) @ own[:, :32], rtol=1e-9, atol=1e-12)
+
+
+def test_random_trees_have_siblings_and_early_ends_and_each_request_its_own() -> None:
+    text = "tree_decode:q=[40,40,40];kv=[0,0,0]"
+    trees = batch_of(text).parents()
+    assert len(set(map(tuple, trees))) == 3 and trees == batch_of(text).parents()
+    for parents in trees:
+        drafted = [parents[1:].count(token) for token in range(40)]
+        assert max(drafted) > 1 and 5 < drafted.count(0) < 35
+    assert [batch_of(f"tree_decode:q=[5];kv=[0];tree={tree}").parents()[0] for tree in TREES[1:]] == [
+        [0, 0, 1, 2, 3],
+        [0, 0, 0, 1, 1],
+        [0, 0, 0, 0, 0],
+    ]
+
+
+def test_a_chain_has_the_golden_result_of_a_decode() -> None:
+    fields = "dims=small;heads=2;q=[4,1,9];kv=[5,17,0]"
+    (chain,), (decode,) = golden(f"tree_decode:{fields};tree=chain").calls, golden(f"decode:{fields}").calls
+    assert torch.allclose(chain.output, decode.output, rtol=1e-12) and torch.allclose(chain.lse, decode.lse, rtol=1e-12)
+
+
+def test_requests_in_another_order_keep_their_trees() -> None:
+    (call,) = batch_of(MIXED).calls()
+    other = attention_call(call.regrouped(None, [2, 0], None))
+    assert [mask.tolist() for mask in other.masks] == [call.masks[request].tolist() for request in (2, 0)]
+    assert other.metadata.tree_mask_start_loc.tolist() == [0, 144, 225]
+    assert (
+        judged(EagerTreeBackend, MIXED.replace("tree_decode:", "batch_invariance:call=tree_decode;")).status
+        is Status.PASS
+    )
+
+
+def test_a_tree_of_ones_own_and_rows_of_padding() -> None:
+    (call,) = batch_of("tree_decode:q=[4];kv=[9];parents=[0,0,0,1]").calls()
+    assert call.masks[0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    assert judged(EagerTreeBackend, "tree_decode:heads=2;q=[1,1];kv=[9,3];pad=2;parents=[0,0]").status is Status.PASS
+    (state,) = golden("tree_decode:heads=2;q=[1,1];kv=[9,3];pad=2").calls
+    assert state.lse[:, 2:].eq(-math.inf).all() and not state.output[2:].any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("q=[4];kv=[0];parents=[0,0,3,1]", "field parents: expected 0 to 1 of token 2 of request 0, got 3"),
+        ("q=[2,2];kv=[0,0];parents=[0,0,1,0]", "field parents: expected 0 of token 0 of request 1, got 1"),
+        ("q=[2,2];kv=[0,0];parents=[0,0,0]", "field parents: expected one for each of 4 query tokens, got 3"),
+        ("q=[4];kv=[0];tree=bush", "field tree: expected one of random, chain, binary, star"),
+        ("q=[4];kv=[0];ranks=2", "tree_decode expects one rank, got 2"),
+        ("q=[4097];kv=[0]", "tree_decode expects at most 4,096 query tokens a request, got 4,097"),
+    ],
+)
+def test_trees_that_there_are_not(fields: str, said: str) -> None:
+    with pytest.raises(CaseError, match=said):
+        Case.parse(f"tree_decode:{fields}")
+
+
+def test_a_parent_behind_its_child_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "tree_decode:q=[3];kv=[9];parents=[0,2,0]", "--backend", "EAGER", "--device", "cpu"]) == 2
+    assert "field parents: expected 0 to 0 of token 1 of request 0, got 2" in capsys.readouterr().err
+
+
+def test_masks_of_another_width_are_refused() -> None:
+    (call,) = batch_of("tree_decode:dims=small;heads=2;q=[3,2];kv=[9,0]").calls()
+    backend = EagerTreeBackend(2, 1.0, 32, 16, 8, 16, "auto", None)
+    backend.prepare_metadata(MLATreeMetadata(**vars(call.metadata) | {"tree_mask": call.metadata.tree_mask[:-1]}))
+    with pytest.raises(ValueError, match=r"tree_mask: expected \[13\] of torch.bool, .*, got \[12\]"):
+        backend.run_tree_decode(call.ql_nope, call.q_pe, call.kv_cache, call.k_scale)
