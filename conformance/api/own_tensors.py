@@ -36,7 +36,7 @@ from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.operands import start_loc
 from mla_conformance.reference.selected import NO_KEY
-from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall
 from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.sparse.call import SparseCall, longest_lists

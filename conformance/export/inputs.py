@@ -13,7 +13,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.export.program import WIDTH, NotWritable, TooLong, assigned, folded, literal
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import Draw, segments
-from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.prefill.call import PrefillCall
 
 LAID_OUT = """

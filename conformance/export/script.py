@@ -22,7 +22,7 @@ from mla_conformance.export.recording import Handle, Recorder
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
-from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.subject import describe
 from mla_conformance.version import __version__

@@ -14,7 +14,7 @@ from mla_conformance.driving.driver import Instead, StepResult
 from mla_conformance.driving.remote import Part, RemoteExecutor, Reply, returned, written
 from mla_conformance.driving.shared import Shared, SharedRange, Unpacker, pack, send
 from mla_conformance.problems.memory import storage_bytes
-from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.call import RankedCall
 from mla_conformance.roles.table import build_problem
 

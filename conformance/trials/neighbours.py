@@ -13,7 +13,7 @@ from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
 from mla_conformance.reference.kv_cache import write_entries
-from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall
 from mla_conformance.roles.prefill.call import PrefillCall
 from mla_conformance.roles.sparse.call import SparseCall

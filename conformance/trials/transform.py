@@ -13,7 +13,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.calls import AttentionCall, KernelCall, Problem
 from mla_conformance.problems.ranks import CallOnRanks
-from mla_conformance.roles.decode.call import DecodeCall
+from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.sparse.call import SparseCall
 

@@ -24,9 +24,8 @@ from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Row, Space, exactly, values
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.reference.selected import RowLists
-from mla_conformance.roles.decode.call import DecodeCall
 from mla_conformance.roles.decode.case import DecodeCase
-from mla_conformance.roles.decode.problem import DecodeBatch
+from mla_conformance.roles.decode.problem import DecodeBatch, DecodeCall
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
 
 ROLE = Role("window_decode", "run_window_decode")

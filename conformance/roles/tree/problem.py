@@ -12,8 +12,7 @@ from mla_conformance.problems.cached_batch import int32
 from mla_conformance.problems.calls import AttentionOperands
 from mla_conformance.problems.operands import segments, start_loc
 from mla_conformance.reference.selected import NO_KEY
-from mla_conformance.roles.decode.call import DecodeCall
-from mla_conformance.roles.decode.problem import DECODE, DecodeBatch
+from mla_conformance.roles.decode.problem import DECODE, DecodeBatch, DecodeCall
 from mla_conformance.roles.tree.case import TreeCase
 
 
