@@ -139,13 +139,12 @@ class NotRescaled(OnlineSoftmax):
 
 
 class OtherScale(OnlineSoftmax):
-    """The softmax scale is another one: half or twice the given one, or 1 / sqrt(width of q), for example."""
+    """The softmax scale is half of the given one, or twice."""
 
-    halves: int  # of the given one; 0 for that of the width
+    halves: int  # of the given one
 
     def _scores(self, q, k):
-        factor = self.halves / 2 or q.shape[-1] ** -0.5 / self.scale
-        return super()._scores(q, k) * factor
+        return super()._scores(q, k) * (self.halves / 2)
 
 
 class HeadTileUnwritten(OnlineSoftmax):
@@ -171,7 +170,7 @@ SUSPECTS: list[Suspect | SuspectStep] = [
     ),
     Suspect(LiftedMaximum, LIFTED, {"key_tile": (16, 32, 64, 128)}),
     Suspect(NotRescaled, of={"key_tile": (16, 32, 64, 128)}),
-    Suspect(OtherScale, of={"halves": (1, 4, 0)}),
+    Suspect(OtherScale, of={"halves": (1, 4)}),
     Suspect(HeadTileUnwritten, of={"head_tile": (16, 32, 64), "writes_lse": (True, False)}),
 ]
 """Mistakes, and groups of them, in the order in which they are tried; those of other modules stand behind."""
