@@ -4,7 +4,7 @@ One request after the other, tile by tile of its block table. Codes are dequanti
 model's dtype, the output once. Like its prefill twin it is the base of the known defects and never counts as certified.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import torch
@@ -35,9 +35,11 @@ class EagerLatentDecode(LatentSoftmax, NamedKernel, LatentDecode):
     supports_causal_dcp: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
+    _check: ClassVar[Callable[..., None]]  # of the operands
+
     def _run(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and LSE of operands that were checked."""
         metadata = self._decode_metadata
+        self._check(self, metadata, ql_nope, q_pe, kv_cache)
         self._model_dtype = ql_nope.dtype
         q = torch.cat((ql_nope, q_pe), dim=-1)
         output = q.new_zeros(q.shape[0], self.num_heads, self.kv_lora_rank, dtype=torch.float32)
@@ -98,19 +100,15 @@ class EagerLatentDecode(LatentSoftmax, NamedKernel, LatentDecode):
 class EagerDecodeBackend(EagerLatentDecode, MLADecodeBackend):
     """Causal."""
 
-    def run_decode(self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor) -> tuple[Tensor, Tensor]:
-        check_decode_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
-        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+    _check = staticmethod(check_decode_operands)
+    run_decode = EagerLatentDecode._run
 
 
 class EagerTreeBackend(EagerLatentDecode, MLATreeBackend):
     """By the masks of trees."""
 
-    def run_tree_decode(
-        self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, k_scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        check_tree_operands(self, self._decode_metadata, ql_nope, q_pe, kv_cache)
-        return self._run(ql_nope, q_pe, kv_cache, k_scale)
+    _check = staticmethod(check_tree_operands)
+    run_tree_decode = EagerLatentDecode._run
 
     def _visible(self, queries: int, request: int, seq_len: int, tile: slice) -> Tensor:
         """[T, tile] mask: all tokens before the query tokens, and of these those that the request's mask names."""
