@@ -153,7 +153,7 @@ def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
     """What kept the run from its end, how to go on if one can, and the exit status if that decides it."""
     earlier = run.found.verdicts.values()
     asked = run.request
-    expected = {facts.name: len(asked.judged_of(facts)) + bool(asked.explore) for facts in run.available}
+    expected = {facts.name: len(asked.judged_of(facts)) + any(asked.explore) for facts in run.available}
     progress = Progress(sum(expected.values()), len(earlier), sum(record.failed for record in earlier))
     if len(expected) > 1:
         progress.left = Counter(expected) - Counter(record.backend for record in earlier)

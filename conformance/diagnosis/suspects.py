@@ -42,6 +42,14 @@ class _Softmax(OnlineSoftmax):
         """The softmax scale is applied twice."""
         return super()._scores(q, k) * self.scale
 
+    def half_scale__scores(self, q, k):
+        """The softmax scale is half of the given one."""
+        return super()._scores(q, k) / 2
+
+    def twice_the_scale__scores(self, q, k):
+        """The softmax scale is twice the given one."""
+        return super()._scores(q, k) * 2
+
     @but(covers=("mla-decode-scale-missing-log2e",))
     def flat_softmax__scores(self, q, k):
         """Powers of two stand where powers of e should, without log2(e) in the scale."""
@@ -138,15 +146,6 @@ class NotRescaled(OnlineSoftmax):
         return later._replace(weighted=state.weighted + later.weighted)
 
 
-class OtherScale(OnlineSoftmax):
-    """The softmax scale is half of the given one, or twice."""
-
-    halves: int  # of the given one
-
-    def _scores(self, q, k):
-        return super()._scores(q, k) * (self.halves / 2)
-
-
 class HeadTileUnwritten(OnlineSoftmax):
     """The last, partly filled tile of heads is not written (of tiles of 16 heads, for example)."""
 
@@ -170,7 +169,6 @@ SUSPECTS: list[Suspect | SuspectStep] = [
     ),
     Suspect(LiftedMaximum, LIFTED, {"key_tile": (16, 32, 64, 128)}),
     Suspect(NotRescaled, of={"key_tile": (16, 32, 64, 128)}),
-    Suspect(OtherScale, of={"halves": (1, 4)}),
     Suspect(HeadTileUnwritten, of={"head_tile": (16, 32, 64), "writes_lse": (True, False)}),
 ]
 """Mistakes, and groups of them, in the order in which they are tried; those of other modules stand behind."""

@@ -160,8 +160,9 @@ def outcome_lines(run: RunSummary, width: int, brief: bool = False, detail: Deta
     if run.deployment:
         if all(answer.backend.group is not Group.RIGHT for answer in found):
             yield f"right for {run.deployment}: none of the backends that can run here"
+        where = ", on this CPU" if run.environment.get("device") == "cpu" else ""
         for group in (Group.RIGHT, Group.EMULATED):
-            yield from told(group, f"{group} for {run.deployment}:")
+            yield from told(group, f"{group} for {run.deployment}{where}:")
         if missing := uncovered(reported, found):
             yield f"nothing right for: {', '.join(missing)}"
     yield from cause_lines(reported, width) if reported.counts.failed else ()

@@ -148,11 +148,11 @@ def test_a_deployed_model_is_judged_and_the_run_resumed(
     assert main(["certify", *asked, "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "· youtu-llm-2b at TP 8 · 2 cases ·" in lines[0]
-    at = lines.index("right for youtu-llm-2b at TP 8:")
+    at = lines.index("right for youtu-llm-2b at TP 8, on this CPU:")
     assert lines[at + 1] == "  TORCH_SDPA  prefill 1/1 · decode 1/1"
     assert "judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site" in lines
     journal = (out / "journal.jsonl").read_text().splitlines()
     write_sealed(out, journal[:-3])  # as if it had been killed before its last verdict
     assert main(["certify", "--resume", str(out), "-n1"]) == 0
-    assert "right for youtu-llm-2b at TP 8:" in capsys.readouterr().out
+    assert "right for youtu-llm-2b at TP 8, on this CPU:" in capsys.readouterr().out
     assert load_report(out).deployment == Deployment(model="youtu-llm-2b", tp=8, kv_cache="auto", heads=2)
