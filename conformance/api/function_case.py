@@ -24,8 +24,8 @@ NO_STEP = (
     "declares; judge a class: mla-conformance certify --backend file.py:Class"
 )
 NO_TREE = (
-    "the masks of trees stand in what a class is prepared with, so judge a class: mla-conformance certify --backend "
-    "file.py:Class"
+    "a tree's masks are in the metadata that a class is prepared with, so judge a class: mla-conformance certify "
+    "--backend file.py:Class"
 )
 NO_FUNCTION = {
     Role.LAYER: NO_LAYER,

@@ -114,8 +114,8 @@ _TOLD = """# {case}
 
 `data["operands"]` is what the backend was handed, in its memory layout; `data["returned"]` what it returned. By part:
 `data["golden"]` the right result, `data["error"]` how far the returned one is from it, `data["budget"]` how far it may
-be, more where it came out larger than golden: outputs [rows, heads, columns], LSEs [heads, rows], all in float64.
-Pictures of where they are over their budget: {pictures}.
+be: outputs [rows, heads, columns], LSEs [heads, rows], all in float64. The budget of a row that came out larger than
+the right one is larger, too. Pictures of where they are over their budget: {pictures}.
 """
 
 
