@@ -259,9 +259,6 @@ class CacheJudge(Steps):
     def measured(self, observation: Observation) -> Iterator[Measured]:
         return iter(())
 
-    def _form(self, returned: Returned) -> Verdict | None:
-        return None
-
     def _expected_form(self, returned: Returned) -> Form:
         return []
 
