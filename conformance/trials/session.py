@@ -200,6 +200,9 @@ def _steps_of_an_engine(case: Case) -> Iterator[tuple[Case, str]]:
     to_page = case.page - last % case.page
     for number in (*range(_STEPS), to_page, to_page + 1):
         yield _later(case, number), f"step {number}: the same requests, {number} tokens on"
+    if len(case.q) > 1 and case.role not in _WHOLE_LAYERS:  # as many requests and tokens as in the step before
+        before = _later(case, to_page + 1)
+        yield replace(before, q=before.q[::-1], kv=before.kv[::-1]), "the same lengths in reverse order"
     if len(case.q) > 1:
         number = len(case.q) - 1
         fewer = replace(case, **case.without(range(number, number + 1)))
