@@ -8,7 +8,7 @@ CPU_WORK = 2e8
 """Work of the largest case of a covering array that a CPU is asked for; larger ones are due on a GPU."""
 LARGE_CPU_WORK = 3e9
 """Work of the largest case that a CPU is asked for where cases are about size."""
-GPU_WORK = 2e10
+GPU_WORK = 1e11
 """Work of a case beyond which its batch is small in all but the pair that it is for."""
 _OF_AN_OPERATION = 0.7
 _OF_A_TOKEN, _OF_AN_ELEMENT, _OF_A_SPARE_ELEMENT, _OF_A_WEIGHT = 6e3, 60, 5, 250
@@ -25,6 +25,8 @@ def work_of(case: Case) -> float:
     calls = (case.ranks if isinstance(case, CachedCase) else 1) + _chunks(case)
     # Of a preparation, whose context is a position, a table up to the largest one is made.
     tokens = sum(case.q) + (max(case.kv) // 4 if case.role is Role.PREPARE else sum(case.kv))
+    if case.role is Role.TOPK:  # whose tokens are logits, which are drawn and compared at once
+        tokens //= 10
     elements = sum(case.q) * case.sizes.row + tokens * _key_width(case)
     work = _OF_A_TOKEN * tokens + _OF_AN_ELEMENT * elements + calls * (_OF_A_CALL + len(case.q) * _OF_A_REQUEST)
     if isinstance(case, CachedCase) and case.sizes.key > 1:  # slots alone are computed of no cache

@@ -19,14 +19,19 @@ from mla_conformance.cases.grammar import Lengths
 from mla_conformance.cases.space import Preference, Row, Space
 from mla_conformance.cases.work import is_light, work_of
 
-_BATCHES, _TRIES = 20, 80
+_BATCHES, _TRIES = 60, 80
 """Dense batches of a role, and how often one is drawn until a CPU is asked for it."""
 _REQUESTS = (33, 34, 40, 48, 63, 64, 65, 66, 72, 96, 97, 100, 127, 128, 129, 130)
+_TREES = (2, 2, 3, 4, 5, 9, 17, 33)
 _EDGES = (0, 0, 1, 5, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 127, 128, 129, 191, 192, 255, 256, 257)
 _FAR = (255, 256, 257, 2047, 2048, 2049, 32_767, 32_768, 40_000, 65_535, 65_536, 70_000)
 """Positions, where the context of a request is nothing but one."""
 _LONG = (513, 1100, 1537, 2049, 4200, 9000, 17_000, 33_000, 70_000)
 _ROWS = (257, 513, 640, 1100, 2049, 4200)
+_BLOCKS = (255, 2049, 32_768, 33_000, 65_536, 66_000)
+"""Blocks that no request holds, among which those of the requests lie."""
+_SHARED = ((1, 1), (2, 1), (3, 1), (2, 2), (3, 16))
+"""Layers that share a buffer of so many blocks, and tokens of a page."""
 _REGIMES = (1, 2, 5, 9, 16)
 """How many data regimes requests have in turn."""
 _POSITIONS = "positions"
@@ -65,10 +70,11 @@ def _drawn(space: Space, name: str, changed: Any, *arguments: int) -> Iterator[C
 
 
 def preferred(space: Space, draw: Draw, classes: Mapping[str, Sequence[str]] | None = None) -> Preference:
-    """Any classes, of these where some are given, but those of small batches first where these are named."""
+    """Any classes, of these where some are given, but mostly those of small batches first where these are named."""
 
     def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
         usual, known = space.small.get(name, labels), classes[name] if classes else labels
+        usual = usual if draw.below(4, "usual", name) else labels
         return sorted(known, key=lambda label: (label not in usual, draw.below(2**32, name, label)))
 
     return prefer
@@ -76,26 +82,37 @@ def preferred(space: Space, draw: Draw, classes: Mapping[str, Sequence[str]] | N
 
 def _dense(space: Space, case: Case, draw: Draw, _: bool) -> dict[str, Any]:
     """Tens of requests with lengths of their own: mixed, in runs beyond a warp, or two long ones with short between."""
-    number = draw.pick(_REQUESTS, "requests")
-    most = draw.pick((1, 1, 2, 4, 8), "queries")
+    trees = case.role is Role.TREE  # few of them with many tokens, since it is trees that differ
+    number = draw.pick(_TREES if trees else _REQUESTS, "requests")
+    most = draw.pick((8, 16, 40, 65) if trees else (1, 1, 2, 4, 8, 16), "queries")
     one = case.pad or draw.below(2, "one")
     q = [most if one and not case.pad else 1 if case.pad else 1 + draw.below(most, "new", n) for n in range(number)]
     far = any(each.name == _POSITIONS for each in space.dimensions)
-    run = draw.pick((1, 1, draw.pick(_RUN, "run")), "runs")
+    run = draw.pick((1, 1, 1, 1, *_RUN, number), "runs")
     kv = [draw.pick(_FAR if far and draw.below(2, n // run) else _EDGES, "kv", n // run) for n in range(number)]
-    if draw.below(3, "long") == 0:
+    # As long as engines have them, above all where a key is a number.
+    if draw.below(2 if case.role is Role.TOPK else 6, "larger") == 0:
+        kv = [tokens * draw.pick((2, 8, 16), "times") for tokens in kv]
+    elif draw.below(3, "long") == 0:
         first, second = draw.below(number, "first"), draw.below(number, "second")
         kv[first], kv[second] = draw.pick((513, 700, 1100), "longer"), draw.pick((513, 1000, 1025), "longest")
     if case.role is Role.SPARSE_LAYER:  # whose keys are made from hidden states, which takes long
         kv = [tokens % _SHORT for tokens in kv]
+    if draw.below(6, "whole tiles") == 0:  # that all requests fill, with their new tokens
+        tile = draw.pick((16, 64, 128), "tile")
+        kv = [max(0, -(-(tokens + new) // tile) * tile - new) for tokens, new in zip(kv, q, strict=True)]
     if case.call == Call.NEW_TOKENS or (case.role in _OF_ANY_NEW and draw.below(2, "new")):
         q, kv = kv, q[::-1]
-    return _shaped(case, q, kv, draw)
+    blocks: dict[str, int] = {}
+    if hasattr(case, "spare") and draw.below(6, "ids") == 0:  # as wide as ids are in a buffer that layers share
+        layers, page = draw.pick(_SHARED, "shared")
+        blocks = {"spare": draw.pick(_BLOCKS, "blocks"), "layers": layers, "page": page}
+    return {**_shaped(case, q, kv, draw), **blocks}
 
 
 def _long(space: Space, case: Case, draw: Draw, rows: bool, length: int) -> dict[str, Any]:
     """One long request, or one of many rows, alone or among short ones."""
-    number, few = draw.pick((1, 2, 3), "requests"), draw.pick((1, 1, 2, 4), "queries")
+    number, few = draw.pick((1, 2, 3), "requests"), draw.pick((1, 1, 2, 4, 5, 8), "queries")
     q, kv = [few] * number, [draw.pick(_EDGES, "kv", n) for n in range(number)]
     place = draw.below(number, "longest")
     (q if rows or case.call == Call.NEW_TOKENS or case.role is Role.CACHE else kv)[place] = length

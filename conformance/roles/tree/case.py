@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
-from mla_conformance.cases import batches
+from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.case import Call, given, one_of
 from mla_conformance.cases.classes import Draw, first
 from mla_conformance.cases.grammar import Fields
@@ -58,6 +58,8 @@ class TreeCase(DecodeCase):
 
 _KEPT: dict[str, tuple[str, ...]] = {  # of these dimensions of decodes some classes, where none is named all
     "cache": ("auto", "fp8"),
+    "k_scale": (),
+    "dims": (),
     "dtype": (),
     "heads": ("16", "128", "1", "odd", "8"),
     "queries": ("5 to 8", "9 to 16", batches.MIXED, "1", "2"),
@@ -73,6 +75,11 @@ _KEPT: dict[str, tuple[str, ...]] = {  # of these dimensions of decodes some cla
     "lse": (),
     "data": ("needle", "normal", "negative", "ones", "large_logits", "rising"),
     "layout": (),
+    "scale": (),
+    "tails": (),
+    "layers": (),
+    "unused": ("few", "2^15 slots"),
+    "maxima": (),
 }
 _DIMENSIONS = tuple(
     replace(each, classes={label: each.classes[label] for label in _KEPT[each.name] or each.classes})
@@ -82,7 +89,8 @@ _DIMENSIONS = tuple(
 
 
 def _fields(row: Row, draw: Draw) -> Fields:
-    return {"call": Call.TREE_DECODE, **batches.batch_fields(row, first(batches.shapes_of(row, draw)), draw)}
+    fields = batches.batch_fields(row, first(batches.shapes_of(row, draw)), draw)
+    return {"call": Call.TREE_DECODE, **fields, **dimensions.spare_blocks(row, fields["page"], draw)}
 
 
 _TREE = Dimension(
@@ -98,6 +106,6 @@ TREE = Space(
     dimensions=(_TREE, *_DIMENSIONS),
     rules=tuple(rule for rule in DECODE.rules if {*rule.over} <= {*_KEPT}),
     shape=_fields,
-    small=batches.SMALL_BATCHES,
+    small={**batches.SMALL_BATCHES, "dims": ("small",)},
     grids=(("queries", "tree"), ("page",)),
 )
