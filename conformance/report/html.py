@@ -21,17 +21,9 @@ from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report import summary
 from mla_conformance.report.answers import answers
 from mla_conformance.report.outcome import ANSWER_SIGN, cases_of, closing_line, from_here, judged_of_claimed
-from mla_conformance.report.summary import (
-    FORESEEN,
-    SIGN,
-    BackendOutcome,
-    BackendSummary,
-    CapabilitySummary,
-    RunSummary,
-    right_on,
-)
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -65,11 +57,11 @@ class Cell:
     note: str
 
 
-def cell(capability: CapabilitySummary) -> Cell:
+def cell(capability: summary.CapabilitySummary) -> Cell:
     outcome, counts = capability.outcome, capability.counts
-    if outcome is BackendOutcome.UNSUPPORTED:
+    if outcome is summary.BackendOutcome.UNSUPPORTED:
         return Cell(outcome, capability.sign, "", "unsupported")
-    style = "waived" if capability.sign == FORESEEN else outcome.value
+    style = "waived" if capability.sign == summary.FORESEEN else outcome.value
     notes = counts.noted(
         not_run="not run", unavailable="unavailable", unsupported="unsupported", waived="expected to fail"
     )
@@ -207,7 +199,7 @@ def _text(text: str) -> str:
     return escape(shown(text))
 
 
-def html(run: RunSummary) -> str:
+def html(run: summary.RunSummary) -> str:
     run_backends = [backend for backend in run.backends if not backend.reasons]
     waived = defaultdict[tuple[str, str], list[Record]](list)
     for record in run.records:
@@ -246,7 +238,7 @@ def html(run: RunSummary) -> str:
         remarks_of=remarks_of,
         waived=[(reason, records) for (_, reason), records in waived.items()],
         judged_of_claimed=judged_of_claimed,
-        verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
+        verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
         failing=[backend for backend in run_backends if backend.counts.failed],
         seconds=f"{sum(record.seconds for record in run.records):.0f} s",
         refusals=refusals,
@@ -265,7 +257,7 @@ def html(run: RunSummary) -> str:
     )
 
 
-def _verdict(backend: BackendSummary) -> str:
+def _verdict(backend: summary.BackendSummary) -> str:
     """What is said of a backend in one sentence, with the likely cause of its failures, or what is seen of most."""
     counts = backend.counts
     if counts.failed:
@@ -278,10 +270,10 @@ def _verdict(backend: BackendSummary) -> str:
         return f"{counted(counts.failed, 'case')} wrong{part}: {first.sentence}{more}"
     if backend.reasons or backend.not_run:
         return "; ".join(backend.reasons) or backend.not_run
-    if backend.outcome is not BackendOutcome.PASS:
+    if backend.outcome is not summary.BackendOutcome.PASS:
         return "nothing was judged"
     if not counts.waived:
-        return f"right: {right_on(backend.records)}"
+        return f"right: {summary.right_on(backend.records)}"
     rest = counts.noted(unsupported="unsupported", unavailable="unavailable")
     return "; ".join([f"wrong, as expected, on {counts.waived:,} of {counted(counts.verdicts, 'case')}", *rest])
 
@@ -296,7 +288,7 @@ class Distribution(NamedTuple):
     bins: list[int]  # passed cases that the rule applied to, by the 20th part of its limit that they used
 
 
-def distributions(backend: BackendSummary) -> list[Distribution]:
+def distributions(backend: summary.BackendSummary) -> list[Distribution]:
     used, found = [record.shares for record in backend.records if record.status is Status.PASS], list[Distribution]()
     for rule, title in RULES.items():
         if shares := [share[rule] for share in used if share.get(rule)]:

@@ -19,6 +19,7 @@ from mla_conformance.files.whole import InputError, decode, read_text
 from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Traced
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Status
+from mla_conformance.report import summary
 from mla_conformance.report.differences import differences, differing
 from mla_conformance.report.json_report import (
     ENVIRONMENT,
@@ -28,13 +29,6 @@ from mla_conformance.report.json_report import (
     ReportForm,
     report_form,
     said_of,
-)
-from mla_conformance.report.summary import (
-    BackendSummary,
-    JudgedPairs,
-    RunSummary,
-    judged_pairs,
-    summarise,
 )
 from mla_conformance.report.terminal import shown
 from mla_conformance.version import SUITE_VERSION
@@ -53,7 +47,7 @@ def is_report(path: Path) -> bool:
         return False
 
 
-def load_report(path: Path) -> RunSummary:
+def load_report(path: Path) -> summary.RunSummary:
     """The run that a report file, or the one in a run's folder, tells of."""
     path = report_file(path)
     text = read_text(path)
@@ -70,7 +64,7 @@ def load_report(path: Path) -> RunSummary:
     except ValueError as error:
         raise InputError(f"{path}: malformed report: {error}") from error
     for backend in run.backends if report.suite == SUITE_VERSION else ():  # other suites have other spaces
-        if backend.pairs and dict(backend.pairs) != judged_pairs(backend.records, backend.facts.fitted):
+        if backend.pairs and dict(backend.pairs) != summary.judged_pairs(backend.records, backend.facts.fitted):
             raise InputError(
                 f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records"
             )
@@ -88,7 +82,7 @@ class _Head(msgspec.Struct):
     schema: str = ""
 
 
-def _run(report: ReportForm, source: str) -> RunSummary:
+def _run(report: ReportForm, source: str) -> summary.RunSummary:
     shard, cases = report.shard, report.cases
     if shard and not 1 <= shard.index <= shard.count <= len(cases):
         raise ValueError(f"there is no shard {shard}")
@@ -109,10 +103,10 @@ def _run(report: ReportForm, source: str) -> RunSummary:
         for name, part in report.backends.items()
     )
     reported = {"suite": report.suite, **report.environment}
-    return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
+    return summary.RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
 
 
-def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role: str) -> BackendSummary:
+def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role: str) -> summary.BackendSummary:
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a name such as MINE or MINE[variant] of a backend, got {_brief(name)}")
     records = list(_records(name, part, salt, role))
@@ -123,13 +117,13 @@ def _backend(name: str, part: BackendForm, cases: Sequence[str], salt: str, role
     if unmapped:
         raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
     drawn = [EXPLORED] if EXPLORED in part.capabilities else []
-    capabilities = () if part.reasons else summarise(records, (*cases, *drawn))
-    pairs = {role: JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
+    capabilities = () if part.reasons else summary.summarise(records, (*cases, *drawn))
+    pairs = {role: summary.JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
     known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
     facts = BackendFacts(**{each: getattr(part, each) for each in known} | {"name": name, "deviations": deviations})
     about = part.stopped, part.traced, part.heat, pairs, part.traits, part.speed or None
-    return BackendSummary(facts, capabilities, *about)
+    return summary.BackendSummary(facts, capabilities, *about)
 
 
 def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Record]:
@@ -164,7 +158,7 @@ def _brief(value: Any) -> str:
     return shown(json.dumps(value, ensure_ascii=False), 80)
 
 
-def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
+def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
     for run in runs:
         if run.shard is None:
             raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
@@ -181,12 +175,12 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
     parts = zip(*(run.backends for run in runs), strict=True)
     joined = tuple(_joined(part, first.cases) for part in parts)
     code = {place: digest for run in runs for place, digest in run.code.items()}
-    return RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)
+    return summary.RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)
 
 
-def require_one_code(runs: Sequence[RunSummary]) -> None:
+def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
     """Refuse runs in which one name stands for several codes: their verdicts do not add up."""
-    known: dict[tuple[str, str], tuple[str, RunSummary]] = {}
+    known: dict[tuple[str, str], tuple[str, summary.RunSummary]] = {}
     for run in runs:
         for backend in run.backends:
             facts = {"reference": backend.facts.reference, "fingerprint": backend.facts.fingerprint}
@@ -199,7 +193,7 @@ def require_one_code(runs: Sequence[RunSummary]) -> None:
                     )
 
 
-def _unlike(first: RunSummary, run: RunSummary) -> Iterator[tuple[str, object, object]]:
+def _unlike(first: summary.RunSummary, run: summary.RunSummary) -> Iterator[tuple[str, object, object]]:
     """What the shards of one list have in common and these have not, the most telling first: name, expected, found."""
     yield from differing(first.environment, run.environment)
     names = ([backend.name for backend in each.backends] for each in (first, run))
@@ -234,7 +228,7 @@ def _require_partition(shards: Sequence[tuple[str, Shard]], cases: Sequence[str]
         raise InputError(f"{len(absent)} cases of the list are in no shard, the first is {absent[0]}")
 
 
-def _joined(parts: Sequence[BackendSummary], cases: Sequence[str]) -> BackendSummary:
+def _joined(parts: Sequence[summary.BackendSummary], cases: Sequence[str]) -> summary.BackendSummary:
     position = {case: index for index, case in enumerate((*cases, *parts[0].facts.fitted))}
     records = sorted((record for part in parts for record in part.records), key=lambda record: position[record.case])
     first = parts[0]
@@ -243,7 +237,7 @@ def _joined(parts: Sequence[BackendSummary], cases: Sequence[str]) -> BackendSum
     stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
     traced = reduce(Traced.joined, (part.traced for part in parts))
     heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
-    pairs = judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
+    pairs = summary.judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
     traits = next((part.traits for part in parts if part.traits), NO_TRAITS)
-    capabilities = summarise(records, position)
-    return BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)
+    capabilities = summary.summarise(records, position)
+    return summary.BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)

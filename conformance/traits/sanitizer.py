@@ -11,19 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mla_conformance.traits import called
+from mla_conformance.traits import called, sanitizer_output
 from mla_conformance.traits.called import CallEnded, CallsBegin, read_calls
-from mla_conformance.traits.sanitizer_output import (
-    LONGEST,
-    PROGRAM,
-    SanitizerError,
-    UnreadableOutput,
-    errors_of,
-    read_output,
-)
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-_BESIDE = Path("/usr/local/cuda/bin") / PROGRAM
+_BESIDE = Path("/usr/local/cuda/bin") / sanitizer_output.PROGRAM
 _VERSION_SECONDS = 60.0
 _LAST_LINES = 3
 """Lines of what was printed that are told: where the tool gives up, it says why in more than one."""
@@ -46,9 +38,9 @@ class Tool:
     @staticmethod
     def found() -> "Tool":
         """The one of the search path, or of CUDA's usual folder."""
-        path = shutil.which(PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
+        path = shutil.which(sanitizer_output.PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
         if not path:
-            raise ToolUnavailable(f"{PROGRAM} is not installed here; it comes with the CUDA toolkit")
+            raise ToolUnavailable(f"{sanitizer_output.PROGRAM} is not installed here; it comes with the CUDA toolkit")
         try:
             done = _run([path, "--version"], _VERSION_SECONDS)
         except _NotRun as error:
@@ -65,7 +57,7 @@ class Tool:
         return Tool(path, version[1])
 
     def __str__(self) -> str:
-        return f"{PROGRAM} {self.version}" + (f" of CUDA {self.cuda}" if self.cuda else "")
+        return f"{sanitizer_output.PROGRAM} {self.version}" + (f" of CUDA {self.cuda}" if self.cuda else "")
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class Sanitized:
     """What became of one case, whose calls took so many seconds, or why what the tool reports says nothing of it."""
 
     case: str
-    errors: tuple[SanitizerError, ...] = ()
+    errors: tuple[sanitizer_output.SanitizerError, ...] = ()
     unavailable: str = ""
     seconds: float = 0.0
 
@@ -132,8 +124,8 @@ class Watch:
                 return _Attempt(*read_calls(lines), unavailable=str(error))
             begin, ended = read_calls(lines)
             try:
-                errors = errors_of(read_output(output))
-            except UnreadableOutput as error:
+                errors = sanitizer_output.errors_of(sanitizer_output.read_output(output))
+            except sanitizer_output.UnreadableOutput as error:
                 return _Attempt(begin, ended, unavailable=f"{error}; {_last_words(done)}")
             complete = begin is not None and len(ended) == len(begin.chosen) and not done.returncode
             why = "" if complete else f"the calls were not made under it; {_last_words(done)}"
@@ -146,7 +138,7 @@ class _Attempt:
 
     begin: CallsBegin | None
     ended: tuple[CallEnded, ...]
-    errors: tuple[SanitizerError, ...] = ()
+    errors: tuple[sanitizer_output.SanitizerError, ...] = ()
     unavailable: str = ""
 
     def each(self) -> list[Sanitized]:
@@ -186,4 +178,4 @@ def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess
 def _last_words(done: "subprocess.CompletedProcess[str]") -> str:
     printed: Iterable[str] = (line.strip("= \t\r") for line in f"{done.stdout}\n{done.stderr}".splitlines())
     lines = [line for line in printed if line][-_LAST_LINES:]
-    return f"exit status {done.returncode}" + (f": {' / '.join(lines)[-LONGEST:]}" if lines else "")
+    return f"exit status {done.returncode}" + (f": {' / '.join(lines)[-sanitizer_output.LONGEST :]}" if lines else "")
