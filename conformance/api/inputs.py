@@ -28,8 +28,7 @@ class HandedInputs:
     before: Snapshot
 
 
-_LAST = threading.local()
-"""What each thread was handed; nothing earlier, since it may hold most of a GPU's memory."""
+_LAST = threading.local()  # what each thread was handed; nothing earlier, since it may hold most of a GPU's memory
 
 
 def find_torch_device(wanted: str | torch.device) -> torch.device:

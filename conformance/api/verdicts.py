@@ -37,10 +37,8 @@ from mla_conformance.vocabulary.capabilities import find_capability
 
 _STRICTEST = Declaration()
 _INDENT = " " * 5
-_MARGIN = 8
-"""Columns that pytest puts before each line of a message."""
-_NAMED = " " * len("AssertionError: ")
-"""What pytest puts before the first line, beside the margin."""
+_MARGIN = 8  # columns that pytest puts before each line of a message
+_NAMED = " " * len("AssertionError: ")  # what pytest puts before the first line, beside the margin
 _FINDINGS: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
 """What the numbers of some failures give away, by test function and by the name of what is judged."""
 _LOOKED_FOR: set[tuple[str, str, str]] = set()

@@ -21,8 +21,7 @@ from mla_conformance.files.whole import InputError, decode
 from mla_conformance.report.terminal import say
 
 _LAYER = "mla-conformance-layer.pth"
-_SHOWN = 8
-"""Lines that are shown of what a process says that fails."""
+_SHOWN = 8  # lines that are shown of what a process says that fails
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from mla_conformance.speed.times import Speed
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.version import SUITE_VERSION
 
-RECORDS = f"fixtures/records/{SUITE_VERSION}.jsonl"
-"""The file of this suite's records, in a checkout."""
+RECORDS = f"fixtures/records/{SUITE_VERSION}.jsonl"  # the file of this suite's records, in a checkout
 _NAME, _VERSION = "mla-conformance-certificate", 6
 SCHEMA = f"{_NAME}/{_VERSION}"
 

@@ -38,8 +38,7 @@ from mla_conformance.report.differences import differing
 _OF_A_MACHINE = ("device", "compute_capability", "driver", "cuda", "cudnn", "torch", "python")
 
 _EVERYBODYS = ("mla-conformance", "torch", "numpy")
-_CHOSEN = "triton"
-"""Torch brings it, and kernels are written in it."""
+_CHOSEN = "triton"  # torch brings it, and kernels are written in it
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mla_conformance.files.whole import InputError
 
-NAMESPACE = "mla-conformance"
-"""What a signature is for; one that the same key made for something else does not count."""
+NAMESPACE = "mla-conformance"  # what a signature is for; one that the same key made for something else does not count
 _SUFFIX = ".sig"
 
 

@@ -142,11 +142,9 @@ class SplitDecode(LayeredDecode):
         return reduce(joined, parts)
 
 
-_PRODUCTS = 32
-"""Products of 8-bit operands that Hopper's tensor cores add at a time."""
+_PRODUCTS = 32  # products of 8-bit operands that Hopper's tensor cores add at a time
 _BITS = 13
-_LEAST = -126
-"""Of float32's powers of two, the least that is no subnormal: a unit below it would be 0."""
+_LEAST = -126  # of float32's powers of two, the least that is no subnormal: a unit below it would be 0
 
 
 class E4M3Operands(EagerPrefillBackend):
@@ -201,8 +199,7 @@ def added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
     return total
 
 
-V32_SCALES = slice(512, 528)
-"""Bytes of the float32 scales in an entry of ``fp8_ds_mla``."""
+V32_SCALES = slice(512, 528)  # bytes of the float32 scales in an entry of ``fp8_ds_mla``
 
 
 def through_e8m0(rows: torch.Tensor) -> torch.Tensor:

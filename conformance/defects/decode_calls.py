@@ -75,8 +75,7 @@ class _Counters(EagerDecodeBackend):
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
 
 
-_PLAN: list[object] = [None]
-"""What the last decode has prepared in a workspace that prefills use as well."""
+_PLAN: list[object] = [None]  # what the last decode has prepared in a workspace that prefills use as well
 
 
 class _Scribbles(EagerPrefillBackend):

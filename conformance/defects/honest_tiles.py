@@ -235,5 +235,4 @@ class BestOfTheBest(EagerIndexerBackend):
         return torch.where(best == NO_KEY, NO_KEY, finalists.gather(1, best.clamp(min=0)))
 
 
-HONEST_TILES: tuple[type[Emulation], ...] = emulations(__name__)
-"""Every honest emulation of this module."""
+HONEST_TILES: tuple[type[Emulation], ...] = emulations(__name__)  # every honest emulation of this module

@@ -28,8 +28,7 @@ FAMILIES = (
 _GROUPS: list[tuple[type, dict[str, Any]]] = []
 """Groups of which no kernel is made yet, with what is said of all of their kernels."""
 _KNOWN: dict[str, "KnownDefect"] = {}
-Emulation = KernelBackend | AttentionBackend
-"""What an emulation is: a kernel, or a layer around kernels."""
+Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
 
 
 class DefectError(ValueError):
@@ -37,18 +36,13 @@ class DefectError(ValueError):
 
 
 class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The catalogue of bugs that were reported of the layers that are judged here.
+    """The catalogue of bugs that were reported of the layers that are judged here."""
 
-    Attributes:
-        sources: public threads, by the id of the known defect that emulates what they report.
-        pipeline: threads of the pipeline of layers with selected keys: empty where a known defect emulates what they
-            report, else what shows it, or why nothing does.
-        not_emulated: why there is no emulation of the others, by their ids.
-    """
-
-    sources: dict[str, tuple[str, ...]]
+    sources: dict[str, tuple[str, ...]]  # public threads, by the id of the known defect that emulates what they report
+    # threads of the pipeline of layers with selected keys: empty where a known defect emulates what they report, else
+    # what shows it, or why nothing does
     pipeline: dict[str, str]
-    not_emulated: dict[str, str]
+    not_emulated: dict[str, str]  # why there is no emulation of the others, by their ids
 
 
 @cache
@@ -60,19 +54,12 @@ def reported_bugs() -> ReportedBugs:
 
 @dataclass(frozen=True)
 class KnownDefect:
-    """A bug, emulated.
+    """A bug, emulated."""
 
-    Attributes:
-        id: its id, of a reported one that in the catalogue of reported bugs.
-        kernel: the emulation, of a backend of any role.
-        killed_by: capability that is expected to kill it.
-        related: capabilities that may fail before that one, because the bug is theirs too; any may before one of
-            combinations.
-    """
-
-    id: str
-    kernel: type[Emulation]
-    killed_by: str
+    id: str  # its id, of a reported one that in the catalogue of reported bugs
+    kernel: type[Emulation]  # the emulation, of a backend of any role
+    killed_by: str  # capability that is expected to kill it
+    # capabilities that may fail before that one, because the bug is theirs too; any may before one of combinations
     related: tuple[str, ...] = ()
 
     @property

@@ -13,8 +13,7 @@ from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
 _TILE = 64
-_SHAPES_TOO = ("model_shapes",)
-"""It comes before, and has lists of every kind."""
+_SHAPES_TOO = ("model_shapes",)  # it comes before, and has lists of every kind
 
 
 def _columns(indices):

@@ -30,14 +30,11 @@ wrong row may round more than the right one's budget allows."""
 PATIENCE = 15.0
 """Seconds for all candidates, and as many for cases nearby. All seconds here are CPU time of the thread that compares:
 others may share the machine, and threads of torch that wait for each other on it count as if they computed."""
-WHOLE = 120.0
-"""The same where nothing but this one failure is looked at: most cases take a tenth of it."""
-_MOST_REQUESTS = 256
-"""The candidates take one request after the other."""
+WHOLE = 120.0  # the same where nothing but this one failure is looked at: most cases take a tenth of it
+_MOST_REQUESTS = 256  # the candidates take one request after the other
 _PERHAPS = "perhaps "
 _PARTLY = " (not every known defect was compared)"
-MOST_TOLD = 2
-"""Causes that a sentence names; more would be of no help."""
+MOST_TOLD = 2  # causes that a sentence names; more would be of no help
 
 
 class _Hourglass:

@@ -16,8 +16,7 @@ from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.vocabulary.capabilities import find_capability
 
 _LISTED = 12
-_Outcome = str | None
-"""The check of numbers that failed, nothing if the case passed; None if neither is known."""
+_Outcome = str | None  # the check of numbers that failed, nothing if the case passed; None if neither is known
 
 
 def neighbours(case: Case) -> list[Case]:

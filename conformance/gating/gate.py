@@ -62,8 +62,7 @@ _CHANGES = {
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (GateFinding.TOO_LARGE, GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
 _SHOWN = 20
-_NAME = 100
-"""Bytes of a name that are shown."""
+_NAME = 100  # bytes of a name that are shown
 
 
 @dataclass(frozen=True)

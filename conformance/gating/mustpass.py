@@ -26,8 +26,7 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 CORE = "core"
-SHIPPED = "shipped"
-"""The suite's own list, by name."""
+SHIPPED = "shipped"  # the suite's own list, by name
 _CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "index_topk")
 """The profiles of which at least one binds a backend."""
 

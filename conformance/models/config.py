@@ -28,21 +28,13 @@ class Attends(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What models of one ``model_type`` have in common.
+    """What models of one ``model_type`` have in common."""
 
-    Attributes:
-        attends: what their layers attend to.
-        sinks: whether heads have an attention sink.
-        rotates: whether the R columns of queries and keys are rotated.
-        shares_hidden_size: whether V is hidden_size / heads unless it is told.
-        outside: what the models compute outside of the kernel, whatever their configuration says.
-    """
-
-    attends: Attends = Attends.ALL
-    sinks: bool = False
-    rotates: bool = True
-    shares_hidden_size: bool = False
-    outside: tuple[str, ...] = ()
+    attends: Attends = Attends.ALL  # what their layers attend to
+    sinks: bool = False  # whether heads have an attention sink
+    rotates: bool = True  # whether the R columns of queries and keys are rotated
+    shares_hidden_size: bool = False  # whether V is hidden_size / heads unless it is told
+    outside: tuple[str, ...] = ()  # what the models compute outside of the kernel, whatever their configuration says
 
 
 _GATED = ("output gate",)
@@ -125,8 +117,7 @@ class _Config(msgspec.Struct):
     mla_use_output_gate: bool = False
 
 
-FIGURES = frozenset(_Config.__struct_fields__)
-"""Names of the fields that are read, beside ``model_type``."""
+FIGURES = frozenset(_Config.__struct_fields__)  # names of the fields that are read, beside ``model_type``
 
 
 def read_config(path: Path) -> ModelProfile:

@@ -196,8 +196,7 @@ _SHOWN_KERNELS = 2
 _KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")
 """The name of a kernel, without template arguments and parameters."""
 _DETAIL = "  "
-_UNROUNDED = {Role.TOPK, Role.PREPARE, Role.COMPRESS, Role.CACHE}
-"""Roles in which no declared rounding class counts."""
+_UNROUNDED = {Role.TOPK, Role.PREPARE, Role.COMPRESS, Role.CACHE}  # roles in which no declared rounding class counts
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE, *FAILED)
 _SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])
 """In the order in which capabilities are listed."""

@@ -35,8 +35,7 @@ from mla_conformance.report.causes import grouped
 from mla_conformance.version import SUITE_VERSION
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
-_PAIRS = 3
-"""Pairs of classes that are named of those that were not judged."""
+_PAIRS = 3  # pairs of classes that are named of those that were not judged
 
 
 def versions_of(distributions: Mapping[str, str]) -> str:
@@ -147,10 +146,8 @@ class Entry:
         return records_of(self.record.backend, self.record.reference, self.record.cases)
 
 
-_SHOWN_ROLES = (*ROLES, summary.OTHER_ROLE)
-"""The order in which roles are shown."""
-_NUMBERS = 6
-"""Of a version, by which records are in order."""
+_SHOWN_ROLES = (*ROLES, summary.OTHER_ROLE)  # the order in which roles are shown
+_NUMBERS = 6  # of a version, by which records are in order
 
 
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:

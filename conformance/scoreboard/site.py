@@ -35,12 +35,10 @@ from mla_conformance.scoreboard.serving import answered, cases_on, require_deplo
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
-_LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20
-"""Pixels; the width of a letter is that of a common sans serif on average."""
+_LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20  # pixels; the width of a letter is that of a common sans serif on average
 _LONGEST = 200
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_OTHER_RULE = "failure"
-"""The rule of a failure that names no check, such as a crash."""
+_OTHER_RULE = "failure"  # the rule of a failure that names no check, such as a crash
 
 
 def scoreboard(options: argparse.Namespace) -> int:

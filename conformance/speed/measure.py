@@ -394,5 +394,4 @@ def positions(seen: torch.Tensor, columns: int) -> torch.Tensor:
     return lists
 
 
-_LISTS = 512
-"""Rows whose lists are drawn at once."""
+_LISTS = 512  # rows whose lists are drawn at once

@@ -24,8 +24,7 @@ _FIELDS: Mapping[Role, tuple[dict[str, Any], ...]] = {
     Role.INDEXER: ({"call": Call.INDEX_LOGITS, "q": (1, 1), "kv": (200, 700)},),
 }
 _QUANTILES = (0.5, 0.99, 1.0)
-_MOST = 1e9
-"""Larger errors, and what is no number, are told as this."""
+_MOST = 1e9  # larger errors, and what is no number, are told as this
 
 
 def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:

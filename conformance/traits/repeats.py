@@ -21,10 +21,8 @@ from mla_conformance.roles.table import judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
 
-_AT_ONCE = 16
-"""Calls whose results are kept until they are compared, so that nothing stands between their launches."""
-_BESIDE = 2
-"""Streams of a GPU, or threads beside a CPU's."""
+_AT_ONCE = 16  # calls whose results are kept until they are compared, so that nothing stands between their launches
+_BESIDE = 2  # streams of a GPU, or threads beside a CPU's
 _SIZES = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 128, 256)}
 """Rows of the factors, by turns of chance: each product leaves the kernel other multiprocessors, for another time."""
 

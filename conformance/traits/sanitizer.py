@@ -17,8 +17,7 @@ from mla_conformance.traits.called import CallEnded, CallsBegin, read_calls
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _BESIDE = Path("/usr/local/cuda/bin") / sanitizer_output.PROGRAM
 _VERSION_SECONDS = 60.0
-_LAST_LINES = 3
-"""Lines of what was printed that are told: where the tool gives up, it says why in more than one."""
+_LAST_LINES = 3  # lines of what was printed that are told: where the tool gives up, it says why in more than one
 _WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor gets memory of its own; otherwise what lies behind one belongs to a block of the allocator."""
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 PROGRAM = "compute-sanitizer"
-LONGEST = 400
-"""Characters of a name or a message that are kept."""
+LONGEST = 400  # characters of a name or a message that are kept
 _ROOT = "ComputeSanitizerOutput"
 _HOST = "host"
 _LAUNCHERS = re.compile(r"-packages/(triton|torch|mla_conformance)/")
@@ -31,21 +30,13 @@ class UnreadableOutput(ValueError):
 
 @dataclass(frozen=True)
 class SanitizerError:
-    """Equal errors of one kernel.
+    """Equal errors of one kernel."""
 
-    Attributes:
-        kernel: its name, or the function of the host's interface.
-        cause: what the tool says, without addresses and threads.
-        count: how many records.
-        place: source line, or else module, of the first; empty if it is not told.
-        launch: the line of Python that launched the first; empty if none did.
-    """
-
-    kernel: str
-    cause: str
-    count: int = 1
-    place: str = ""
-    launch: str = ""
+    kernel: str  # its name, or the function of the host's interface
+    cause: str  # what the tool says, without addresses and threads
+    count: int = 1  # how many records
+    place: str = ""  # source line, or else module, of the first; empty if it is not told
+    launch: str = ""  # the line of Python that launched the first; empty if none did
 
 
 def errors_of(text: str) -> tuple[SanitizerError, ...]:
