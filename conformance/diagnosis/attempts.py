@@ -4,8 +4,7 @@ What a step of a backend leaves changed in the process is looked for after each.
 look after all steps will do; where it finds something, the kernel is tried again as any backend is.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,22 +46,15 @@ def attempted(reference: str, case: Case, context: Context, device: torch.device
         RuntimeError: it lost the GPU, after which nothing can be compared here.
     """
     backend = BackendReference(reference.rpartition(":")[2], reference)
-    with _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # they wait for each other over small tensors, on a busy machine longer than one computes
+    try:
         done = run_step(partial(judged_trial, Subject(backend, device, _UNWATCHED), case, context))
         if done.error or done.disturbed:
             return judged_trial(Subject(backend, device), case, context)
+    finally:
+        torch.set_num_threads(before)
     tried: tuple[Trial, Record] = done.value
     if tried[1].failed and _UNWATCHED.lost(device):
         raise RuntimeError(f"{reference} lost the GPU on {case.id}, so that nothing more can be compared there")
     return tried
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Threads of torch wait for each other over small tensors: on a busy machine for longer than one of them takes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -37,17 +37,6 @@ _PARTLY = " (not every known defect was compared)"
 MOST_TOLD = 2  # causes that a sentence names; more would be of no help
 
 
-class _Hourglass:
-    """Runs out after so many seconds of this thread's CPU time."""
-
-    def __init__(self, seconds: float) -> None:
-        self._until = time.thread_time() + seconds
-
-    @property
-    def has_run_out(self) -> bool:
-        return time.thread_time() > self._until
-
-
 @dataclass(frozen=True)
 class Failure:
     """A failure that is compared with known ones, which need not happen in the process that judged it."""
@@ -103,9 +92,9 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
         return UNCOMPARED
     failure = failure.in_numbers
     everyone = candidates(failure.case.role)
-    likenesses, time_left = dict[Candidate, float](), _Hourglass(patience)  # of those there is time and memory to try
+    likenesses, until = dict[Candidate, float](), time.thread_time() + patience  # of those with time and memory to try
     for candidate in everyone:
-        if time_left.has_run_out:
+        if time.thread_time() > until:
             break
         if (tried := behaviour(candidate, failure)) is not None:
             likenesses[candidate] = likeness(failure.observed, tried)
@@ -115,7 +104,7 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
             return UNCOMPARED
     elif UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
         return INDISTINCT
-    held = _holding(fitting, failure, _Hourglass(patience))
+    held = _holding(fitting, failure, time.thread_time() + patience)
     said = describe(held or fitting, failure.observed.is_numeric and bool(held) and not is_partial)
     return f"{said}{_PARTLY}" if is_partial and said != INDISTINCT else said
 
@@ -150,14 +139,14 @@ class ReportedCauses:
         return ""
 
 
-def _holding(fitting: Sequence[Candidate], failure: Failure, time_left: _Hourglass) -> list[Candidate]:
+def _holding(fitting: Sequence[Candidate], failure: Failure, until: float) -> list[Candidate]:
     """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
 
     def observed(case: Case) -> str | None:
-        return None if time_left.has_run_out else failure.nearby(case)
+        return None if time.thread_time() > until else failure.nearby(case)
 
     def suspected(candidate: Candidate, case: Case) -> str | None:
-        return None if time_left.has_run_out else outcome(_tried(candidate, case, failure)[1])
+        return None if time.thread_time() > until else outcome(_tried(candidate, case, failure)[1])
 
     return holding(fitting, failure.case, observed, suspected, failure.observed.is_numeric)
 
