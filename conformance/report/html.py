@@ -223,7 +223,7 @@ def html(run: summary.RunSummary) -> str:
         ]
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))
-    near = [Closest(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]
+    near = [(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]  # rule and share
     distributed = [(backend, distributions(backend)) for backend in run_backends]
     page = pages("mla_conformance.report").get_template("page.html.j2")
     return page.render(
@@ -247,7 +247,7 @@ def html(run: summary.RunSummary) -> str:
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=matrix,
         budget=[(backend, found) for backend, found in distributed if found],
-        closest=sorted(near, key=lambda case: -case.share)[:_CLOSEST],
+        closest=sorted(near, key=lambda case: -case[2])[:_CLOSEST],
         anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
         picture=picture,
@@ -296,11 +296,3 @@ def distributions(backend: summary.BackendSummary) -> list[Distribution]:
             counts = Counter(min(int(share * BINS), BINS - 1) for share in shares)
             found.append(Distribution(title, said, [counts[number] for number in range(BINS)]))
     return found
-
-
-class Closest(NamedTuple):
-    """A pass near the limit: the rule that it used most of, and the share."""
-
-    record: Record
-    rule: str
-    share: float
