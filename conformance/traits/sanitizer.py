@@ -23,7 +23,7 @@ _WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 class ToolUnavailable(Exception):
-    """There is no tool that could watch anything; the message says why."""
+    """There is no tool that could watch anything, or it did not come to its end; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,7 @@ class Tool:
         path = shutil.which(sanitizer_output.PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
         if not path:
             raise ToolUnavailable(f"{sanitizer_output.PROGRAM} is not installed here; it comes with the CUDA toolkit")
-        try:
-            done = _run([path, "--version"], _VERSION_SECONDS)
-        except _NotRun as error:
-            raise ToolUnavailable(str(error)) from error
+        done = _run([path, "--version"], _VERSION_SECONDS)
         version = re.search(r"\bVersion (\d[\w.]*)", done.stdout)
         if done.returncode or not version:
             raise ToolUnavailable(f"{path} does not say which version it is; {_last_words(done)}")
@@ -119,7 +116,7 @@ class Watch:
             command += ["--target-processes", "all", sys.executable, "-m", called.__name__]
             try:
                 done = _run([*command, self.reference, self.device, str(lines), str(most), *cases], self.seconds)
-            except _NotRun as error:
+            except ToolUnavailable as error:
                 return _Attempt(*read_calls(lines), unavailable=str(error))
             begin, ended = read_calls(lines)
             try:
@@ -158,10 +155,6 @@ class _Attempt:
         return "; ".join([self.unavailable, *(f"{each.kernel}: {each.cause}" for each in self.errors[:1])])
 
 
-class _NotRun(Exception):
-    """A program that did not come to its end."""
-
-
 def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
@@ -169,9 +162,9 @@ def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess
             env=os.environ | _WITHOUT_CACHE,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise _NotRun(f"took longer than {seconds:.0f} s") from error
+        raise ToolUnavailable(f"took longer than {seconds:.0f} s") from error
     except OSError as error:
-        raise _NotRun(f"{command[0]} cannot be run: {error.strerror}") from error
+        raise ToolUnavailable(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
 def _last_words(done: "subprocess.CompletedProcess[str]") -> str:
