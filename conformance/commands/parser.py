@@ -98,11 +98,6 @@ class Number:
         return int(text)
 
 
-def salt(text: str) -> str:
-    require_salt(text)
-    return text
-
-
 count = Number(1)
 workers = Number(1, _WORKERS_PER_CORE * machine_cores())
 
@@ -156,7 +151,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Words behind a command are its own parser's; an empty salt is that of the list's inputs."""
-        may_be_empty = isinstance(action, argparse._SubParsersAction) or action.type is salt
+        may_be_empty = isinstance(action, argparse._SubParsersAction) or action.type is require_salt
         if not (may_be_empty or arg_string.strip()):
             raise argparse.ArgumentError(action, "expected a value, got an empty one")
         try:

@@ -11,13 +11,12 @@ from mla_conformance.commands.parser import (
     count,
     drift,
     path,
-    salt,
     seconds,
     several,
     workers,
 )
 from mla_conformance.commands.reports import FORMATS
-from mla_conformance.engine.request import DEVICES
+from mla_conformance.engine.request import DEVICES, require_salt
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
@@ -40,7 +39,7 @@ _BACKENDS = several("--backend BACKEND", f"{_REFERENCE}; by default all but what
 _ALL = Option("--all", "also judge what compiles for minutes")
 _CAPABILITIES = several("--capability NAME", "judge this capability only; see capabilities")
 _EXPECTATIONS = several("--expectations DIR", "known failures, with reasons", type=Path)
-_SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text", type=salt)
+_SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text", type=require_salt)
 _ROLE = Option("--role FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = path("report REPORT", "report.json, or a run's folder")
@@ -303,7 +302,7 @@ COMMANDS = (
         Option("--rerun K", "also run K random judged cases of each again", type=Number(0), default=0),
         Option("--backend BACKEND", "run this backend again; by default the certificate's"),
         Option(_USES, "by default a GPU, if present", "--rerun", choices=DEVICES),
-        Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun", type=salt),
+        Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun", type=require_salt),
         Option("--signature", "require a signature of one of the --signers", only_with="--signers"),
         path("--signers FILE", "allowed signers, in the format of ssh-keygen"),
         examples=("fixtures/records/2026.5.jsonl", "certificate.json --rerun 20 --device cuda"),
