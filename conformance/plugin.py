@@ -223,12 +223,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _params(config: pytest.Config) -> Iterator[Any]:
     """Every case with every backend; one that cannot run here stands with its first case only."""
-    from mla_conformance.engine.beside import Asked, Judging
+    from mla_conformance.engine.beside import Judging
     from mla_conformance.engine.supervisor import RunError
 
     request, reasons = _request(config), dict[str, tuple[str, ...]]()
     if not config.option.collectonly:  # which need not know what can run here, and takes a third of the time without
-        judging = config.stash[_JUDGING] = Judging(Asked(tuple(x.reference for x in request.backends), request.device))
+        judging = config.stash[_JUDGING] = Judging(tuple(x.reference for x in request.backends), request.device)
         config.add_cleanup(judging.end)
         _ = request.case_ids  # while torch is imported
         try:
