@@ -30,7 +30,6 @@ from mla_conformance.report.terminal import columns, counted, near, put, say, sh
 from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
-_SIGNALLED = 128
 
 
 def run_and_report(
@@ -142,7 +141,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         raise InputError(str(error)) from error
     except Stopped as stop:
         run.folder.discard()
-        return f"ended by {stop} before anything was judged", status_of(stop) or BROKEN
+        return f"ended by {stop} before anything was judged", stop.exit_status or BROKEN
     except (RunError, OSError) as error:
         run.folder.discard()
         return str(error), BROKEN
@@ -166,13 +165,8 @@ def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
-        return f"ended by {stop}" + (f"; to continue: {run.resume_line}" if keeps else ""), status_of(stop)
+        return f"ended by {stop}" + (f"; to continue: {run.resume_line}" if keeps else ""), stop.exit_status
     return "", 0
-
-
-def status_of(stop: Stopped) -> int:
-    """The exit status of a run that was ended by a signal, as of a shell; 0, which decides nothing, by a deadline."""
-    return _SIGNALLED + stop.signal if stop.signal else 0
 
 
 def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str, str]:

@@ -71,6 +71,11 @@ class Stopped(Exception):
         super().__init__(signal.Signals(number).name if number else "the deadline")
         self.signal = number
 
+    @property
+    def exit_status(self) -> int:
+        """As of a shell; 0, which decides nothing, by a deadline."""
+        return 128 + self.signal if self.signal else 0
+
 
 class Supervisor:
     """The processes of a run, which is told of signals until it is closed; then none of them is left."""
