@@ -13,8 +13,7 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import FAMILIES, Emulation, judged_roles, known_defects, reported_bugs, sentence_of
-from mla_conformance.diagnosis.suspects import each_of
-from mla_conformance.diagnosis.suspects_of_decodes import SUSPECTS
+from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
 
 # Nobody knows who wrote what is imported or read once judging has begun.
 for _family in FAMILIES:
