@@ -3,24 +3,37 @@
 Told is only what fits at every number that was judged and nothing else does, with a "perhaps" if it does not fail and
 pass as the backend does on cases nearby. An exception, a wrong shape or a write out of bounds is what it says it is;
 arithmetic does not explain it.
+
+Candidates are judged as any backend is, at less cost: what a step leaves changed in the process is looked for once,
+after all steps, and where something is found, the kernel is tried again as any backend is. On one case a mistake gives
+the numbers of a narrower one, or by chance those of another: codes without their scale are the same whether that is so
+of every page or of large ones. Where else a backend fails tells them apart.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 
+from mla_conformance.backends.foreign import one_line
+from mla_conformance.backends.references import BackendReference
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.attempts import attempted
+from mla_conformance.cases.shrink import simpler
+from mla_conformance.cases.work import work_of
 from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
-from mla_conformance.diagnosis.neighbours import holding, outcome
+from mla_conformance.driving.driver import Executor, StepResult, run_step
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.verdict import COMPARED, Status
+from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
+from mla_conformance.vocabulary.capabilities import find_capability
 
 ALIKE = 0.99
 """Least likeness that is told: in the calibration another fault reached 0.987, and what was the same 0.997 at least."""
@@ -35,6 +48,64 @@ _MOST_REQUESTS = 256  # the candidates take one request after the other
 _PERHAPS = "perhaps "
 _PARTLY = " (not every known defect was compared)"
 MOST_TOLD = 2  # causes that a sentence names; more would be of no help
+_LISTED = 12
+
+
+class _Unwatched(Executor):
+    """Carries out steps in this process while somebody else looks at what they leave."""
+
+    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
+        done = self.query(step)
+        return replace(done, kept=done.value)
+
+    def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
+        try:
+            return StepResult(question())
+        except Exception as error:
+            return StepResult(error=one_line(error), out_of_memory=out_of_memory(error))
+
+
+_UNWATCHED = _Unwatched()
+
+
+def attempted(reference: str, case: Case, context: Context, device: torch.device) -> tuple[Trial, Record]:
+    """The trial and the record of one of the project's own kernels.
+
+    Raises:
+        RuntimeError: it lost the GPU, after which nothing can be compared here.
+    """
+    backend = BackendReference(reference.rpartition(":")[2], reference)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # they wait for each other over small tensors, on a busy machine longer than one computes
+    try:
+        done = run_step(partial(judged_trial, Subject(backend, device, _UNWATCHED), case, context))
+        if done.error or done.disturbed:
+            return judged_trial(Subject(backend, device), case, context)
+    finally:
+        torch.set_num_threads(before)
+    tried: tuple[Trial, Record] = done.value
+    if tried[1].failed and _UNWATCHED.lost(device):
+        raise RuntimeError(f"{reference} lost the GPU on {case.id}, so that nothing more can be compared there")
+    return tried
+
+
+def neighbours(case: Case) -> list[Case]:
+    """The boldest simpler case of each field, and those of the capability that differ in fewest; light ones first."""
+    steps: dict[tuple[str, ...], Case] = {}
+    for step in simpler(case):
+        steps.setdefault(_differing(step, case), step)
+    listed = (each for each in find_capability(case.capability).cases if each.role is case.role and each != case)
+    nearest = sorted(listed, key=lambda each: (len(_differing(each, case)), work_of(each)))[:_LISTED]
+    return sorted({*steps.values(), *nearest}, key=lambda each: (work_of(each), each.id))
+
+
+def _differing(one: Case, other: Case) -> tuple[str, ...]:
+    return tuple(name for name in one.defaults() if getattr(one, name) != getattr(other, name))
+
+
+def outcome(record: Record) -> str | None:
+    """The check of numbers that failed, nothing if the case passed; None if a record tells neither."""
+    return record.check if record.status is Status.PASS or record.check in COMPARED else None
 
 
 @dataclass(frozen=True)
@@ -140,25 +211,30 @@ class ReportedCauses:
 
 
 def _holding(fitting: Sequence[Candidate], failure: Failure, until: float) -> list[Candidate]:
-    """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
+    """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them.
 
-    def observed(case: Case) -> str | None:
-        return None if time.thread_time() > until else failure.nearby(case)
-
-    def suspected(candidate: Candidate, case: Case) -> str | None:
-        return None if time.thread_time() > until else outcome(_tried(candidate, case, failure)[1])
-
-    return holding(fitting, failure.case, observed, suspected, failure.observed.is_numeric)
+    Without numbers, where all that is wrong is NaN, it comes first whether large numbers where nothing may be read do
+    harm, too.
+    """
+    case, found = failure.case, list(fitting)
+    unlike = [] if failure.observed.is_numeric or case.poison == "large" else [replace(case, poison="large")]
+    for near in [*unlike, *neighbours(case)] if found else ():
+        if not found or time.thread_time() > until:
+            break
+        if (seen := failure.nearby(near)) is not None:
+            about = near, failure.context, failure.device
+            found = [
+                each
+                for each in found
+                if time.thread_time() > until or outcome(attempted(each.reference, *about)[1]) in (seen, None)
+            ]
+    return found
 
 
 def behaviour(candidate: Candidate, failure: Failure) -> Behaviour | None:
     """What a candidate does on the case of a failure; None where it could not be judged, which is no likeness."""
-    trial, record = _tried(candidate, failure.case, failure)
+    trial, record = attempted(candidate.reference, failure.case, failure.context, failure.device)
     return None if record.status is Status.UNAVAILABLE else Behaviour.of(trial, record)
-
-
-def _tried(candidate: Candidate, case: Case, failure: Failure) -> tuple[Trial, Record]:
-    return attempted(candidate.reference, case, failure.context, failure.device)
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:

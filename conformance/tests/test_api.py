@@ -88,7 +88,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, explained: None) -> str:
     everyone = candidates(Role.DECODE)
     few = tuple(each for each in everyone if each.id == known or each.reference.rpartition(":")[2] in kernels)
     monkeypatch.setattr(explain, "candidates", lambda role: few)
-    monkeypatch.setattr("mla_conformance.diagnosis.neighbours.neighbours", lambda case: [])
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.neighbours", lambda case: [])
     return f"what the known defect {known}"
 
 
