@@ -23,8 +23,7 @@ from mla_conformance.judging.record import Traced, replay_line
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import counted, say, say_wrapped
-from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watched
-from mla_conformance.traits.sanitizer_output import joined
+from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watched, joined
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import find_capability
 
