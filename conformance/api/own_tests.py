@@ -121,7 +121,7 @@ class OwnTests:
         failing = {name: records for name, records in found.items() if any(record.failed for record in records)}
         if not failing or is_alone() or hasattr(self._config, "workerinput"):
             return  # a worker of xdist has its own records and nobody who reads it: the controller tells them all
-        from mla_conformance.report.functions import function_lines, simplest
+        from mla_conformance.report.causes import function_lines, simplest
 
         terminalreporter.section("mla-conformance")
         until = time.monotonic() + _PATIENCE
