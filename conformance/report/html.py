@@ -22,8 +22,7 @@ from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report import summary
-from mla_conformance.report.answers import answers
-from mla_conformance.report.outcome import ANSWER_SIGN, cases_of, closing_line, from_here, judged_of_claimed
+from mla_conformance.report.outcome import ANSWER_SIGN, answers, cases_of, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
