@@ -79,6 +79,11 @@ def stored_in(state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
     return state._replace(weighted=(state.weighted / total).to(dtype).float() * state.total)
 
 
+def through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` rounded to ``dtype`` and back."""
+    return x.to(dtype).to(x.dtype)
+
+
 def packed(kv_cache: torch.Tensor) -> torch.Tensor:
     """A cache [blocks, page, width] as it would be read if no other page lay between its blocks."""
     _, page, width = kv_cache.shape

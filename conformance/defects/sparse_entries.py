@@ -10,7 +10,7 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, joined, through_e8m0
 from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.sparse_lists import _once, _strided
+from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
@@ -135,14 +135,6 @@ def _cut(source, columns):
     """The first columns of lists."""
     length = None if source.length is None else source.length.clamp(max=columns)
     return replace(source, indices=source.indices[:, :columns], length=length)
-
-
-def _whole_where_0(source):
-    """Lists whose length of 0 is taken for none."""
-    if source.length is None:
-        return source
-    whole = torch.full_like(source.length, source.indices.shape[1])
-    return replace(source, length=torch.where(source.length == 0, whole, source.length))
 
 
 @defects("second_cache")
