@@ -11,7 +11,7 @@ from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_m
 from mla_conformance.bump.version import two_versions
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.files.whole import InputError, write_output
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.terminal import say
 
 _SIDES = "before", "after"

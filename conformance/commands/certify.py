@@ -29,8 +29,7 @@ from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import read_config
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
-from mla_conformance.report.json_report import to_text
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report, to_text
 from mla_conformance.report.outcome import Detail
 from mla_conformance.report.summary import BackendOutcome, RunSummary
 from mla_conformance.report.terminal import say

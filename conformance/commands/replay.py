@@ -22,7 +22,7 @@ from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.whole import InputError, require_writable
 from mla_conformance.judging.record import BackendFacts, Record, replay_line
 from mla_conformance.judging.traits import Repeated
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import from_here
 from mla_conformance.report.terminal import say, say_wrapped
 from mla_conformance.vocabulary.case_files import read_case, write_case

@@ -18,8 +18,7 @@ from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
 from mla_conformance.report.html import VIEW, Cell, cell, definition, pages
-from mla_conformance.report.json_report import to_text
-from mla_conformance.report.loading import is_report, load_report
+from mla_conformance.report.json_report import is_report, load_report, to_text
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
 from mla_conformance.scoreboard.board import (
