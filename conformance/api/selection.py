@@ -15,13 +15,7 @@ from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import is_light
 from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import (
-    CAPABILITIES,
-    Capability,
-    Tier,
-    counts,
-    smoke_of,
-)
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counts, smoke_of
 from mla_conformance.vocabulary.capabilities import listed as every_case
 
 CALLS: Mapping[Role, tuple[Call, ...]] = {

@@ -4,17 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from mla_conformance.cases.sharding import Extent
-from mla_conformance.commands.parser import (
-    Command,
-    Number,
-    Option,
-    count,
-    drift,
-    path,
-    seconds,
-    several,
-    workers,
-)
+from mla_conformance.commands.parser import Command, Number, Option, count, drift, path, seconds, several, workers
 from mla_conformance.commands.reports import FORMATS
 from mla_conformance.engine.request import DEVICES, require_salt
 from mla_conformance.judging.traits import Question

@@ -525,11 +525,7 @@ SUSPECTS: list[Suspect | SuspectStep] = [
     ),
     Suspect(
         RestTimesZero,
-        covers=(
-            "mla-last-page-nan-leak",
-            "tma-overread-uninitialised-kv-tile",
-            "aiter-oob-page-id-folds-to-slot0-nan",
-        ),
+        covers=("mla-last-page-nan-leak", "tma-overread-uninitialised-kv-tile", "aiter-oob-page-id-folds-to-slot0-nan"),
     ),
     Suspect(PackedValues, of={"key_tile": (16, 32, 64, 128, 2**31)}),
     Suspect(PackedValuesOfTheCache),

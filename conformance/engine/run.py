@@ -40,13 +40,7 @@ from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, UNASKED, Ba
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
-from mla_conformance.report.summary import (
-    BackendSummary,
-    RunSummary,
-    is_right,
-    judged_pairs,
-    summarise,
-)
+from mla_conformance.report.summary import BackendSummary, RunSummary, is_right, judged_pairs, summarise
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.times import KINDS, Speed, forms_of
 from mla_conformance.version import SUITE_VERSION, __version__

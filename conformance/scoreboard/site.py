@@ -21,15 +21,7 @@ from mla_conformance.report.html import VIEW, Cell, cell, definition, pages
 from mla_conformance.report.json_report import is_report, load_report, to_text
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
-from mla_conformance.scoreboard.board import (
-    Board,
-    Entry,
-    Profile,
-    RankedKernel,
-    is_own_build,
-    profiles,
-    read_entries,
-)
+from mla_conformance.scoreboard.board import Board, Entry, Profile, RankedKernel, is_own_build, profiles, read_entries
 from mla_conformance.scoreboard.serving import answered, cases_on, require_deployment, served
 from mla_conformance.version import SUITE_VERSION, __version__
 
