@@ -32,11 +32,7 @@ _LAST = threading.local()  # what each thread was handed; nothing earlier, since
 
 
 def find_torch_device(wanted: str | torch.device) -> torch.device:
-    """The device of this name; by default CUDA where there is a GPU.
-
-    Raises:
-        InputError: it is not there.
-    """
+    """The device of this name, an InputError if it is not there; by default CUDA where there is a GPU."""
     kind, _, number = str(wanted).partition(":")
     if kind not in ("", "cpu", "cuda") or (number and not (kind == "cuda" and number.isdecimal())):
         raise InputError(f"device: expected cpu, cuda or a GPU such as cuda:1, got {str(wanted)!r}")
@@ -47,11 +43,7 @@ def find_torch_device(wanted: str | torch.device) -> torch.device:
 
 
 def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
-    """The named inputs of a case's only call, in memory of their own.
-
-    Raises:
-        InputError: no such device, or a case that takes several calls.
-    """
+    """The named inputs of a case's only call, in memory of their own; an InputError of one that takes several."""
     where, context = find_torch_device(device), Context()
     procedure = find_capability(case.capability).procedure
     problem = context.problem(case, where) if procedure == CONFORMS else None
@@ -75,11 +67,7 @@ def hand_out(case: Case, device: str | torch.device) -> dict[str, Any]:
 
 
 def handed_last(case: Case) -> HandedInputs:
-    """What :func:`hand_out` remembers.
-
-    Raises:
-        InputError: nothing was handed out in this thread, or the inputs of another case.
-    """
+    """What :func:`hand_out` remembers; an InputError if in this thread that is nothing, or another case's."""
     last: HandedInputs | None = getattr(_LAST, "handed", None)
     if last is None or last.problem.case != case:
         got = "nothing was handed out" if last is None else f"those of {last.problem.case.id} were handed out last"

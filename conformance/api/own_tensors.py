@@ -29,14 +29,9 @@ from mla_conformance.roles.topk.problem import TopKCall
 
 
 def problem_of(inputs: Mapping[str, Any], lse: bool) -> Problem:
-    """The problem that these inputs are.
+    """The problem that these inputs are, by the names of a role's table, with or without an LSE to be judged.
 
-    Args:
-        inputs: by the names of the role's table.
-        lse: whether there is an LSE to be judged.
-
-    Raises:
-        InputError: names of no role, or inputs that do not fit together.
+    It is an InputError if the names are of no role, or the inputs do not fit together.
     """
     role = next((role for name, role in _TOLD_BY.items() if name in inputs), "")
     if not role:

@@ -103,7 +103,6 @@ class Environment:
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The distributions that were installed into it, in alphabetical order."""
         return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
 
     def find(self, names: Sequence[str]) -> dict[str, Found]:

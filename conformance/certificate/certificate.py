@@ -199,8 +199,6 @@ SANITIZED = "mla-conformance-sanitized/1"
 
 
 class SanitizerFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal errors of one kernel."""
-
     kernel: Text  # its name
     cause: str  # what the tool says
     count: Annotated[int, Meta(ge=1)]  # how often
@@ -210,8 +208,6 @@ class SanitizerFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SanitizedKernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kernel under one tool."""
-
     schema: str = SANITIZED  # of the report
     suite: Text  # version of the suite
     version: Text  # of this project

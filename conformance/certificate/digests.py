@@ -132,7 +132,6 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
 
 @lru_cache(maxsize=8)
 def _cases_digest(ids: Sequence[str]) -> str:
-    """Of a list in its order."""
     return meaning_digest((), "\n".join(digest_of_id(id) + id for id in ids))
 
 

@@ -34,21 +34,13 @@ BROKEN = 3
 
 def run_and_report(
     run: Run,
-    as_json: bool = False,
-    keep_report: bool = True,
-    resumed: Plan | None = None,
-    check: Callable[[Run], str] | None = None,
-    detail: Detail = Detail.FULL,
+    as_json: bool = False,  # print the report instead of text
+    keep_report: bool = True,  # whether the run's folder outlives the command, so that it is worth naming
+    resumed: Plan | None = None,  # that of the run that is gone on with, which must be this one
+    check: Callable[[Run], str] | None = None,  # says of a prepared run why it is not to be carried out at all
+    detail: Detail = Detail.FULL,  # how much is said of what is not wrong
 ) -> int:
-    """Carry out a run, write ``report.json``, show the outcome, and return the exit status.
-
-    Args:
-        as_json: print the report instead of text.
-        keep_report: whether the run's folder outlives the command, so that it is worth naming.
-        resumed: the plan of the run that is gone on with, which must be this one.
-        check: says of a prepared run why it is not to be carried out at all.
-        detail: how much is said of what is not wrong.
-    """
+    """Carry out a run, write ``report.json``, show the outcome, and return the exit status."""
     with run:
         refused = _prepare(run, resumed, check)
         if refused:
@@ -187,7 +179,6 @@ def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str,
 
 
 def _write_step_summary(path: str, summary: RunSummary) -> None:
-    """For a CI job that shows one; it decides nothing."""
     try:
         # Nobody may read a FIFO.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)

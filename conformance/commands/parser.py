@@ -175,11 +175,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def command_line(commands: Sequence[Command], groups: Mapping[str, str]) -> Parser:
-    """The parser of all commands; ``run`` of what it parses carries one out and gives the exit status.
-
-    Args:
-        groups: words that begin several commands, and what is said of each.
-    """
+    """The parser of all commands, and of words that begin several; ``run`` of what it parses gives the exit status."""
     parser = Parser(NAME, description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     parser.set_defaults(run=_say_how_to_begin, parser=parser)

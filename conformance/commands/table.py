@@ -41,9 +41,8 @@ _JSON = path("--out FILE", "also write the outcome as JSON")
 _CASES = path("--cases DIR", "judge this folder's case files instead")
 _TIER = Option(f"--tier {_TIERS}", "how many cases; by default full", choices=list(Tier))
 _SPEED = Option("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3")
+_PLACE = (_ROLE, _DEVICE, _TIMEOUT, _NO_EXPLAIN)
 _SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
-
-
 _FAILURE = partial(Option, "--failure K", "number of a cause as certify prints it, by default 1", type=count, default=1)
 
 
@@ -125,10 +124,7 @@ COMMANDS = (
         "mla_conformance.commands.watch:watch",
         Option("backend file.py:Class", "the class to judge"),
         _CAPABILITIES,
-        _ROLE,
-        _DEVICE,
-        _TIMEOUT,
-        _NO_EXPLAIN,
+        *_PLACE,
         examples=("my_backend.py:MyBackend --capability lse",),
         statuses="130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
@@ -142,10 +138,7 @@ COMMANDS = (
         several("--after CASE_ID", "run this case before it, in the same process"),
         _SALT,
         _BACKEND,
-        _ROLE,
-        _DEVICE,
-        _TIMEOUT,
-        _NO_EXPLAIN,
+        *_PLACE,
         (
             Option("--repeats N", "instead, call it N times and compare the bits, to find a race", type=count),
             path("--dump DIR", "also write operands, result, golden result and error"),

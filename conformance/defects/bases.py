@@ -132,11 +132,9 @@ class SplitDecode(LayeredDecode):
             yield slice(start, min(start + self.key_tile, span.stop))
 
     def _starts(self, seq_len: int) -> Iterable[int]:
-        """First keys of the splits."""
         return range(0, seq_len, self._share(seq_len))
 
     def _share(self, seq_len: int) -> int:
-        """Keys of a split."""
         return self.split
 
     def _part(self, state: SoftmaxState) -> SoftmaxState:

@@ -47,7 +47,6 @@ class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @cache
 def reported_bugs() -> ReportedBugs:
-    """The catalogue, ``fixtures/reported.toml``."""
     text = (files("mla_conformance.fixtures") / "reported.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), ReportedBugs)
 
@@ -81,7 +80,6 @@ class KnownDefect:
 
     @property
     def reference(self) -> str:
-        """What ``certify --backend`` takes."""
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
 
 
@@ -104,10 +102,8 @@ def defects(
 
     They are made once one of them is asked for, by its name in the module or as a known defect.
 
-    Args:
-        killed_by: as of :class:`KnownDefect`, and ``related``; ``but`` says it of a single one.
-        related: see there.
-        inside: as of :func:`emulation`, which says what a group's functions and classes are.
+    ``killed_by`` and ``related`` are as of :class:`KnownDefect`, and ``but`` says them of a single one; ``inside`` is
+    as of :func:`emulation`, which says what a group's functions and classes are.
     """
 
     def enter(group: type) -> type:
@@ -126,11 +122,7 @@ def _named(name: str) -> Any:
 
 
 def _made() -> dict[str, KnownDefect]:
-    """All that are entered.
-
-    Raises:
-        DefectError: an id that is taken, a capability that does not exist, or no sentence.
-    """
+    """All that are entered; a DefectError of a taken id, a capability that does not exist, or no sentence."""
     while _GROUPS:
         group, said = _GROUPS.pop(0)
         for kernel, about in kernels_of(group, str, **said):
@@ -207,14 +199,12 @@ def emulation(
 
     Args:
         group: the honest kernel, and what its group shares.
-        name: of the class.
         step: a function that stands in place of a method, or a class with several.
         site: the method; its underscore only where it alone tells it from another. Behind ``before_`` the step is
             called first, and returns its positional arguments anew, or nothing if they stay as they are; behind
             ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
         inside: a layer of which the class is a part, and the attribute or method that names this part.
-        attributes: of the class.
     """
     about = {"__module__": step.__module__, "__doc__": step.__doc__}
     part = inside[1] if inside else name
@@ -237,11 +227,7 @@ def emulation(
 
 
 def _standing(made: Callable[[], type], place: str | None, group: type, sites: list[str], step: Any) -> Any:
-    """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone.
-
-    Raises:
-        TypeError: the step asks for an argument that the calls do not have.
-    """
+    """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone."""
     method, usual = sites[0], getattr(group, sites[0])
     parameters = dict(list(signature(usual).parameters.items())[1:])
     defaults = {key: each.default for key, each in parameters.items()}

@@ -30,8 +30,6 @@ _MOST_WORKERS = 16  # each takes some hundred megabytes, and a core
 
 @dataclass(frozen=True)
 class MatrixKernel:
-    """A kernel of the run."""
-
     name: str  # an id or a class name
     reference: str  # what loads its class
     killed_by: str = ""  # the capability that is expected to kill it; empty of an honest kernel

@@ -22,8 +22,6 @@ _GOLDEN = ("error_budget", "index_scores")
 
 
 class DefectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The outcome of a run over all defects."""
-
     # of everything that decides a verdict: when it was run, and what a lock showed to judge alike since
     digests: list[str]
     tier: str  # cases that were run

@@ -34,7 +34,6 @@ class Candidate:
 
     @property
     def reference(self) -> str:
-        """What loads its kernel."""
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
 
     @property
@@ -79,11 +78,7 @@ def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tupl
 
 
 def combined(first: type, second: type, **attributes: object) -> type[Emulation]:
-    """A kernel that is both classes, where its reference finds it.
-
-    Raises:
-        TypeError: there is none; they are of different roles, or there is no order of their bases.
-    """
+    """A kernel that is both classes, where its reference finds it; a TypeError if their bases have no order."""
     module, name = first.__module__, first.__name__ + second.__name__
     kernel = type(name, (first, second), {"__module__": module, **attributes})
     setattr(sys.modules[module], name, kernel)

@@ -69,11 +69,7 @@ _UNWATCHED = _Unwatched()
 
 
 def attempted(reference: str, case: Case, context: Context, device: torch.device) -> tuple[Trial, Record]:
-    """The trial and the record of one of the project's own kernels.
-
-    Raises:
-        RuntimeError: it lost the GPU, after which nothing can be compared here.
-    """
+    """The trial and the record of one of the project's own kernels; a RuntimeError once it has lost the GPU."""
     backend = BackendReference(reference.rpartition(":")[2], reference)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # they wait for each other over small tensors, on a busy machine longer than one computes

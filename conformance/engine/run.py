@@ -181,18 +181,12 @@ class Run:
 
     def judge(
         self,
-        on_record: Callable[[Record], None] = lambda record: None,
-        on_phase: Callable[[str], None] = lambda what: None,
+        on_record: Callable[[Record], None] = lambda record: None,  # is given each record once it is journalled
+        on_phase: Callable[[str], None] = lambda what: None,  # is told what goes on where that is not all at once
     ) -> None:
         """Judge what has no verdict yet, then confirm what failed.
 
-        Args:
-            on_record: is given each record once it is journalled.
-            on_phase: is told what goes on where that is not everything at once.
-
-        Raises:
-            Stopped: by a signal or the deadline.
-            RunError: no process can be started, or the journal cannot be written.
+        It is Stopped by a signal or the deadline; a RunError if no process starts, or the journal cannot be written.
         """
         self._on_record, self._on_phase = on_record, on_phase
         self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))

@@ -141,8 +141,7 @@ class Supervisor:
     def run(self, tasks: Tasks, part: machine.GpuPart = machine.WHOLE) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
-        Args:
-            part: what places have of their GPU; a case for which that is never enough comes back undone.
+        A case for which the part of a GPU that places have is never enough comes back undone.
         """
         self._tasks, self._part = tasks, part
         self._unbegun.clear()

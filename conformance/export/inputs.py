@@ -39,7 +39,6 @@ def named_tensors(call: AttentionCall) -> dict[str, torch.Tensor]:
 
 
 def _fields(value: Any) -> dict[str, torch.Tensor]:
-    """The tensors of metadata, nested ones included."""
     found: dict[str, torch.Tensor] = {}
     for field in fields(value):
         part = getattr(value, field.name)

@@ -83,11 +83,9 @@ class MustPass:
 
     @staticmethod
     def asked(texts: Sequence[str]) -> "MustPass":
-        """The list that options name.
+        """The list that options name: ``shipped``, a profile, or either with ``@VERSION`` of its suite; or one file.
 
-        Args:
-            texts: ``shipped``, a profile's name, or either with ``@VERSION`` of the suite that it has to be of; or one
-                file. Profiles that are named bind whatever a backend declares, and no other profile does then.
+        Profiles that are named bind whatever a backend declares, and no other profile does then.
         """
         names = [text.partition("@")[0] for text in texts]
         if len(texts) == 1 and Path(texts[0]).is_file():
@@ -145,10 +143,8 @@ class MustPass:
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
         """Cases of the profiles that bind a backend that it did not pass, each with why.
 
-        Args:
-            records: the backend's records by case id.
-            waivable: whether what a certificate tells of with its reason counts as passed: an expected failure, and of
-                the cases that only large devices have one that does not fit this one's memory.
+        ``waivable`` is whether what a certificate tells of with its reason counts as passed: an expected failure, and
+        of the cases that only large devices have one that does not fit this one's memory.
         """
         # Profiles bind of which a backend does not declare everything unsupported; the core if it has no role at all.
         refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}

@@ -121,17 +121,11 @@ FIGURES = frozenset(_Config.__struct_fields__)  # names of the fields that are r
 
 
 def read_config(path: Path) -> ModelProfile:
-    """The profile of the model that a ``config.json`` describes."""
     return profile_of(decode(read_text(path), dict[str, Any], str(path)), str(path))
 
 
 def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
-    """The profile that a configuration describes, or its ``text_config`` if it has one.
-
-    Args:
-        data: the configuration as plain data.
-        name: what the model is called here, also in errors.
-    """
+    """The profile that a configuration describes, or its ``text_config``; errors have the model's name, too."""
     text = data.get("text_config")
     data = text if isinstance(text, dict) else data
     model_type = data.get("model_type")

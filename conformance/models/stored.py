@@ -32,7 +32,6 @@ class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The fields of its ``config.json`` that are read here."""
         figures = {figure: value for reading in self.readings for figure, value in reading.config.items()}
         return {"model_type": self.model_type, **figures}
 

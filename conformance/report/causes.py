@@ -334,11 +334,9 @@ def simplest(records: Sequence[Record]) -> Record:
 
 
 def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> Iterator[str]:
-    """What is wrong with the function of a test of this name.
+    """What is wrong with the function of a test, whose simplest failing case may pass in a process of its own.
 
-    Args:
-        records: of its cases, each with the id of its test as reference.
-        passes_alone: whether its simplest failing case passes in a process of its own.
+    Each of the records of its cases has the id of its test as reference.
     """
     failing, found = tuple(record for record in records if record.failed), causes(records)
     likely = sum(cause.kind == "likely" for cause in found)

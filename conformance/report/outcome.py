@@ -323,7 +323,6 @@ def backend_lines(
 
 
 def _verdict(backend: BackendSummary, applicable: int) -> str:
-    """What is said of the kernel, and of how much."""
     if not applicable:
         return "unsupported"
     counts, held = backend.counts, sum(each.sign == SIGN[BackendOutcome.PASS] for each in backend.capabilities)

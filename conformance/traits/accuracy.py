@@ -56,8 +56,7 @@ def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any]
 def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """[n] each, of the elements that may have an error: in units of the budget, and of the last place.
 
-    Raises:
-        Nonconformance: the case is unsupported, or its call failed.
+    It is a Nonconformance if the case is unsupported or its call failed.
     """
     subject.executor.begin()
     trial = Trial(subject, case, context)

@@ -165,8 +165,7 @@ def _answer(subject: Subject, context: Context, role: Role, question: Question) 
 def _compared(subject: Subject, context: Context, case: Case, question: Question) -> tuple[int, str]:
     """How many variants of a case were compared, up to one that differs, and how that differs.
 
-    Raises:
-        Nonconformance: it is unsupported, or a call failed.
+    It is a Nonconformance if the case is unsupported or a call failed.
     """
     subject.executor.begin()
     trial, count = Trial(subject, case, context), 0

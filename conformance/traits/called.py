@@ -21,8 +21,6 @@ NO_DEVICE = "torch sees no CUDA device"
 
 
 class CallsBegin(Struct, frozen=True):
-    """What is said before the first call."""
-
     environment: dict[str, str] = {}  # device and versions that the calls run with
     versions: dict[str, str] = {}  # of the distributions behind the backend
     unavailable: str = ""  # why nothing is called; empty where something is
@@ -50,9 +48,8 @@ def read_calls(path: Path) -> tuple[CallsBegin | None, tuple[CallEnded, ...]]:
 def main(told: Sequence[str]) -> None:
     """Make the calls of cases on a device, and write what became of them.
 
-    Args:
-        told: the backend, the device, the file, how many cases of each capability and role are called at most, 0 for
-            all, and the ids of the cases.
+    Told is the backend, the device, the file, how many cases of each capability and role are called at most, 0 for all,
+    and the ids of the cases.
     """
     import torch  # not for whoever only reads the lines
 

@@ -56,9 +56,8 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
 def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) -> tuple[torch.Tensor, ...]:
     """Make a problem's calls so often, between calls of another batch if there is one, and compare.
 
-    Returns:
-        Numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of all; then
-        the tensors of the first call and those of the first that differs.
+    It gives the numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of
+    all; then the tensors of the first call and those of the first that differs.
     """
     for call in problem.calls:
         call.prepare(backend)

@@ -45,8 +45,6 @@ class UnreadableOutput(ValueError):
 
 @dataclass(frozen=True)
 class SanitizerError:
-    """Equal errors of one kernel."""
-
     kernel: str  # its name, or the function of the host's interface
     cause: str  # what the tool says, without addresses and threads
     count: int = 1  # how many records
@@ -189,9 +187,7 @@ class Watch:
     def calls(self, cases: Sequence[str], most: int = 0) -> Watched:
         """Call cases in one process, and what is not clean there in one of its own, which tells whose an error is.
 
-        Args:
-            cases: their ids.
-            most: how many of each capability and role that the backend supports; 0 for all.
+        It is at most so many of each capability and role that the backend supports; 0 is for all.
         """
         first = self._attempt(cases, most)
         if first.begin is None or first.begin.unavailable:
