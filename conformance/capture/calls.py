@@ -108,11 +108,8 @@ def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
 
 def _dims_of(backend: Any) -> str:
     """The head dims of an instance as a case names them."""
-    head = MLADimensions(
-        qk_nope_head_dim=backend.qk_nope_head_dim,
-        qk_rope_head_dim=backend.qk_rope_head_dim,
-        v_head_dim=backend.v_head_dim,
-    )
+    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    head = MLADimensions(**{name: getattr(backend, name) for name in sizes})
     for name in (_DEFAULT_PRESET, *PRESETS):
         if (PRESETS[name].head, PRESETS[name].kv_lora_rank) == (head, backend.kv_lora_rank):
             return name

@@ -31,10 +31,6 @@ _KNOWN: dict[str, "KnownDefect"] = {}
 Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
 
 
-class DefectError(ValueError):
-    """A known defect that is declared wrongly."""
-
-
 class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The catalogue of bugs that were reported of the layers that are judged here."""
 
@@ -122,18 +118,18 @@ def _named(name: str) -> Any:
 
 
 def _made() -> dict[str, KnownDefect]:
-    """All that are entered; a DefectError of a taken id, a capability that does not exist, or no sentence."""
+    """All that are entered; a ValueError of a taken id, a capability that does not exist, or no sentence."""
     while _GROUPS:
         group, said = _GROUPS.pop(0)
         for kernel, about in kernels_of(group, str, **said):
             entry = KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about)
             where = f"known defect '{entry.id}' ({entry.reference})"
             if entry.id in _KNOWN:
-                raise DefectError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
+                raise ValueError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
             for name in {entry.killed_by, *entry.related} - {*CAPABILITIES}:
-                raise DefectError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
+                raise ValueError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
             if not entry.sentence:
-                raise DefectError(f"{where}: expected a docstring that says what is wrong")
+                raise ValueError(f"{where}: expected a docstring that says what is wrong")
             _KNOWN[entry.id] = entry
     return _KNOWN
 

@@ -425,14 +425,11 @@ _FIXED = tuple((0, size, size) for size in (64, 128, 256, 512))
 
 
 class _Splits(SplitDecode):
-    """Splits as kernels choose them.
-
-    Attributes:
-        cut: how many there are at most, or 0 for as many as it takes; what the size is rounded up to a multiple of, or
-            0 if it is rounded down and the last split takes the rest; the least size.
-    """
+    """Splits as kernels choose them."""
 
     prefill_backend = None  # type: ignore[assignment] # so that no layer has it
+    # how many there are at most, or 0 for as many as it takes; what the size is rounded up to a multiple of, or 0 if it
+    # is rounded down and the last split takes the rest; the least size
     cut: tuple[int, int, int]
 
     def _starts(self, seq_len):

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mla_conformance.backends.hub import HUB
-from mla_conformance.backends.references import BackendReferenceError, parse_reference
+from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError, decode, read_bytes, read_text
 from mla_conformance.judging.record import BackendFacts, Record
@@ -175,10 +175,7 @@ class Required:
     @staticmethod
     def asked(text: str) -> "Required":
         if text.startswith(HUB):
-            try:
-                backend = parse_reference(text)
-            except BackendReferenceError as error:
-                raise InputError(str(error)) from error
+            backend = parse_reference(text)
             return Required(backend.name, backend.reference)
         location, _, name = text.rpartition(":")
         digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""

@@ -23,8 +23,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.defects.known import known_defects
 from mla_conformance.diagnosis import explain
-from mla_conformance.diagnosis.candidates import candidates
-from mla_conformance.diagnosis.explain import Failure
+from mla_conformance.diagnosis.explain import Failure, candidates
 from mla_conformance.engine import explainer
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE

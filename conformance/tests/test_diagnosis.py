@@ -15,14 +15,15 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
 from mla_conformance.diagnosis import suspects
-from mla_conformance.diagnosis.candidates import Candidate, candidates
 from mla_conformance.diagnosis.explain import (
     ALIKE,
     PATIENCE,
     UNALIKE,
+    Candidate,
     Failure,
     ReportedCauses,
     attempted,
+    candidates,
     describe,
     explain,
 )
