@@ -42,6 +42,7 @@ _BARE = re.compile(r"(?<![\w=/:'\"\[.-])[A-Z][A-Z0-9_]{2,}(?:\[[\w.-]+\])?(?![\w
 """What may be a backend's name that stands alone."""
 _WORD = re.compile(r"(?<![\w/:=\[.-])\w+(?![\w/:=\].-])")
 _KIND = re.compile(r"/of:(\w+)/")
+_keyword, _kind = "/backend:{}/".format, "/of:{}/".format
 _SHORT = ("--tier", "--capability", "--device", "--case", "--no-explain")
 _SECONDS = 0.16
 """CPU seconds of TORCH_SDPA on all cases and those that are fitted to it, by the number of all: 612 of 3,942."""
@@ -183,14 +184,6 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     exact = _KEYWORD.sub(lambda match: _keyword(match[2]), expression)
     kinds = {*CAPABILITIES, *ROLES}
     config.option.keyword = _WORD.sub(lambda match: _kind(match[0]) if match[0] in kinds else match[0], exact)
-
-
-def _keyword(name: str) -> str:
-    return f"/backend:{name}/"
-
-
-def _kind(name: str) -> str:
-    return f"/of:{name}/"
 
 
 def _request(config: pytest.Config) -> "RunRequest":

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from mla_conformance.api.function_case import FunctionCase
-from mla_conformance.api.inputs import HandedInputs, find_torch_device, handed_last
-from mla_conformance.api.kernels import Function, kernel_around, name_of
+from mla_conformance.api.kernels import Function, HandedInputs, find_torch_device, handed_last, kernel_around, name_of
 from mla_conformance.api.own_tensors import problem_of
 from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test, say_meanwhile
 from mla_conformance.backends.declaration import Declaration

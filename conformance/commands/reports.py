@@ -22,8 +22,6 @@ from mla_conformance.report.terminal import columns, counted, put, say, shown_li
 from mla_conformance.vocabulary.capabilities import Tier
 
 _INCOMPLETE = 3
-
-
 FORMATS: dict[str, Callable[[RunSummary], str]] = {
     "html": html,
     "markdown": markdown,

@@ -45,7 +45,6 @@ _PLACE = (_ROLE, _DEVICE, _TIMEOUT, _NO_EXPLAIN)
 _SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
 _FAILURE = partial(Option, "--failure K", "number of a cause as certify prints it, by default 1", type=count, default=1)
 
-
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
 """Words that begin several commands."""
 

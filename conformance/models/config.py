@@ -19,8 +19,6 @@ from mla_conformance.reference.yarn import Yarn
 
 
 class Attends(StrEnum):
-    """What the layers of a family attend to."""
-
     ALL = "all keys"
     SELECTED = "selected keys"
     COMPRESSED = "a window and compressed keys"
@@ -138,8 +136,6 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
 
 
 class _Reader:
-    """One configuration on its way to a profile."""
-
     def __init__(self, name: str, config: _Config, family: Family) -> None:
         self.name, self.config, self.family = name, config, family
 

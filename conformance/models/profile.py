@@ -20,8 +20,6 @@ class Indexer:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """How a model attends to selected keys."""
-
     topk: int  # columns of the lists that name keys of the cache: those of the indexer, or those of a window
     indexer: Indexer  # what selects
     sinks: bool = False  # whether a logit of each head takes its share of the weights

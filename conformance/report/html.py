@@ -134,8 +134,6 @@ VIEW = {
     "words": in_words,
 }
 """What the templates show traits with."""
-
-
 _SIDE, _CELL = 256, 12  # pixels: of the longer side, at most, and of a cell
 _MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter of its words
 
@@ -156,7 +154,7 @@ def picture(heat_map: HeatMap) -> str:
     between = [f"M0 {y}h{right}" for y in range(1, down)] + [f"M{x} 0v{down}" for x in range(1, right)]
     return (
         f'<svg role="img" viewBox="0 0 {right} {down}" width="{right * cell}" height="{down * cell}">\n'
-        f"<title>{_text(heat_map.part)}, by head and row</title>\n"
+        f"<title>{escape(shown(heat_map.part))}, by head and row</title>\n"
         f'<path class="ground" d="M0 0h{right}v{down}H0z" fill="#eef1f4"/>\n'
         f"{''.join(_over(heat_map, digit) for digit in range(1, BEYOND + 1))}"
         f'<path class="between" d="{"".join(between)}" stroke="#fff" stroke-width="0.1"/>\n</svg>'
@@ -164,7 +162,7 @@ def picture(heat_map: HeatMap) -> str:
 
 
 def picture_file(heat_map: HeatMap) -> str:
-    said = _text(words(heat_map))
+    said = escape(shown(words(heat_map)))
     width, height = max(_SIDE, _LETTER * len(said)), _MARGIN + len(heat_map.lines) * _pixels(heat_map)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">\n'
@@ -192,10 +190,6 @@ def _over(heat_map: HeatMap, digit: int) -> str:
     opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
     path = f'<path class="over" d="{"".join(runs)}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
     return f"{path}<title>{further}</title></path>\n" if runs else ""
-
-
-def _text(text: str) -> str:
-    return escape(shown(text))
 
 
 def html(run: summary.RunSummary) -> str:

@@ -231,11 +231,6 @@ def _backend(backend: BackendSummary) -> BackendForm:
     )
 
 
-def said_of(record: Said) -> dict[str, Any]:
-    """What is said of a case, by the names of its fields, from any form of a record."""
-    return {name: getattr(record, name) for name in Said.__struct_fields__}
-
-
 def write_json(path: Path, data: dict[str, Any]) -> None:
     write_whole(path, to_text(data))
 
@@ -345,7 +340,8 @@ def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Rec
         if entry.evidence is not None and entry.evidence >= len(part.evidence):
             raise ValueError(f"{name} has no evidence {entry.evidence}, which the record of {entry.case} names")
         case = Case.parse(entry.case)
-        said = said_of(failures.get((capability, entry.case), entry))
+        tells = failures.get((capability, entry.case), entry)
+        said = {name: getattr(tells, name) for name in Said.__struct_fields__}
         if (said["judged"] is not None) != (entry.status in _EXPECTED):
             raise ValueError(f"{name} {entry.case}: {entry.status} does not go with a status before, {said['judged']}")
         if said["too_large"] and entry.status is not Status.UNAVAILABLE:
