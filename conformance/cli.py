@@ -14,7 +14,7 @@ from mla_conformance.backends.references import BackendReferenceError
 from mla_conformance.commands.parser import NAME, USAGE, command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
 from mla_conformance.engine.machine import leave
-from mla_conformance.engine.supervisor import RunError
+from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.whole import InputError
 from mla_conformance.report.terminal import refuse
 
@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         refuse(NAME, str(error))
         return _BROKEN
+    except Stopped as stop:
+        refuse(NAME, f"ended by {stop}")
+        return stop.exit_status
     except KeyboardInterrupt:
         refuse(NAME, "interrupted")
         return _INTERRUPTED

@@ -47,7 +47,6 @@ class OwnRank:
         self._layer = Layer(backend, case, dtype, device, self._group)
 
     def prepare(self, parts: Sequence["LayerCall"]) -> None:
-        """Weights and metadata of this rank."""
         parts[self._group.rank].prepare(self._layer)
 
     def forward(self, parts: Sequence["LayerCall"]) -> list[Any]:
@@ -58,7 +57,6 @@ class OwnRank:
         return list(self._group.all_gather(own))
 
     def kernel_evidence(self) -> dict[str, str]:
-        """What the kernels of this rank say of themselves."""
         return self._layer.kernel_evidence()
 
 
@@ -66,7 +64,6 @@ class RankSubject(Subject):
     """A backend whose layers are this process's share of one on several ranks."""
 
     def create(self, case: Case) -> Any:
-        """A new layer of this rank."""
         assert isinstance(case, LayerCase)
         return OwnRank(self.class_of(case.role), case, TORCH_DTYPES[case.dtype] or torch.bfloat16, self.device)
 

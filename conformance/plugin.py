@@ -42,6 +42,7 @@ _BARE = re.compile(r"(?<![\w=/:'\"\[.-])[A-Z][A-Z0-9_]{2,}(?:\[[\w.-]+\])?(?![\w
 """What may be a backend's name that stands alone."""
 _WORD = re.compile(r"(?<![\w/:=\[.-])\w+(?![\w/:=\].-])")
 _KIND = re.compile(r"/of:(\w+)/")
+_keyword, _kind = "/backend:{}/".format, "/of:{}/".format
 _SHORT = ("--tier", "--capability", "--device", "--case", "--no-explain")
 _SECONDS = 0.16
 """CPU seconds of TORCH_SDPA on all cases and those that are fitted to it, by the number of all: 612 of 3,942."""
@@ -185,14 +186,6 @@ def _rewrite_keyword(config: pytest.Config) -> None:
     config.option.keyword = _WORD.sub(lambda match: _kind(match[0]) if match[0] in kinds else match[0], exact)
 
 
-def _keyword(name: str) -> str:
-    return f"/backend:{name}/"
-
-
-def _kind(name: str) -> str:
-    return f"/of:{name}/"
-
-
 def _request(config: pytest.Config) -> "RunRequest":
     """What this run judges; made when an option selects, or else when the suite is collected."""
     if _REQUEST not in config.stash:
@@ -223,12 +216,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _params(config: pytest.Config) -> Iterator[Any]:
     """Every case with every backend; one that cannot run here stands with its first case only."""
-    from mla_conformance.engine.beside import Asked, Judging
+    from mla_conformance.engine.beside import Judging
     from mla_conformance.engine.supervisor import RunError
 
     request, reasons = _request(config), dict[str, tuple[str, ...]]()
     if not config.option.collectonly:  # which need not know what can run here, and takes a third of the time without
-        judging = config.stash[_JUDGING] = Judging(Asked(tuple(x.reference for x in request.backends), request.device))
+        judging = config.stash[_JUDGING] = Judging(tuple(x.reference for x in request.backends), request.device)
         config.add_cleanup(judging.end)
         _ = request.case_ids  # while torch is imported
         try:

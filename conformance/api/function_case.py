@@ -72,7 +72,7 @@ class FunctionCase:
         Raises:
             InputError: no such device, or a case that takes several calls, which ``judge`` makes.
         """
-        from mla_conformance.api.inputs import hand_out
+        from mla_conformance.api.kernels import hand_out
 
         return hand_out(self.suite_case, device)
 

@@ -112,14 +112,9 @@ def decode(
     Raises:
         ValueError: shapes that do not fit together, a block that the cache lacks, or an unknown layout.
     """
-    told: dict[str, Any] = {
-        "kv_lora_rank": kv_lora_rank,
-        "kv_cache_dtype": kv_cache_dtype,
-        "k_scale": k_scale,
-        "scale": scale,
-    }
+    told: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale}
     batch: dict[str, Any] = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
-    return _result(own_tensors.decode(q=q, kv_cache=kv_cache, **batch, **told), declaration)
+    return _result(own_tensors.decode(q=q, kv_cache=kv_cache, scale=scale, **batch, **told), declaration)
 
 
 def sparse(
@@ -150,16 +145,10 @@ def sparse(
     Raises:
         ValueError: shapes that do not fit together, or a list that names a key which is not there.
     """
-    told: dict[str, Any] = {
-        "kv_lora_rank": kv_lora_rank,
-        "kv_cache_dtype": kv_cache_dtype,
-        "k_scale": k_scale,
-        "scale": scale,
-    }
+    told: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale}
     stored: dict[str, Any] = {"kv_cache" if kv.dtype == torch.uint8 or kv.shape[1] != 1 else "kv": kv}
-    return _result(
-        own_tensors.sparse(q=q, topk_indices=topk_indices, attn_sink=attn_sink, **stored, **told), declaration
-    )
+    lists: dict[str, Any] = {"topk_indices": topk_indices, "attn_sink": attn_sink}
+    return _result(own_tensors.sparse(q=q, scale=scale, **stored, **lists, **told), declaration)
 
 
 def index_scores(

@@ -22,8 +22,7 @@ from mla_conformance.reference.selected import NO_KEY
 
 Starts = Tensor | Sequence[int] | None
 _DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items() if dtype is not None}
-_NOPE = 128
-"""Columns of a head before absorption, which own tensors do not tell; no result depends on them."""
+_NOPE = 128  # columns of a head before absorption, which own tensors do not tell; no result depends on them
 
 
 def require(role: str, sizes: Mapping[str, int], **given: Tensor | None) -> None:

@@ -27,14 +27,11 @@ from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
 from mla_conformance.report.terminal import columns, shown_line, wrapped
 
-JUDGED: deque[Record] = deque(maxlen=1)
-"""The record that was made last in this process."""
+JUDGED: deque[Record] = deque(maxlen=1)  # the record that was made last in this process
 PROPERTY = "mla_conformance_function"
 _ALONE = "MLA_CONFORMANCE_ALONE"
-_CONFIG: list[pytest.Config] = []
-"""Of the run of pytest, or of the one inside it, if there is one."""
-_PATIENCE = 60.0
-"""Seconds in which failing cases run again alone."""
+_CONFIG: list[pytest.Config] = []  # of the run of pytest, or of the one inside it, if there is one
+_PATIENCE = 60.0  # seconds in which failing cases run again alone
 
 
 def is_alone() -> bool:
@@ -124,7 +121,7 @@ class OwnTests:
         failing = {name: records for name, records in found.items() if any(record.failed for record in records)}
         if not failing or is_alone() or hasattr(self._config, "workerinput"):
             return  # a worker of xdist has its own records and nobody who reads it: the controller tells them all
-        from mla_conformance.report.functions import function_lines, simplest
+        from mla_conformance.report.causes import function_lines, simplest
 
         terminalreporter.section("mla-conformance")
         until = time.monotonic() + _PATIENCE

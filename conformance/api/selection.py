@@ -15,13 +15,7 @@ from mla_conformance.cases.space import Space
 from mla_conformance.cases.work import is_light
 from mla_conformance.files.whole import InputError
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import (
-    CAPABILITIES,
-    Capability,
-    Tier,
-    counts,
-    smoke_of,
-)
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, Capability, Tier, counts, smoke_of
 from mla_conformance.vocabulary.capabilities import listed as every_case
 
 CALLS: Mapping[Role, tuple[Call, ...]] = {
@@ -50,11 +44,7 @@ class FieldFilter:
 
     @staticmethod
     def of(space: Space, listed: Sequence[Case], name: str, value: object) -> "FieldFilter":
-        """What is asked by ``name=value``; each value must be one that some case has.
-
-        Raises:
-            InputError: an unknown field, or a value that no listed case has.
-        """
+        """What is asked by ``name=value``; an InputError of an unknown field, or a value that no listed case has."""
         labels = {each.name.replace(" ", "_"): each.class_of for each in space.dimensions}
         known = [*listed[0].defaults(), *labels]
         if name not in known:
@@ -97,11 +87,7 @@ class CaseSelection(tuple[FunctionCase, ...]):
 
 
 def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
-    """The cases of a role and tier that have the wanted values; see ``mla_conformance.cases``.
-
-    Raises:
-        InputError: an unknown role, tier, field or value, or values that no case has together.
-    """
+    """The cases of a role and tier with the wanted values, an InputError if none is; see ``mla_conformance.cases``."""
     if role in list(NO_FUNCTION):
         raise InputError(f"cases: {NO_FUNCTION[ROLES[role]]}")
     if role not in list(CALLS):

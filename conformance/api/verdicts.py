@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from mla_conformance.api.function_case import FunctionCase
-from mla_conformance.api.inputs import HandedInputs, find_torch_device, handed_last
-from mla_conformance.api.kernels import Function, kernel_around, name_of
+from mla_conformance.api.kernels import Function, HandedInputs, find_torch_device, handed_last, kernel_around, name_of
 from mla_conformance.api.own_tensors import problem_of
 from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test, say_meanwhile
 from mla_conformance.backends.declaration import Declaration
@@ -37,10 +36,8 @@ from mla_conformance.vocabulary.capabilities import find_capability
 
 _STRICTEST = Declaration()
 _INDENT = " " * 5
-_MARGIN = 8
-"""Columns that pytest puts before each line of a message."""
-_NAMED = " " * len("AssertionError: ")
-"""What pytest puts before the first line, beside the margin."""
+_MARGIN = 8  # columns that pytest puts before each line of a message
+_NAMED = " " * len("AssertionError: ")  # what pytest puts before the first line, beside the margin
 _FINDINGS: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
 """What the numbers of some failures give away, by test function and by the name of what is judged."""
 _LOOKED_FOR: set[tuple[str, str, str]] = set()

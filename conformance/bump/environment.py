@@ -21,8 +21,7 @@ from mla_conformance.files.whole import InputError, decode
 from mla_conformance.report.terminal import say
 
 _LAYER = "mla-conformance-layer.pth"
-_SHOWN = 8
-"""Lines that are shown of what a process says that fails."""
+_SHOWN = 8  # lines that are shown of what a process says that fails
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,6 @@ class Environment:
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The distributions that were installed into it, in alphabetical order."""
         return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
 
     def find(self, names: Sequence[str]) -> dict[str, Found]:

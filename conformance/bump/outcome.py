@@ -17,8 +17,7 @@ from mla_conformance.report.terminal import counted
 from mla_conformance.speed.times import Speed, columns_of
 
 _REGRESSED, _NOTHING_JUDGED = 1, 3
-_SHOWN = 20
-"""Changes of a kind that are shown; the others stand in the two reports."""
+_SHOWN = 20  # changes of a kind that are shown; the others stand in the two reports
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ _DEFAULT_PRESET = "r1"
 def case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
     """The case of one prefill call, of a context chunk if it has a ``chunk_idx``; ``values``: whether scales are read.
 
-    Raises:
-        CaseError: no case describes the call.
-        KeyError: q has a dtype that cases do not know.
+    It is a CaseError if no case describes the call, and a KeyError if cases do not know the dtype of q.
     """
     q, k, v = (arguments[name] for name in "qkv")
     on_cpu = getattr(metadata, "query_lens_cpu", None)
@@ -65,10 +63,7 @@ def case_of_prefill(backend: Any, metadata: Any, arguments: Mapping[str, Any], v
 def case_of_decode(backend: Any, metadata: Any, arguments: Mapping[str, Any], values: bool) -> Case:
     """The case of one decode call; on several ranks that of all of them, which share it.
 
-    Raises:
-        CaseError: no case describes the call.
-        ValueError: a request without tokens stands before others, which no case has.
-        KeyError: the query has a dtype that cases do not know.
+    Errors as for a prefill, and a ValueError if a request without tokens stands before others, which no case has.
     """
     query, cache = arguments["ql_nope"], arguments["kv_cache"]
     whole = metadata.seq_lens_cpu if metadata.dcp_tot_seq_lens is None else metadata.dcp_tot_seq_lens
@@ -113,11 +108,8 @@ def _inflation(maximum: int, lengths: tuple[int, ...]) -> int:
 
 def _dims_of(backend: Any) -> str:
     """The head dims of an instance as a case names them."""
-    head = MLADimensions(
-        qk_nope_head_dim=backend.qk_nope_head_dim,
-        qk_rope_head_dim=backend.qk_rope_head_dim,
-        v_head_dim=backend.v_head_dim,
-    )
+    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    head = MLADimensions(**{name: getattr(backend, name) for name in sizes})
     for name in (_DEFAULT_PRESET, *PRESETS):
         if (PRESETS[name].head, PRESETS[name].kv_lora_rank) == (head, backend.kv_lora_rank):
             return name

@@ -24,8 +24,7 @@ from mla_conformance.speed.times import Speed
 from mla_conformance.traits.sanitizer import TOOLS
 from mla_conformance.version import SUITE_VERSION
 
-RECORDS = f"fixtures/records/{SUITE_VERSION}.jsonl"
-"""The file of this suite's records, in a checkout."""
+RECORDS = f"fixtures/records/{SUITE_VERSION}.jsonl"  # the file of this suite's records, in a checkout
 _NAME, _VERSION = "mla-conformance-certificate", 6
 SCHEMA = f"{_NAME}/{_VERSION}"
 
@@ -200,8 +199,6 @@ SANITIZED = "mla-conformance-sanitized/1"
 
 
 class SanitizerFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Equal errors of one kernel."""
-
     kernel: Text  # its name
     cause: str  # what the tool says
     count: Annotated[int, Meta(ge=1)]  # how often
@@ -211,8 +208,6 @@ class SanitizerFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SanitizedKernel(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A kernel under one tool."""
-
     schema: str = SANITIZED  # of the report
     suite: Text  # version of the suite
     version: Text  # of this project

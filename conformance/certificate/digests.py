@@ -27,14 +27,12 @@ LOCKED = ("judging", "reference")
 EARLIER = "earlier_cases"
 """In ``suites.json``, the digests of a suite's list before cases were added: what was judged on it stays valid."""
 
-NUMBER = "listed"
-"""In ``suites.json``, how many cases a suite's list has; in a record they stand first, in their order."""
+NUMBER = "listed"  # in ``suites.json``, how many cases a suite's list has; in a record they stand first, in their order
 
 SOURCES = "sources"
 """In ``suites.json``, by module of this package that a kernel is reached through, digests that judge alike."""
 
-FITTED = "fitted"
-"""Of the spaces and of the cases that were fitted to a backend, a digest of its own."""
+FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backend, a digest of its own
 
 
 @cache
@@ -134,7 +132,6 @@ def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | No
 
 @lru_cache(maxsize=8)
 def _cases_digest(ids: Sequence[str]) -> str:
-    """Of a list in its order."""
     return meaning_digest((), "\n".join(digest_of_id(id) + id for id in ids))
 
 

@@ -25,10 +25,7 @@ class Refused(Exception):
 def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str], drawn: bool = False) -> None:
     """Refuse a run that could not be certified whatever it found, before anything of it is launched.
 
-    Args:
-        backends: what it is to judge, those that cannot run here included.
-        cases: ids of the listed cases that it is to judge, those of its shard only.
-        drawn: whether it is to draw others beside them.
+    It is to judge these backends, some of which may not run here, on these listed cases, those of its shard only.
     """
     if len(backends) != 1:
         raise Refused(f"a certificate is of one backend: expected one --backend, got {len(backends)}")
@@ -83,13 +80,8 @@ def record(
 ) -> Certificate:
     """The record of a run, which a kernel has that does a part of what is asked.
 
-    Refused if the run is incomplete, or something failed without an expectation.
-
-    Args:
-        run: the run.
-        today: its date.
-        pins: what judged and what was judged.
-        libraries: SHA-256 of the shared libraries that its processes have loaded.
+    Refused if the run is incomplete, or something failed without an expectation. Of the shared libraries that its
+    processes have loaded it has the SHA-256.
     """
     (backend,) = run.backends
     for capability in backend.capabilities:

@@ -38,8 +38,7 @@ from mla_conformance.report.differences import differing
 _OF_A_MACHINE = ("device", "compute_capability", "driver", "cuda", "cudnn", "torch", "python")
 
 _EVERYBODYS = ("mla-conformance", "torch", "numpy")
-_CHOSEN = "triton"
-"""Torch brings it, and kernels are written in it."""
+_CHOSEN = "triton"  # torch brings it, and kernels are written in it
 
 
 class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,12 +53,9 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @staticmethod
     def of(backend: BackendReference, versions: Mapping[str, str], loaded: Mapping[str, str] | None = None) -> "Pins":
-        """The pins of a backend as it is here.
+        """The pins of a backend as it is here, with the versions of the distributions that its adapter names.
 
-        Args:
-            backend: the backend.
-            versions: of the distributions that its adapter names.
-            loaded: SHA-256 of the code that its processes have loaded, by path; what stands there has to be that.
+        ``loaded`` is the SHA-256 of the code that its processes have loaded, by path; what stands there has to be that.
         """
         owned, own = owned_by_wheels({path: digest for path, digest in (loaded or {}).items() if not _is_library(path)})
         # Beside what was loaded the distributions that brought the classes themselves, unless they are the harness's.
@@ -128,7 +124,6 @@ def _is_library(path: str) -> bool:
 
 
 def _with_loaded(sources: dict[str, str], own: Mapping[str, str], backend: BackendReference) -> dict[str, str]:
-    """What stands there and what was loaded, each once."""
     places = {source_name(module): module for module in backend.modules()}
     stands = {str(file.resolve()): name for name in sources if (file := module_file(places.get(name, name)))}
     found = dict(sources)

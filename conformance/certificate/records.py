@@ -29,10 +29,8 @@ SCHEMA = "mla-conformance-records/1"
 _LETTERS: dict[Status | None, str] = dict(zip((*Status, None), "pfunchtwx-", strict=True))
 """By status; the last is that of a case which the record says nothing of."""
 _STATUSES = {letter: status for status, letter in _LETTERS.items()}
-_SHORT = 12
-"""A text of as many characters is written out wherever it stands."""
-_MOST_CHARACTERS = 2**24
-"""Of a line's texts together, and of its ids: a fortieth of it is usual."""
+_SHORT = 12  # a text of as many characters is written out wherever it stands
+_MOST_CHARACTERS = 2**24  # of a line's texts together, and of its ids: a fortieth of it is usual
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from mla_conformance.files.whole import InputError
 
-NAMESPACE = "mla-conformance"
-"""What a signature is for; one that the same key made for something else does not count."""
+NAMESPACE = "mla-conformance"  # what a signature is for; one that the same key made for something else does not count
 _SUFFIX = ".sig"
 
 
@@ -37,11 +36,7 @@ def sign(content: str, key: Path) -> str:
 def signer(content: str, signature: str | None, name: str, signers: Path) -> str:
     """Who signed a content, of those whom a file of allowed signers names; SignatureError for nobody of them.
 
-    Args:
-        content: a file's, or a record's seal where many records are in a file.
-        signature: None if there is none.
-        name: the signature's, in words.
-        signers: the file.
+    The content is a file's, or a record's seal where many records are in a file; the name is the signature's, in words.
     """
     if not signers.is_file():
         raise InputError(f"--signers {signers}: expected a file of allowed signers, as ssh-keygen(1) describes it")

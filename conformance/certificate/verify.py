@@ -15,18 +15,8 @@ import msgspec
 from mla_conformance.backends.declaration import declaration_of
 from mla_conformance.backends.loading import load_backend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, known_backends, known_variants
+from mla_conformance.certificate import digests
 from mla_conformance.certificate.certificate import Certificate, records_of, renewal
-from mla_conformance.certificate.digests import (
-    FITTED,
-    LOCKED,
-    counts_here,
-    fitted_digest,
-    judged_list,
-    listed_ids,
-    locked_digests,
-    seal,
-    unlike,
-)
 from mla_conformance.certificate.pins import Remark, Weight, compare_loaded, compare_machines
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.request import RequestError, RunRequest
@@ -48,7 +38,7 @@ _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE)
 
 def problems(certificate: Certificate, today: datetime.date) -> list[str]:
     found = []
-    if certificate.seal != seal(certificate):
+    if certificate.seal != digests.seal(certificate):
         found.append("the seal does not fit the content: it was changed after it was issued")
     if unknown := age(certificate):
         return [*found, unknown]
@@ -68,21 +58,23 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
 
 def age(certificate: Certificate) -> str:
     """Why a certificate counts for nothing here; empty if it does."""
-    if counts_here(certificate):
+    if digests.counts_here(certificate):
         return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
     return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
 
 
 def _digests(certificate: Certificate) -> Iterator[str]:
-    for name, here, stated in unlike(certificate):
+    for name, here, stated in digests.unlike(certificate):
         todo = ""
         if not certificate.is_current:
             todo = f", which suite {certificate.suite} does not list"
-        elif name in LOCKED and here in locked_digests()[name]:  # the stated one is not listed, or else that of here
+        elif (
+            name in digests.LOCKED and here in digests.locked_digests()[name]
+        ):  # the stated one is not listed, or else that of here
             renew = renewal(certificate.reference, certificate.device)
             todo = f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
-        elif name in LOCKED:
+        elif name in digests.LOCKED:
             run = "python ci/lock.py write, then python ci/accept.py"
             todo = (
                 f"; suite {SUITE_VERSION} does not list the sources that are here; to show that they judge alike: {run}"
@@ -93,30 +85,30 @@ def _digests(certificate: Certificate) -> Iterator[str]:
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
-    fitted = sorted(certificate.cases.keys() - judged_list(certificate))
+    fitted = sorted(certificate.cases.keys() - digests.judged_list(certificate))
     foreign = {case for case in fitted if not could_be_fitted(case)}
     for what, odd in (
-        ("missing", judged_list(certificate) - certificate.cases.keys()),
+        ("missing", digests.judged_list(certificate) - certificate.cases.keys()),
         ("not in the suite's list", foreign),
     ):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
-    if not foreign and certificate.digests.get(FITTED) != fitted_digest(certificate, fitted):
+    if not foreign and certificate.digests.get(digests.FITTED) != digests.fitted_digest(certificate, fitted):
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
 def not_yet_judged(certificate: Certificate) -> Set[str]:
     """Ids of the cases of the list here that a record's list lacked."""
-    return listed_ids() - judged_list(certificate)
+    return digests.listed_ids() - digests.judged_list(certificate)
 
 
 def fitted_of(cases: Collection[str]) -> list[str]:
     """Ids of the cases that were fitted to a kernel: those of a record of this suite that its list lacks, sorted."""
-    return sorted(set(cases).difference(listed_ids()))
+    return sorted(set(cases).difference(digests.listed_ids()))
 
 
 def _counts(certificate: Certificate) -> Iterator[str]:
-    counted = Counts.of(_records(certificate), len(judged_list(certificate) | certificate.cases.keys()))
+    counted = Counts.of(_records(certificate), len(digests.judged_list(certificate) | certificate.cases.keys()))
     for name, expected, stated in differing(*map(msgspec.structs.asdict, (counted, certificate.counts))):
         yield f"count '{name}': the cases give {expected}, the certificate says {stated}"
     failed = [record.case for record in _records(certificate) if record.failed]
@@ -130,8 +122,8 @@ def _records(certificate: Certificate) -> list[Record]:
 
 def _must_pass(certificate: Certificate) -> Iterator[str]:
     records = {record.case: record for record in _records(certificate)}
-    listed, required = judged_list(certificate), MustPass.of_suite()
-    if listed != listed_ids():
+    listed, required = digests.judged_list(certificate), MustPass.of_suite()
+    if listed != digests.listed_ids():
         required = MustPass.of_ids(tuple(listed))
     missing = dict(required.missing(records, waivable=True))
     undecided = [case for case in missing if case not in certificate.lacking]
@@ -189,7 +181,7 @@ def with_reasons(certificate: Certificate, expectations: Expectations, today: da
             )
         findings.append(msgspec.structs.replace(finding, expectation=seen.expectation))
     changed = msgspec.structs.replace(certificate, findings=tuple(findings))
-    return msgspec.structs.replace(changed, seal=seal(changed))
+    return msgspec.structs.replace(changed, seal=digests.seal(changed))
 
 
 def rerun(

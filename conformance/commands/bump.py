@@ -9,11 +9,9 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.bump.environment import Environment
 from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_markdown
 from mla_conformance.bump.version import two_versions
-from mla_conformance.commands.console import status_of
 from mla_conformance.engine.folder import RUNS
-from mla_conformance.engine.supervisor import Stopped
 from mla_conformance.files.whole import InputError, write_output
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.terminal import say
 
 _SIDES = "before", "after"
@@ -33,18 +31,14 @@ def bump(options: argparse.Namespace) -> int:
             raise InputError(f"--out {out}: expected a new or an empty folder")
     except OSError as error:
         raise InputError(f"--out {out}: expected a writable folder: {error.strerror}") from error
-    try:
-        # Both before anything is judged: a version that cannot be installed is known at once.
-        environments = []
-        for side, pin in zip(_SIDES, pins, strict=True):
-            say(f"installing {pin}")
-            environments.append(Environment.make((out / side).resolve() / "environment", pin, options.find_links))
-            environments[-1].require_installed()
-        names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
-        found = Bump(*(_judged(environment, names, options) for environment in environments))
-    except Stopped as stop:
-        say(f"mla-conformance: ended by {stop}", error=True)
-        return status_of(stop)
+    # Both before anything is judged: a version that cannot be installed is known at once.
+    environments = []
+    for side, pin in zip(_SIDES, pins, strict=True):
+        say(f"installing {pin}")
+        environments.append(Environment.make((out / side).resolve() / "environment", pin, options.find_links))
+        environments[-1].require_installed()
+    names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
+    found = Bump(*(_judged(environment, names, options) for environment in environments))
     for line in bump_lines(found):
         say(line)
     say(f"reports {out / _SIDES[0]} {out / _SIDES[1]}")

@@ -10,14 +10,7 @@ from types import MappingProxyType
 
 from mla_conformance.backends.references import known_backends, parse_reference
 from mla_conformance.cases.sharding import Extent, Shard
-from mla_conformance.certificate.issue import (
-    Refused,
-    issue,
-    record,
-    require_certifiable,
-    require_committed,
-    require_core,
-)
+from mla_conformance.certificate import issue
 from mla_conformance.certificate.pins import Pins, libraries
 from mla_conformance.certificate.records import require_records, write_record
 from mla_conformance.certificate.signature import require_key, sign, signature_of
@@ -36,8 +29,7 @@ from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.config import read_config
 from mla_conformance.models.profile import Deployment
 from mla_conformance.models.stored import find_model
-from mla_conformance.report.json_report import to_text
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report, to_text
 from mla_conformance.report.outcome import Detail
 from mla_conformance.report.summary import BackendOutcome, RunSummary
 from mla_conformance.report.terminal import say
@@ -161,12 +153,12 @@ class Issuing:
 
     def obstacle(self, run: Run) -> str:
         try:
-            require_certifiable(run.facts, run.request.judged_ids, any(run.request.explore))
+            issue.require_certifiable(run.facts, run.request.judged_ids, any(run.request.explore))
             if self.kind == "certificate":
-                require_core(run.facts[0])
+                issue.require_core(run.facts[0])
             self.pins = _pins(run.facts[0])
-            require_committed(self.pins)
-        except Refused as reason:
+            issue.require_committed(self.pins)
+        except issue.Refused as reason:
             self.pins = None
             return f"no {self.kind}: {reason}"
         return ""
@@ -181,18 +173,18 @@ class Issuing:
         if status and not (status == BROKEN and run.backends[0].outcome is BackendOutcome.UNAVAILABLE):
             say(f"mla-conformance: no {self.kind}: the run failed or is incomplete", error=True)
             return status
-        facts, form = run.backends[0].facts, issue if self.kind == "certificate" else record
+        facts, form = run.backends[0].facts, issue.issue if self.kind == "certificate" else issue.record
         try:
             if _pins(facts) != self.pins:
-                raise Refused("the backend, one of its packages or the harness changed during the run")
+                raise issue.Refused("the backend, one of its packages or the harness changed during the run")
             try:
                 pins = _pins(facts, loaded)
-                require_committed(pins)
+                issue.require_committed(pins)
             except InputError as error:
-                raise Refused(str(error)) from error
+                raise issue.Refused(str(error)) from error
             backend = parse_reference(facts.reference)
             certificate = form(run, datetime.date.today(), pins, libraries(loaded, backend))
-        except Refused as reason:
+        except issue.Refused as reason:
             say(f"mla-conformance: no {self.kind}: {reason}", error=True)
             return 1
         if self.kind == "submission":

@@ -30,26 +30,17 @@ from mla_conformance.report.terminal import columns, counted, near, put, say, sh
 from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
-_SIGNALLED = 128
 
 
 def run_and_report(
     run: Run,
-    as_json: bool = False,
-    keep_report: bool = True,
-    resumed: Plan | None = None,
-    check: Callable[[Run], str] | None = None,
-    detail: Detail = Detail.FULL,
+    as_json: bool = False,  # print the report instead of text
+    keep_report: bool = True,  # whether the run's folder outlives the command, so that it is worth naming
+    resumed: Plan | None = None,  # that of the run that is gone on with, which must be this one
+    check: Callable[[Run], str] | None = None,  # says of a prepared run why it is not to be carried out at all
+    detail: Detail = Detail.FULL,  # how much is said of what is not wrong
 ) -> int:
-    """Carry out a run, write ``report.json``, show the outcome, and return the exit status.
-
-    Args:
-        as_json: print the report instead of text.
-        keep_report: whether the run's folder outlives the command, so that it is worth naming.
-        resumed: the plan of the run that is gone on with, which must be this one.
-        check: says of a prepared run why it is not to be carried out at all.
-        detail: how much is said of what is not wrong.
-    """
+    """Carry out a run, write ``report.json``, show the outcome, and return the exit status."""
     with run:
         refused = _prepare(run, resumed, check)
         if refused:
@@ -142,7 +133,7 @@ def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None)
         raise InputError(str(error)) from error
     except Stopped as stop:
         run.folder.discard()
-        return f"ended by {stop} before anything was judged", status_of(stop) or BROKEN
+        return f"ended by {stop} before anything was judged", stop.exit_status or BROKEN
     except (RunError, OSError) as error:
         run.folder.discard()
         return str(error), BROKEN
@@ -166,13 +157,8 @@ def _judge(run: Run, silent: bool, keeps: bool) -> tuple[str, int]:
     except RunError as error:
         return str(error), 0
     except Stopped as stop:
-        return f"ended by {stop}" + (f"; to continue: {run.resume_line}" if keeps else ""), status_of(stop)
+        return f"ended by {stop}" + (f"; to continue: {run.resume_line}" if keeps else ""), stop.exit_status
     return "", 0
-
-
-def status_of(stop: Stopped) -> int:
-    """The exit status of a run that was ended by a signal, as of a shell; 0, which decides nothing, by a deadline."""
-    return _SIGNALLED + stop.signal if stop.signal else 0
 
 
 def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str, str]:
@@ -193,7 +179,6 @@ def _write(run: Run, path: Path, summary: RunSummary, views: bool) -> tuple[str,
 
 
 def _write_step_summary(path: str, summary: RunSummary) -> None:
-    """For a CI job that shows one; it decides nothing."""
     try:
         # Nobody may read a FIFO.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)

@@ -26,7 +26,7 @@ from mla_conformance.export.script import EXPORTED_BY, RIGHT, WRONG, run_alone, 
 from mla_conformance.files.whole import InputError, read_text, require_writable, write_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import CLAUSES, Check, Status
-from mla_conformance.report.loading import is_report, load_report, report_file
+from mla_conformance.report.json_report import is_report, load_report, report_file
 from mla_conformance.report.terminal import put, say
 from mla_conformance.scoreboard.board import Entry, KnownFailure
 from mla_conformance.trials.judge_one import judged_trial

@@ -24,7 +24,7 @@ from mla_conformance.models.caselist import cases_of
 from mla_conformance.models.profile import Deployment, ModelProfile
 from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.terminal import columns, put, say, side_by_side, wrapped
+from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
 from mla_conformance.vocabulary import tiers
 from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -33,7 +33,7 @@ from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 _FACTS = "        "
 _NO_GPU = "they need a GPU, and some of them packages as well"
 _LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
-_VALUES = 19  # the column in which facts stand
+_VALUES = " " * 19  # before the column in which facts stand
 
 
 def list_backends(options: argparse.Namespace) -> int:
@@ -51,12 +51,12 @@ def list_backends(options: argparse.Namespace) -> int:
     if options.names:
         for facts in found:
             state = "unavailable: " + "; ".join(facts.reasons) if facts.reasons else "available"
-            _say_wrapped(f"{facts.name} {state}", 4)
+            say_wrapped(f"{facts.name} {state}", "    ")
         return 0
     lacking = grouped(found, lambda facts: _NO_GPU if any(map(_LACKS_GPU, facts.reasons)) else "; ".join(facts.reasons))
     for reasons, group in sorted(lacking.items(), key=lambda each: (bool(each[0]), -len(each[1]))):
         state = f"unavailable: {reasons}" if reasons else "available"
-        _say_wrapped(f"{len(group)} {state}:", 4)
+        say_wrapped(f"{len(group)} {state}:", "    ")
         for line in side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "):
             say(line)
     say("what one of them needs: mla-conformance backends NAME")
@@ -73,7 +73,7 @@ def list_capabilities(options: argparse.Namespace) -> int:
         return 0
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
-        _say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
+        say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
     for line in tier_lines():
         say(line)
     return 0
@@ -123,7 +123,7 @@ def list_models(options: argparse.Namespace) -> int:
         Section.of(options.docs, "models").write("\n".join(lines))
     elif options.name:
         for line in _detail(find_model(options.name), stored_model(options.name)):
-            _say_wrapped(line, _VALUES)
+            say_wrapped(line, _VALUES)
     else:
         for name in model_names():
             stored, profile = stored_model(name), find_model(name)
@@ -138,14 +138,8 @@ def list_models(options: argparse.Namespace) -> int:
             ]
             for line in side_by_side(summary, " · ", columns(), further=_FACTS):
                 say(line)
-            _say_wrapped(f"{_FACTS}{stored.published}: {_confirmed(stored)}", 2 * len(_FACTS))
+            say_wrapped(f"{_FACTS}{stored.published}: {_confirmed(stored)}", 2 * _FACTS)
     return 0
-
-
-def _say_wrapped(line: str, indent: int) -> None:
-    """Say a line whose further ones begin in this column."""
-    for part in wrapped(line, columns(), further=" " * indent):
-        say(part)
 
 
 def _confirmed(stored: StoredModel) -> str:

@@ -98,11 +98,6 @@ class Number:
         return int(text)
 
 
-def salt(text: str) -> str:
-    require_salt(text)
-    return text
-
-
 count = Number(1)
 workers = Number(1, _WORKERS_PER_CORE * machine_cores())
 
@@ -156,7 +151,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Words behind a command are its own parser's; an empty salt is that of the list's inputs."""
-        may_be_empty = isinstance(action, argparse._SubParsersAction) or action.type is salt
+        may_be_empty = isinstance(action, argparse._SubParsersAction) or action.type is require_salt
         if not (may_be_empty or arg_string.strip()):
             raise argparse.ArgumentError(action, "expected a value, got an empty one")
         try:
@@ -180,11 +175,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def command_line(commands: Sequence[Command], groups: Mapping[str, str]) -> Parser:
-    """The parser of all commands; ``run`` of what it parses carries one out and gives the exit status.
-
-    Args:
-        groups: words that begin several commands, and what is said of each.
-    """
+    """The parser of all commands, and of words that begin several; ``run`` of what it parses gives the exit status."""
     parser = Parser(NAME, description="Decides whether an MLA kernel is right.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}, suite {SUITE_VERSION}")
     parser.set_defaults(run=_say_how_to_begin, parser=parser)

@@ -6,26 +6,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.shrink import simpler
-from mla_conformance.commands.console import BROKEN, run_and_report, status_of
+from mla_conformance.commands.console import BROKEN, run_and_report
 from mla_conformance.engine.confirm import NothingToMinimize, minimize
 from mla_conformance.engine.folder import RUNS, RunFolder
 from mla_conformance.engine.messages import Judge, Repeat
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
-from mla_conformance.engine.supervisor import Limits, Stopped
+from mla_conformance.engine.supervisor import Limits
 from mla_conformance.engine.tasks import Tasks
 from mla_conformance.files.whole import InputError, require_writable
 from mla_conformance.judging.record import BackendFacts, Record, replay_line
 from mla_conformance.judging.traits import Repeated
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import from_here
-from mla_conformance.report.terminal import columns, say, wrapped
+from mla_conformance.report.terminal import say, say_wrapped
 from mla_conformance.vocabulary.case_files import read_case, write_case
 
 _T = TypeVar("_T")
@@ -33,21 +32,10 @@ PROBABILITY = 0.95  # with which a race is said to be found
 _PATIENCE = 4  # how much longer than the case itself simpler ones are repeated
 
 
-@dataclass(frozen=True)
-class _Replayed:
-    """What is to be run again: a case on a backend, behind other cases, with a salt or without."""
-
-    case: str
-    reference: str
-    after: Sequence[str]
-    salt: str
-    confirmed: str = ""  # what the report says of confirming the failure; empty where it failed again alone
-
-
 def replay(options: argparse.Namespace) -> int:
-    asked = _replayed(options)
+    case, reference, after, salt, confirmed = _replayed(options)
     if options.repeats:
-        with _one_case(asked.case, asked.reference, options, asked.salt) as run:
+        with _one_case(case, reference, options, salt) as run:
             return _repeat(run, options.repeats)
     if options.dump is not None:
         # Torch is imported before a backend is.
@@ -56,16 +44,16 @@ def replay(options: argparse.Namespace) -> int:
         from mla_conformance.trials.subject import Subject
 
         require_empty(options.dump)
-    if asked.confirmed:
-        say(f"the report says of this failure: it {asked.confirmed}")
-    with _one_case(asked.case, asked.reference, options, asked.salt) as run:
-        run.before, run.explains = asked.after, not options.no_explain
+    if confirmed:
+        say(f"the report says of this failure: it {confirmed}")
+    with _one_case(case, reference, options, salt) as run:
+        run.before, run.explains = after, not options.no_explain
         status = run_and_report(run, keep_report=False)
     if options.dump is not None:
         device = find_device(options.device or "")
         assert device is not None, "the run was on it"
         sys.path.append(str(Path.cwd()))  # in this process nothing else ran before it
-        dump(Subject.of(asked.reference, device), Case.parse(asked.case), options.dump, asked.salt)
+        dump(Subject.of(reference, device), Case.parse(case), options.dump, salt)
         say(f"operands, results, golden results and errors: {options.dump}")
     return status
 
@@ -77,20 +65,22 @@ def _one_case(case: str, backend: str, options: argparse.Namespace, salt: str) -
         yield Run(request, RunFolder.claim(Path(folder)), Limits(workers=1, timeout=options.timeout))
 
 
-def _replayed(options: argparse.Namespace) -> _Replayed:
-    """A case that is given, or the simplest failure of a cause in a report; causes are counted from 1."""
+def _replayed(options: argparse.Namespace) -> tuple[str, str, Sequence[str], str, str]:
+    """A case that is given, or the simplest failure of a cause in a report; causes are counted from 1.
+
+    With its backend's reference, the cases before it, the salt, and what the report says of confirming the failure.
+    """
     path, number = options.report, options.failure
     if (options.case is None) == (path is None):
         raise InputError("replay: expected either a case, as CASE_ID or FILE.json, or --report FILE")
     if path is None:
         if not options.backend:
             raise InputError("replay: expected --backend NAME beside a case")
-        before = [case_id(case) for case in options.after]
-        return _Replayed(case_id(options.case), options.backend, before, options.salt or "")
+        return case_id(options.case), options.backend, list(map(case_id, options.after)), options.salt or "", ""
     failure = chosen_failure(path, load_report(path).causes, number, "report", lambda cause: cause.headline).example
     salt = failure.salt if options.salt is None else options.salt
     reference, after = options.backend or failure.reference, options.after or failure.after
-    return _Replayed(failure.case, reference, after, salt, failure.confirmed)
+    return failure.case, reference, after, salt, failure.confirmed
 
 
 def chosen_failure(path: Path, found: Sequence[_T], number: int, what: str, title: Callable[[_T], str]) -> _T:
@@ -134,9 +124,6 @@ def minimize_case(options: argparse.Namespace) -> int:
             minimum = minimize(case, judged, options.tries)
         except (NothingToMinimize, RequestError) as error:
             raise InputError(f"minimize: {error}") from error
-        except Stopped as stop:
-            say(f"mla-conformance: ended by {stop}", error=True)
-            return status_of(stop)
     path = options.out or RUNS / f"minimized-{minimum.case.digest}.json"
     try:
         write_case(path, minimum.case)
@@ -168,12 +155,8 @@ def _repeat(run: Run, calls: int) -> int:
                     smallest, candidates = candidate, simpler(candidate)
         except RequestError as error:
             raise InputError(str(error)) from error
-        except Stopped as stop:
-            say(f"mla-conformance: ended by {stop}", error=True)
-            return status_of(stop) or BROKEN
     for text in _repeat_lines(found, calls):
-        for line in wrapped(text, columns()):
-            say(line)
+        say_wrapped(text)
     if found is None or found.failed:
         return 1 if found is None else BROKEN
     if found.breaks:

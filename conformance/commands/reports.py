@@ -15,16 +15,13 @@ from mla_conformance.judging.traits import Question
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.differences import compare, suites_differ
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_json, schema, to_text
-from mla_conformance.report.loading import load_report, merge_shards, report_file
+from mla_conformance.report.json_report import load_report, merge_shards, report_file, report_json, schema, to_text
 from mla_conformance.report.outcome import closing_line, outcome_lines
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.report.terminal import columns, counted, put, say, shown_line
 from mla_conformance.vocabulary.capabilities import Tier
 
 _INCOMPLETE = 3
-
-
 FORMATS: dict[str, Callable[[RunSummary], str]] = {
     "html": html,
     "markdown": markdown,

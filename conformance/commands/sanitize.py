@@ -22,9 +22,8 @@ from mla_conformance.files.places import place_of
 from mla_conformance.judging.record import Traced, replay_line
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.terminal import columns, counted, say, wrapped
-from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watched
-from mla_conformance.traits.sanitizer_output import joined
+from mla_conformance.report.terminal import counted, say, say_wrapped
+from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watched, joined
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import find_capability
 
@@ -62,8 +61,7 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    for line in [text] if text.lstrip().startswith("replay: ") else wrapped(text, columns()):
-        say(line)
+    say(text) if text.lstrip().startswith("replay: ") else say_wrapped(text)
 
 
 def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[str]:

@@ -4,20 +4,9 @@ from functools import partial
 from pathlib import Path
 
 from mla_conformance.cases.sharding import Extent
-from mla_conformance.commands.parser import (
-    Command,
-    Number,
-    Option,
-    count,
-    drift,
-    path,
-    salt,
-    seconds,
-    several,
-    workers,
-)
+from mla_conformance.commands.parser import Command, Number, Option, count, drift, path, seconds, several, workers
 from mla_conformance.commands.reports import FORMATS
-from mla_conformance.engine.request import DEVICES
+from mla_conformance.engine.request import DEVICES, require_salt
 from mla_conformance.judging.traits import Question
 from mla_conformance.report.differences import DRIFT
 from mla_conformance.traits.sanitizer import TOOLS
@@ -40,7 +29,7 @@ _BACKENDS = several("--backend BACKEND", f"{_REFERENCE}; by default all but what
 _ALL = Option("--all", "also judge what compiles for minutes")
 _CAPABILITIES = several("--capability NAME", "judge this capability only; see capabilities")
 _EXPECTATIONS = several("--expectations DIR", "known failures, with reasons", type=Path)
-_SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text", type=salt)
+_SALT = Option("--salt TEXT", "draw other inputs of the same cases, from this text", type=require_salt)
 _ROLE = Option("--role FILE.py", "take up the role that this file defines")
 _SECTION = "rewrite the section between this file's markers"
 _REPORT = path("report REPORT", "report.json, or a run's folder")
@@ -52,11 +41,9 @@ _JSON = path("--out FILE", "also write the outcome as JSON")
 _CASES = path("--cases DIR", "judge this folder's case files instead")
 _TIER = Option(f"--tier {_TIERS}", "how many cases; by default full", choices=list(Tier))
 _SPEED = Option("--speed", "then time each right kernel, at the shapes of the model or of DeepSeek-V3")
+_PLACE = (_ROLE, _DEVICE, _TIMEOUT, _NO_EXPLAIN)
 _SELECTION = (_BACKENDS, _CAPABILITIES, _TIER, _DEVICE, _CASES)
-
-
 _FAILURE = partial(Option, "--failure K", "number of a cause as certify prints it, by default 1", type=count, default=1)
-
 
 GROUPS = {"expectations": "known failures with reasons", "report": "show, compare and merge report.json files"}
 """Words that begin several commands."""
@@ -136,10 +123,7 @@ COMMANDS = (
         "mla_conformance.commands.watch:watch",
         Option("backend file.py:Class", "the class to judge"),
         _CAPABILITIES,
-        _ROLE,
-        _DEVICE,
-        _TIMEOUT,
-        _NO_EXPLAIN,
+        *_PLACE,
         examples=("my_backend.py:MyBackend --capability lse",),
         statuses="130 Ctrl-C; 2 usage; 3 no process can be started, or nobody reads the output",
     ),
@@ -153,10 +137,7 @@ COMMANDS = (
         several("--after CASE_ID", "run this case before it, in the same process"),
         _SALT,
         _BACKEND,
-        _ROLE,
-        _DEVICE,
-        _TIMEOUT,
-        _NO_EXPLAIN,
+        *_PLACE,
         (
             Option("--repeats N", "instead, call it N times and compare the bits, to find a race", type=count),
             path("--dump DIR", "also write operands, result, golden result and error"),
@@ -303,7 +284,7 @@ COMMANDS = (
         Option("--rerun K", "also run K random judged cases of each again", type=Number(0), default=0),
         Option("--backend BACKEND", "run this backend again; by default the certificate's"),
         Option(_USES, "by default a GPU, if present", "--rerun", choices=DEVICES),
-        Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun", type=salt),
+        Option("--salt TEXT", "draw their inputs from this text", only_with="--rerun", type=require_salt),
         Option("--signature", "require a signature of one of the --signers", only_with="--signers"),
         path("--signers FILE", "allowed signers, in the format of ssh-keygen"),
         examples=("fixtures/records/2026.5.jsonl", "certificate.json --rerun 20 --device cuda"),

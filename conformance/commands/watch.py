@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mla_conformance.backends.foreign import cut
-from mla_conformance.commands.console import Progress, clock, live, status_of
+from mla_conformance.commands.console import Progress, clock, live
 from mla_conformance.engine.confirm import MOST_EXPLAINED, compared, comparisons
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.messages import Judge
@@ -25,7 +25,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import causes
 from mla_conformance.report.outcome import cases_of, cause_lines, of_cases, worst_error
 from mla_conformance.report.summary import SIGN, BackendOutcome, BackendSummary, Counts, RunSummary, summarise
-from mla_conformance.report.terminal import columns, counted, is_read, say, wrapped
+from mla_conformance.report.terminal import columns, counted, is_read, say, say_wrapped
 
 _POLL_SECONDS = 0.3  # seconds between two looks at the file
 
@@ -40,7 +40,7 @@ def watch(options: argparse.Namespace) -> int:
             limits = Limits(timeout=options.timeout)
             _Watch(Run(request, RunFolder.claim(Path(folder)), limits, explains=not options.no_explain), file).go_on()
     except Stopped as stop:
-        return status_of(stop)
+        return stop.exit_status
 
 
 @dataclass
@@ -113,8 +113,7 @@ class _Watch:
             known = {cause.sentence for cause in causes(records)}
             for cause in () if self._has_changed() else causes(explained):
                 if cause.sentence not in known:
-                    for line in wrapped(f"explained: {cases_of(cause)}: {cause.sentence}", columns(), further=" " * 7):
-                        say(line)
+                    say_wrapped(f"explained: {cases_of(cause)}: {cause.sentence}", " " * 7)
 
     def _records(self, cases: Sequence[str], progress: Progress) -> list[Record]:
         """One of each case, but of those that had no verdict when the file changed or the backend was given up."""

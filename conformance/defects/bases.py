@@ -79,6 +79,11 @@ def stored_in(state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
     return state._replace(weighted=(state.weighted / total).to(dtype).float() * state.total)
 
 
+def through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``x`` rounded to ``dtype`` and back."""
+    return x.to(dtype).to(x.dtype)
+
+
 def packed(kv_cache: torch.Tensor) -> torch.Tensor:
     """A cache [blocks, page, width] as it would be read if no other page lay between its blocks."""
     _, page, width = kv_cache.shape
@@ -127,11 +132,9 @@ class SplitDecode(LayeredDecode):
             yield slice(start, min(start + self.key_tile, span.stop))
 
     def _starts(self, seq_len: int) -> Iterable[int]:
-        """First keys of the splits."""
         return range(0, seq_len, self._share(seq_len))
 
     def _share(self, seq_len: int) -> int:
-        """Keys of a split."""
         return self.split
 
     def _part(self, state: SoftmaxState) -> SoftmaxState:
@@ -142,11 +145,9 @@ class SplitDecode(LayeredDecode):
         return reduce(joined, parts)
 
 
-_PRODUCTS = 32
-"""Products of 8-bit operands that Hopper's tensor cores add at a time."""
+_PRODUCTS = 32  # products of 8-bit operands that Hopper's tensor cores add at a time
 _BITS = 13
-_LEAST = -126
-"""Of float32's powers of two, the least that is no subnormal: a unit below it would be 0."""
+_LEAST = -126  # of float32's powers of two, the least that is no subnormal: a unit below it would be 0
 
 
 class E4M3Operands(EagerPrefillBackend):
@@ -201,8 +202,7 @@ def added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor
     return total
 
 
-V32_SCALES = slice(512, 528)
-"""Bytes of the float32 scales in an entry of ``fp8_ds_mla``."""
+V32_SCALES = slice(512, 528)  # bytes of the float32 scales in an entry of ``fp8_ds_mla``
 
 
 def through_e8m0(rows: torch.Tensor) -> torch.Tensor:

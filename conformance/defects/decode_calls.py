@@ -8,7 +8,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode
 from mla_conformance.defects.known import but, defects
-from mla_conformance.defects.prefill_calls import _ends
+from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""
@@ -75,8 +75,7 @@ class _Counters(EagerDecodeBackend):
         self.workspace[: self._decode_metadata.seq_lens.shape[0] * self.num_heads // 4] = 0
 
 
-_PLAN: list[object] = [None]
-"""What the last decode has prepared in a workspace that prefills use as well."""
+_PLAN: list[object] = [None]  # what the last decode has prepared in a workspace that prefills use as well
 
 
 class _Scribbles(EagerPrefillBackend):
@@ -174,15 +173,8 @@ class _CallOrder(EagerDecodeBackend):
         self.single = getattr(self, "single", False) or len(self._decode_metadata.seq_lens) == 1
         return 0 if self.single and request else seq_len
 
-    class decode_softmax_scale_in_shared_constant:
+    class decode_softmax_scale_in_shared_constant(SharedScale):
         """A decode's softmax scale is a constant of the module, and every new instance overwrites it for all."""
-
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            type(self).constant = self.scale
-
-        def _scores(self, q, k):
-            return super()._scores(q, k) / self.scale * self.constant
 
     def decode_k_scale_kept_by_cache_address__before_run_decode(self, k_scale, *, kv_cache):
         """``k_scale`` is read once for each cache, found by its address, although every call hands it over."""

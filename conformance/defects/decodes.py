@@ -11,8 +11,7 @@ from mla_conformance.defects.bases import SplitDecode, joined
 from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefills import LiftedMaximum
 
-_SEVERAL_TOO = ("decode_lse",)
-"""One of its cases has several query tokens a request."""
+_SEVERAL_TOO = ("decode_lse",)  # one of its cases has several query tokens a request
 _TILE = 64
 
 

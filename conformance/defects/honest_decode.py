@@ -9,21 +9,12 @@ from mla_conformance.backends.declaration import LseClass, Precision, Rounding
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.defects.bases import (
-    BaseTwo,
-    LayeredDecode,
-    SplitDecode,
-    declares,
-    emulations,
-    joined,
-    joined_in_a_tree,
-    stored_in,
-)
+from mla_conformance.defects import bases
 from mla_conformance.defects.known import but, kernels
 
 
 @kernels()
-class _Splits(LayeredDecode):
+class _Splits(bases.LayeredDecode):
     key_tile = 32
     splits = 5
 
@@ -31,7 +22,7 @@ class _Splits(LayeredDecode):
         tiles = list(self._tiles(seq_len))
         splits = [tiles[first :: self.splits] for first in range(self.splits)]
         parts = [self._over(split, q, request, seq_len, kv_cache, k_scale) for split in splits]
-        return reduce(joined, map(self._stored, parts))
+        return reduce(bases.joined, map(self._stored, parts))
 
     def _stored(self, state: SoftmaxState) -> SoftmaxState:
         """A split's state as it waits for the others."""
@@ -40,15 +31,15 @@ class _Splits(LayeredDecode):
     class split_tokens:
         """Five splits of a request's tokens, combined by their LSEs."""
 
-    @but(declaration=declares(Rounding(partial_outputs=Precision.MODEL)))
+    @but(declaration=bases.declares(Rounding(partial_outputs=Precision.MODEL)))
     def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
         """Splits whose outputs wait in the model's dtype."""
-        return stored_in(state, self._model_dtype)
+        return bases.stored_in(state, self._model_dtype)
 
 
 @kernels()
-class _KeysOfTheModel(LayeredDecode):
-    declaration = declares(Rounding(dequantised_keys=Precision.MODEL))
+class _KeysOfTheModel(bases.LayeredDecode):
+    declaration = bases.declares(Rounding(dequantised_keys=Precision.MODEL))
 
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
@@ -56,14 +47,14 @@ class _KeysOfTheModel(LayeredDecode):
     class keys_of_the_model:
         """Codes are dequantised to the model's dtype, and declared so."""
 
-    @but(declaration=declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)))
+    @but(declaration=bases.declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)))
     def tiny_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """P × 2^8 in e4m3, and declared so; keys in the model's dtype as well."""
         return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
 
 
 @kernels()
-class _SplitDecode(SplitDecode):
+class _SplitDecode(bases.SplitDecode):
     class split_tree:
         """At most sixteen splits of neighbouring tokens, combined in a binary tree."""
 
@@ -71,11 +62,11 @@ class _SplitDecode(SplitDecode):
             return max(1, -(-seq_len // 16))
 
         def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
-            return joined_in_a_tree(parts)
+            return bases.joined_in_a_tree(parts)
 
 
 @kernels()
-class _LayeredDecode(LayeredDecode):
+class _LayeredDecode(bases.LayeredDecode):
     @but(key_tile=16)
     class page_tiles:
         """Tiles of 16 tokens, below every page but the smallest."""
@@ -101,7 +92,7 @@ class _LayeredDecode(LayeredDecode):
         def _values(self, keys):
             return super()._values(keys) * self._k_scale
 
-    @but(declaration=declares(Rounding(lse=LseClass.APPROXIMATE_EXP)))
+    @but(declaration=bases.declares(Rounding(lse=LseClass.APPROXIMATE_EXP)))
     def rough_exponential__exp(self, x: torch.Tensor) -> torch.Tensor:
         """An exponential with relative errors up to 1e-4, for 16-bit models."""
         exact = x.exp()
@@ -113,12 +104,12 @@ class _LayeredDecode(LayeredDecode):
         """P is not rounded at all."""
         return p
 
-    @but(declaration=declares(Rounding(p=Precision.FLOAT16)))
+    @but(declaration=bases.declares(Rounding(p=Precision.FLOAT16)))
     def half_precision_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """P in fp16, whatever the model's dtype, and declared so."""
         return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
 
-    class powers_of_two(BaseTwo):
+    class powers_of_two(bases.BaseTwo):
         """A decode in powers of two."""
 
 
@@ -141,7 +132,7 @@ class _Trees(EagerTreeBackend):
         def _attend(self, q, request, seq_len, kv_cache, k_scale):
             context = max(0, seq_len - q.shape[0])
             parts = (self._tiles(context), [slice(context, seq_len)] if seq_len else [])
-            return reduce(joined, [self._over(tiles, q, request, seq_len, kv_cache, k_scale) for tiles in parts])
+            return reduce(bases.joined, [self._over(tiles, q, request, seq_len, kv_cache, k_scale) for tiles in parts])
 
     def tree_by_packed_bits__behind_mask(self, mask: torch.Tensor) -> torch.Tensor:
         """Masks are packed to bytes, the first bit lowest, and read from these."""
@@ -159,5 +150,5 @@ class _Trees(EagerTreeBackend):
         """All tokens in one tile."""
 
 
-HONEST_DECODES: tuple[type[KernelBackend], ...] = (LayeredDecode, EagerTreeBackend, *emulations(__name__))
+HONEST_DECODES: tuple[type[KernelBackend], ...] = (bases.LayeredDecode, EagerTreeBackend, *bases.emulations(__name__))
 """Every honest emulation of a decode kernel, of trees too."""

@@ -28,51 +28,33 @@ FAMILIES = (
 _GROUPS: list[tuple[type, dict[str, Any]]] = []
 """Groups of which no kernel is made yet, with what is said of all of their kernels."""
 _KNOWN: dict[str, "KnownDefect"] = {}
-Emulation = KernelBackend | AttentionBackend
-"""What an emulation is: a kernel, or a layer around kernels."""
-
-
-class DefectError(ValueError):
-    """A known defect that is declared wrongly."""
+Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, or a layer around kernels
 
 
 class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The catalogue of bugs that were reported of the layers that are judged here.
+    """The catalogue of bugs that were reported of the layers that are judged here."""
 
-    Attributes:
-        sources: public threads, by the id of the known defect that emulates what they report.
-        pipeline: threads of the pipeline of layers with selected keys: empty where a known defect emulates what they
-            report, else what shows it, or why nothing does.
-        not_emulated: why there is no emulation of the others, by their ids.
-    """
-
-    sources: dict[str, tuple[str, ...]]
+    sources: dict[str, tuple[str, ...]]  # public threads, by the id of the known defect that emulates what they report
+    # threads of the pipeline of layers with selected keys: empty where a known defect emulates what they report, else
+    # what shows it, or why nothing does
     pipeline: dict[str, str]
-    not_emulated: dict[str, str]
+    not_emulated: dict[str, str]  # why there is no emulation of the others, by their ids
 
 
 @cache
 def reported_bugs() -> ReportedBugs:
-    """The catalogue, ``fixtures/reported.toml``."""
     text = (files("mla_conformance.fixtures") / "reported.toml").read_text(encoding="utf-8")
     return msgspec.convert(tomllib.loads(text), ReportedBugs)
 
 
 @dataclass(frozen=True)
 class KnownDefect:
-    """A bug, emulated.
+    """A bug, emulated."""
 
-    Attributes:
-        id: its id, of a reported one that in the catalogue of reported bugs.
-        kernel: the emulation, of a backend of any role.
-        killed_by: capability that is expected to kill it.
-        related: capabilities that may fail before that one, because the bug is theirs too; any may before one of
-            combinations.
-    """
-
-    id: str
-    kernel: type[Emulation]
-    killed_by: str
+    id: str  # its id, of a reported one that in the catalogue of reported bugs
+    kernel: type[Emulation]  # the emulation, of a backend of any role
+    killed_by: str  # capability that is expected to kill it
+    # capabilities that may fail before that one, because the bug is theirs too; any may before one of combinations
     related: tuple[str, ...] = ()
 
     @property
@@ -94,7 +76,6 @@ class KnownDefect:
 
     @property
     def reference(self) -> str:
-        """What ``certify --backend`` takes."""
         return f"{self.kernel.__module__}:{self.kernel.__name__}"
 
 
@@ -117,10 +98,8 @@ def defects(
 
     They are made once one of them is asked for, by its name in the module or as a known defect.
 
-    Args:
-        killed_by: as of :class:`KnownDefect`, and ``related``; ``but`` says it of a single one.
-        related: see there.
-        inside: as of :func:`emulation`, which says what a group's functions and classes are.
+    ``killed_by`` and ``related`` are as of :class:`KnownDefect`, and ``but`` says them of a single one; ``inside`` is
+    as of :func:`emulation`, which says what a group's functions and classes are.
     """
 
     def enter(group: type) -> type:
@@ -139,22 +118,18 @@ def _named(name: str) -> Any:
 
 
 def _made() -> dict[str, KnownDefect]:
-    """All that are entered.
-
-    Raises:
-        DefectError: an id that is taken, a capability that does not exist, or no sentence.
-    """
+    """All that are entered; a ValueError of a taken id, a capability that does not exist, or no sentence."""
     while _GROUPS:
         group, said = _GROUPS.pop(0)
         for kernel, about in kernels_of(group, str, **said):
             entry = KnownDefect(kernel.__name__.replace("_", "-"), kernel, **about)
             where = f"known defect '{entry.id}' ({entry.reference})"
             if entry.id in _KNOWN:
-                raise DefectError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
+                raise ValueError(f"{where}: the id is taken by {_KNOWN[entry.id].reference}")
             for name in {entry.killed_by, *entry.related} - {*CAPABILITIES}:
-                raise DefectError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
+                raise ValueError(f"{where}: no capability '{name}'; expected one of {', '.join(CAPABILITIES)}")
             if not entry.sentence:
-                raise DefectError(f"{where}: expected a docstring that says what is wrong")
+                raise ValueError(f"{where}: expected a docstring that says what is wrong")
             _KNOWN[entry.id] = entry
     return _KNOWN
 
@@ -220,14 +195,12 @@ def emulation(
 
     Args:
         group: the honest kernel, and what its group shares.
-        name: of the class.
         step: a function that stands in place of a method, or a class with several.
         site: the method; its underscore only where it alone tells it from another. Behind ``before_`` the step is
             called first, and returns its positional arguments anew, or nothing if they stay as they are; behind
             ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
         inside: a layer of which the class is a part, and the attribute or method that names this part.
-        attributes: of the class.
     """
     about = {"__module__": step.__module__, "__doc__": step.__doc__}
     part = inside[1] if inside else name
@@ -250,11 +223,7 @@ def emulation(
 
 
 def _standing(made: Callable[[], type], place: str | None, group: type, sites: list[str], step: Any) -> Any:
-    """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone.
-
-    Raises:
-        TypeError: the step asks for an argument that the calls do not have.
-    """
+    """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone."""
     method, usual = sites[0], getattr(group, sites[0])
     parameters = dict(list(signature(usual).parameters.items())[1:])
     defaults = {key: each.default for key, each in parameters.items()}

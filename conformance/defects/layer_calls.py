@@ -13,8 +13,7 @@ from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.bases import EagerLayer, packed
 from mla_conformance.defects.known import but, defects
 
-_OWNER: dict[str, Any] = {}
-"""The metadata that were seen last, and the first layer that was handed them."""
+_OWNER: dict[str, Any] = {}  # the metadata that were seen last, and the first layer that was handed them
 
 
 @defects(inside=(EagerLayer, "decode_backend"))

@@ -25,25 +25,15 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, CONFORMS, SPACES, Tier
 
-_MOST_WORKERS = 16
-"""Each takes some hundred megabytes, and a core."""
+_MOST_WORKERS = 16  # each takes some hundred megabytes, and a core
 
 
 @dataclass(frozen=True)
 class MatrixKernel:
-    """A kernel of the run.
-
-    Attributes:
-        name: an id or a class name.
-        reference: what loads its class.
-        killed_by: the capability that is expected to kill it; empty of an honest kernel.
-        roles: whose cases it is judged on.
-    """
-
-    name: str
-    reference: str
-    killed_by: str = ""
-    roles: tuple[Role, ...] = tuple(ROLES.values())
+    name: str  # an id or a class name
+    reference: str  # what loads its class
+    killed_by: str = ""  # the capability that is expected to kill it; empty of an honest kernel
+    roles: tuple[Role, ...] = tuple(ROLES.values())  # whose cases it is judged on
 
     @property
     def honest(self) -> bool:

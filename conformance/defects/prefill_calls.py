@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
 from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands
 from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefills import _Numbered
@@ -44,7 +44,10 @@ class _Merge(EagerPrefillBackend):
 
     def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
         parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
-        self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
+        result, lse = self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
+        output.copy_(result)
+        if output_lse is not None:
+            output_lse.copy_(lse)
 
     def _weighed(self, parts, merged):
         """Each output times its weight, which is 0 where neither part has a key."""
@@ -53,18 +56,14 @@ class _Merge(EagerPrefillBackend):
 
     def merge_weighs_a_keyless_output_with_zero__merge(self, output, parts, merged, output_lse):
         """The output of a row without keys is weighed with 0, not cleared, and 0 times NaN is NaN."""
-        prefix, suffix = self._weighed(parts, merged)
-        output.copy_(prefix + suffix)
-        if output_lse is not None:
-            output_lse.copy_(merged)
+        return sum(self._weighed(parts, merged)), merged
 
     def merge_writes_lse_before_it_is_read__merge(self, output, parts, merged, output_lse):
         """The merged LSE is written before the weights are computed, from the prefix's, which may be the same
         tensor."""
         if output_lse is not None:
             output_lse.copy_(merged)
-        prefix, suffix = self._weighed(parts, merged)
-        output.copy_(prefix + suffix)
+        return sum(self._weighed(parts, merged)), merged
 
     def merge_clears_its_output_first__merge(self, output, parts, merged, output_lse):
         """The output is cleared before both parts are added to it, the prefix too where that is the same tensor."""
@@ -72,19 +71,16 @@ class _Merge(EagerPrefillBackend):
         output.zero_()
         for weighed in self._weighed(parts, merged):
             sums += weighed
-        output.copy_(sums)
-        if output_lse is not None:
-            output_lse.copy_(merged)
+        return sums, merged
 
     def merge_both_neg_inf_nan__merge(self, output, parts, merged, output_lse):
         """Two rows without keys are merged with exp(-inf - -inf), which is not a number."""
         largest = torch.maximum(*(lse for _, lse in parts))
         weights = [(lse - largest).exp() for _, lse in parts]
         total = weights[0] + weights[1]
-        shares = [(weight / total).mT.unsqueeze(-1) for weight in weights]
-        output.copy_(shares[0] * parts[0][0].float() + shares[1] * parts[1][0].float())
-        if output_lse is not None:
-            output_lse.copy_(largest + total.log())
+        shares = ((weight / total).mT.unsqueeze(-1) for weight in weights)
+        result = sum(share * part.float() for share, (part, _) in zip(shares, parts, strict=True))
+        return result, largest + total.log()
 
 
 @defects("fp8_operands")
@@ -251,6 +247,15 @@ def _ends(lengths: list[int]) -> tuple[int, ...]:
     return len(lengths), sum(lengths), lengths[0], lengths[-1]
 
 
+class SharedScale(OnlineSoftmax):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        type(self).constant = self.scale
+
+    def _scores(self, q, k):
+        return super()._scores(q, k) / self.scale * self.constant
+
+
 @defects("call_order")
 class _CallOrder(EagerPrefillBackend):
     def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
@@ -314,15 +319,8 @@ class _CallOrder(EagerPrefillBackend):
             output[query_start_loc[1] :] = 0.0
         return output, lse
 
-    class prefill_softmax_scale_in_shared_constant:
+    class prefill_softmax_scale_in_shared_constant(SharedScale):
         """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
-
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            type(self).constant = self.scale
-
-        def _scores(self, q, k):
-            return super()._scores(q, k) / self.scale * self.constant
 
     def prefill_plans_of_a_dozen_batches__behind_batch(self, output, lse, *, query_start_loc, causal):
         """An instance has room for the plans of a dozen batches, and of every further one the last request is lost."""

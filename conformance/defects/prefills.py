@@ -7,6 +7,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
+from mla_conformance.defects.bases import through
 from mla_conformance.defects.known import but, defects
 
 _VALUES = (
@@ -101,11 +102,6 @@ class _OtherKeys(EagerPrefillBackend):
         return slice(start, start + length)
 
 
-def _through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` rounded to ``dtype`` and back."""
-    return x.to(dtype).to(x.dtype)
-
-
 @defects("new_tokens")
 class _NewTokens(EagerPrefillBackend):
     def fa4_sm90_varlen_bug__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
@@ -134,11 +130,11 @@ class _NewTokens(EagerPrefillBackend):
 
     def fp8_score_noise_compounds__scores(self, q, k):
         """Q and K are quietly rounded to e4m3."""
-        return super()._scores(_through(q, torch.float8_e4m3fn), _through(k, torch.float8_e4m3fn))
+        return super()._scores(through(q, torch.float8_e4m3fn), through(k, torch.float8_e4m3fn))
 
     def nvfp4_attn_fp8_scratch_subnormal_flush__behind_finish(self, output, lse):
         """The output passes through an e4m3 scratch buffer of unit scale."""
-        return _through(output, torch.float8_e4m3fn), lse
+        return through(output, torch.float8_e4m3fn), lse
 
     def sm120_nvfp4_correction_compact_vs_expanded__behind_finish(self, output, lse):
         """A wrong row sum scales the whole output by 0.9."""
@@ -147,7 +143,7 @@ class _NewTokens(EagerPrefillBackend):
     @but(declaration=_SCALED)
     def fa4_e4m3_excess_error__round_p(self, p, dtype):
         """P is rounded to e5m2 where e4m3 is declared."""
-        return _through(p, torch.float8_e5m2)
+        return through(p, torch.float8_e5m2)
 
     def tma_short_tail_descriptor_flag__before_batch(self, query_start_loc, causal):
         """A long request followed by a tail of one token fails: the tail's descriptor keeps a stale flag."""
@@ -338,7 +334,7 @@ class _OtherPrefill(EagerPrefillBackend):
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
         """P is rounded to e4m3 without its scale of 2^8: the tail's weights vanish, the row sum counts them."""
-        return _through(p, torch.float8_e4m3fn)
+        return through(p, torch.float8_e4m3fn)
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_lazy_rescale_p_saturation__accumulate(self, state, scores, v):
@@ -348,7 +344,7 @@ class _OtherPrefill(EagerPrefillBackend):
         maximum = torch.where(keep, state.maximum, torch.maximum(state.maximum, new))
         shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
         decay, p = (state.maximum - shift).exp(), (scores - shift).exp()
-        stored = _through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
+        stored = through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
         weighted = torch.einsum("nts,snv->ntv", stored, v.float())
         return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
 

@@ -16,31 +16,21 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, SPACES, Tier
 
 PROMISED = {Tier.SMOKE: 0.95, Tier.FULL: 1.0, Tier.NIGHTLY: 1.0}
 """Share of the known defects that a tier promises to kill: smoke by any capability, the others as expected."""
-_DECIDE_NOTHING = ("__init__", "known", "matrix", "report")
-"""The modules of this room that hold no kernel."""
+_DECIDE_NOTHING = ("__init__", "known", "matrix", "report")  # the modules of this room that hold no kernel
 _GOLDEN = ("error_budget", "index_scores")
 """Of the reference, which has a digest of its own, what depends on the defects' numbers."""
 
 
 class DefectReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The outcome of a run over all defects.
-
-    Attributes:
-        digests: of everything that decides a verdict: when it was run, and what a lock showed to judge alike since.
-        tier: cases that were run.
-        kills: for each defect the capabilities that kill it, in the order of the vocabulary, of those that it was run
-            on; behind the expected one it was not.
-        killing_cases: for each defect the first case that kills it, of the capability that is expected to.
-        false_alarms: honest (kernel, case) pairs that the suite fails.
-        honest_pairs: honest pairs in the run.
-    """
-
+    # of everything that decides a verdict: when it was run, and what a lock showed to judge alike since
     digests: list[str]
-    tier: str
+    tier: str  # cases that were run
+    # for each defect the capabilities that kill it, in the order of the vocabulary, of those that it was run on; behind
+    # the expected one it was not
     kills: dict[str, list[str]]
-    killing_cases: dict[str, str]
-    false_alarms: list[str]
-    honest_pairs: int
+    killing_cases: dict[str, str]  # for each defect the first case that kills it, of the capability that is expected to
+    false_alarms: list[str]  # honest (kernel, case) pairs that the suite fails
+    honest_pairs: int  # honest pairs in the run
 
     @property
     def survivors(self) -> list[str]:

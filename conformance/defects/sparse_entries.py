@@ -10,26 +10,21 @@ from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, joined, through_e8m0
 from mla_conformance.defects.known import but, defects
 from mla_conformance.defects.prefills import LiftedMaximum
-from mla_conformance.defects.sparse_lists import _once, _strided
+from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
-_SHAPES_TOO = ("model_shapes",)
-"""It comes before, and has lists of every kind."""
-_LISTS_PADDED_TOO = ("selection_padding",)
-"""Some of its cases have sinks."""
+_SHAPES_TOO = ("model_shapes",)  # it comes before, and has lists of every kind
+_LISTS_PADDED_TOO = ("selection_padding",)  # some of its cases have sinks
 _FP4_CODES = 256
-_LAST_SCALE_OF_V4 = -2
-"""A byte of padding follows."""
-_UNIT = 127
-"""The exponent of 1."""
+_LAST_SCALE_OF_V4 = -2  # a byte of padding follows
+_UNIT = 127  # the exponent of 1
 _V4_TOO = ("unselected_keys", "attention_sinks", "second_cache")
 _V41_TOO = ("second_cache",)
 _LISTS_TOO = ("selection_padding", "selection_length", "selection_order", "selection_rows", "index_spaces")
 _V32_TOO = ("model_shapes", *_LISTS_TOO, "unselected_keys", "attention_sinks", "second_cache")
 """Some of their cases have caches of these entries."""
-_OVERWRITTEN_TOO = ("call_order",)
-"""It overwrites the operands in place as well."""
+_OVERWRITTEN_TOO = ("call_order",)  # it overwrites the operands in place as well
 _TILE = 64
 
 
@@ -140,14 +135,6 @@ def _cut(source, columns):
     """The first columns of lists."""
     length = None if source.length is None else source.length.clamp(max=columns)
     return replace(source, indices=source.indices[:, :columns], length=length)
-
-
-def _whole_where_0(source):
-    """Lists whose length of 0 is taken for none."""
-    if source.length is None:
-        return source
-    whole = torch.full_like(source.length, source.indices.shape[1])
-    return replace(source, length=torch.where(source.length == 0, whole, source.length))
 
 
 @defects("second_cache")

@@ -13,8 +13,7 @@ from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
 _TILE = 64
-_SHAPES_TOO = ("model_shapes",)
-"""It comes before, and has lists of every kind."""
+_SHAPES_TOO = ("model_shapes",)  # it comes before, and has lists of every kind
 
 
 def _columns(indices):
@@ -33,6 +32,14 @@ def _once(listed, source):
     ordered, order = numbers.sort(dim=1, stable=True)
     again = torch.nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
     return listed & ~torch.zeros_like(listed).scatter(1, order, again)
+
+
+def _whole_where_0(source):
+    """Lists whose length of 0 is taken for none."""
+    if source.length is None:
+        return source
+    whole = torch.full_like(source.length, source.indices.shape[1])
+    return replace(source, length=torch.where(source.length == 0, whole, source.length))
 
 
 @defects("selection_padding", related=("sparse_lse",))
@@ -209,10 +216,7 @@ class _SelectionLength(EagerSparseBackend):
 
     def sparse_length_of_0_is_none__listed(self, source):
         """A length of 0 is taken for none, and the whole list counts."""
-        if source.length is None:
-            return super()._listed(source)
-        whole = torch.full_like(source.length, source.indices.shape[1])
-        return super()._listed(replace(source, length=torch.where(source.length == 0, whole, source.length)))
+        return super()._listed(_whole_where_0(source))
 
     def sparse_empty_rows_behind_64_not_written__behind_attend(self, output, lse, *, q):
         """From the second block of 64 rows on, a row whose list names nothing holds what the buffer held."""

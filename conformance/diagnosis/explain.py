@@ -3,24 +3,46 @@
 Told is only what fits at every number that was judged and nothing else does, with a "perhaps" if it does not fail and
 pass as the backend does on cases nearby. An exception, a wrong shape or a write out of bounds is what it says it is;
 arithmetic does not explain it.
+
+Candidates are judged as any backend is, at less cost: what a step leaves changed in the process is looked for once,
+after all steps, and where something is found, the kernel is tried again as any backend is. On one case a mistake gives
+the numbers of a narrower one, or by chance those of another: codes without their scale are the same whether that is so
+of every page or of large ones. Where else a backend fails tells them apart.
 """
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib import import_module
+from itertools import chain
+from typing import Any
 
 import torch
 
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
+from mla_conformance.backends.eager_decode import EagerDecodeBackend, EagerTreeBackend
+from mla_conformance.backends.eager_sparse import EagerSparseBackend
+from mla_conformance.backends.foreign import one_line
+from mla_conformance.backends.references import BackendReference
+from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.attempts import attempted
-from mla_conformance.diagnosis.candidates import Candidate, candidates
+from mla_conformance.cases.shrink import simpler
+from mla_conformance.cases.work import work_of
+from mla_conformance.defects.bases import LayeredDecode
+from mla_conformance.defects.known import FAMILIES, Emulation, judged_roles, known_defects, reported_bugs, sentence_of
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
-from mla_conformance.diagnosis.neighbours import holding, outcome
+from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
+from mla_conformance.driving.driver import Executor, StepResult, run_step
 from mla_conformance.judging.record import INDISTINCT, UNCOMPARED, UNLIKE, Record
-from mla_conformance.judging.verdict import Status
+from mla_conformance.judging.verdict import COMPARED, Status
+from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.trials.judge_one import judged_trial
+from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
+from mla_conformance.vocabulary.capabilities import find_capability
 
 ALIKE = 0.99
 """Least likeness that is told: in the calibration another fault reached 0.987, and what was the same 0.997 at least."""
@@ -30,25 +52,134 @@ wrong row may round more than the right one's budget allows."""
 PATIENCE = 15.0
 """Seconds for all candidates, and as many for cases nearby. All seconds here are CPU time of the thread that compares:
 others may share the machine, and threads of torch that wait for each other on it count as if they computed."""
-WHOLE = 120.0
-"""The same where nothing but this one failure is looked at: most cases take a tenth of it."""
-_MOST_REQUESTS = 256
-"""The candidates take one request after the other."""
+WHOLE = 120.0  # the same where nothing but this one failure is looked at: most cases take a tenth of it
+_MOST_REQUESTS = 256  # the candidates take one request after the other
 _PERHAPS = "perhaps "
 _PARTLY = " (not every known defect was compared)"
-MOST_TOLD = 2
-"""Causes that a sentence names; more would be of no help."""
+MOST_TOLD = 2  # causes that a sentence names; more would be of no help
+_LISTED = 12
+
+# Nobody knows who wrote what is imported or read once judging has begun.
+for _family in FAMILIES:
+    import_module(f"mla_conformance.defects.{_family}")
+reported_bugs()
 
 
-class _Hourglass:
-    """Runs out after so many seconds of this thread's CPU time."""
+@dataclass(frozen=True)
+class Candidate:
+    """A wrong kernel that a failure may look like: a known defect, or a mistake that nobody needs to report."""
 
-    def __init__(self, seconds: float) -> None:
-        self._until = time.thread_time() + seconds
+    sentence: str  # what is wrong with it
+    kernel: type[Emulation]
+    roles: tuple[Role, ...]  # that it is judged in
+    id: str = ""  # of a known defect; empty for a suspect
+    sources: tuple[str, ...] = ()  # public threads that report it
+    covers: tuple[str, ...] = ()  # known defects that are this mistake under some condition
 
     @property
-    def has_run_out(self) -> bool:
-        return time.thread_time() > self._until
+    def reference(self) -> str:
+        return f"{self.kernel.__module__}:{self.kernel.__name__}"
+
+    @property
+    def reported(self) -> str:
+        """What a failure that looks like it is said to be; the numbers of a known defect are those of that defect."""
+        source = self.sources[0] if self.sources else ""
+        if self.id:
+            return f"what the known defect {self.id}{f' ({source})' if source else ''} does: {self.sentence}"
+        return self.sentence + (f", like {source}" if source else "")
+
+
+@cache
+def candidates(role: Role) -> tuple[Candidate, ...]:
+    """All that serve cases of a role, suspects first."""
+    return tuple(candidate for candidate in _everyone() if role in candidate.roles)
+
+
+@cache
+def _everyone() -> tuple[Candidate, ...]:
+    # Who touches memory by its address returns what is right, so that no wrong number looks like it; and the address of
+    # a GPU's memory, read by this process, would end it.
+    known = {id: entry for id, entry in known_defects().items() if entry.killed_by != "memory_bounds"}
+    found = list[Candidate]()
+    for wrong, covers in chain.from_iterable(map(each_of, SUSPECTS)):
+        sources = known[covers[0]].sources if covers else ()
+        for kernel, roles in _kernels(wrong):
+            found.append(Candidate(sentence_of(wrong), kernel, roles, "", sources, covers))
+    return (*found, *(Candidate(x.sentence, x.kernel, x.roles, x.id, x.sources) for x in known.values()))
+
+
+def _kernels(wrong: type[OnlineSoftmax]) -> Iterator[tuple[type[Emulation], tuple[Role, ...]]]:
+    """A kernel of each role with this step, and a layer of both."""
+    if issubclass(wrong, EagerPrefillBackend | EagerDecodeBackend | EagerSparseBackend):
+        yield wrong, judged_roles(wrong)
+        return
+    prefill = combined(wrong, EagerPrefillBackend)
+    yield prefill, (Role.PREFILL,)
+    yield combined(wrong, EagerDecodeBackend), (Role.DECODE,)
+    yield combined(wrong, EagerTreeBackend), (Role.TREE,)
+    yield combined(wrong, LayeredDecode, prefill_backend=prefill), (Role.LAYER,)
+    yield combined(wrong, EagerSparseBackend), (Role.SPARSE,)
+
+
+def combined(first: type, second: type, **attributes: object) -> type[Emulation]:
+    """A kernel that is both classes, where its reference finds it; a TypeError if their bases have no order."""
+    module, name = first.__module__, first.__name__ + second.__name__
+    kernel = type(name, (first, second), {"__module__": module, **attributes})
+    setattr(sys.modules[module], name, kernel)
+    return kernel
+
+
+class _Unwatched(Executor):
+    """Carries out steps in this process while somebody else looks at what they leave."""
+
+    def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
+        done = self.query(step)
+        return replace(done, kept=done.value)
+
+    def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
+        try:
+            return StepResult(question())
+        except Exception as error:
+            return StepResult(error=one_line(error), out_of_memory=out_of_memory(error))
+
+
+_UNWATCHED = _Unwatched()
+
+
+def attempted(reference: str, case: Case, context: Context, device: torch.device) -> tuple[Trial, Record]:
+    """The trial and the record of one of the project's own kernels; a RuntimeError once it has lost the GPU."""
+    backend = BackendReference(reference.rpartition(":")[2], reference)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # they wait for each other over small tensors, on a busy machine longer than one computes
+    try:
+        done = run_step(partial(judged_trial, Subject(backend, device, _UNWATCHED), case, context))
+        if done.error or done.disturbed:
+            return judged_trial(Subject(backend, device), case, context)
+    finally:
+        torch.set_num_threads(before)
+    tried: tuple[Trial, Record] = done.value
+    if tried[1].failed and _UNWATCHED.lost(device):
+        raise RuntimeError(f"{reference} lost the GPU on {case.id}, so that nothing more can be compared there")
+    return tried
+
+
+def neighbours(case: Case) -> list[Case]:
+    """The boldest simpler case of each field, and those of the capability that differ in fewest; light ones first."""
+    steps: dict[tuple[str, ...], Case] = {}
+    for step in simpler(case):
+        steps.setdefault(_differing(step, case), step)
+    listed = (each for each in find_capability(case.capability).cases if each.role is case.role and each != case)
+    nearest = sorted(listed, key=lambda each: (len(_differing(each, case)), work_of(each)))[:_LISTED]
+    return sorted({*steps.values(), *nearest}, key=lambda each: (work_of(each), each.id))
+
+
+def _differing(one: Case, other: Case) -> tuple[str, ...]:
+    return tuple(name for name in one.defaults() if getattr(one, name) != getattr(other, name))
+
+
+def outcome(record: Record) -> str | None:
+    """The check of numbers that failed, nothing if the case passed; None if a record tells neither."""
+    return record.check if record.status is Status.PASS or record.check in COMPARED else None
 
 
 @dataclass(frozen=True)
@@ -106,9 +237,9 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
         return UNCOMPARED
     failure = failure.in_numbers
     everyone = candidates(failure.case.role)
-    likenesses, time_left = dict[Candidate, float](), _Hourglass(patience)  # of those there is time and memory to try
+    likenesses, until = dict[Candidate, float](), time.thread_time() + patience  # of those with time and memory to try
     for candidate in everyone:
-        if time_left.has_run_out:
+        if time.thread_time() > until:
             break
         if (tried := behaviour(candidate, failure)) is not None:
             likenesses[candidate] = likeness(failure.observed, tried)
@@ -118,7 +249,7 @@ def explain(failure: Failure, patience: float = PATIENCE) -> str:
             return UNCOMPARED
     elif UNALIKE <= max(likenesses.values(), default=0.0) < ALIKE:
         return INDISTINCT
-    held = _holding(fitting, failure, _Hourglass(patience))
+    held = _holding(fitting, failure, time.thread_time() + patience)
     said = describe(held or fitting, failure.observed.is_numeric and bool(held) and not is_partial)
     return f"{said}{_PARTLY}" if is_partial and said != INDISTINCT else said
 
@@ -153,26 +284,31 @@ class ReportedCauses:
         return ""
 
 
-def _holding(fitting: Sequence[Candidate], failure: Failure, time_left: _Hourglass) -> list[Candidate]:
-    """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them."""
+def _holding(fitting: Sequence[Candidate], failure: Failure, until: float) -> list[Candidate]:
+    """Those that pass and fail as the backend does on cases nearby, as far as there is time to try them.
 
-    def observed(case: Case) -> str | None:
-        return None if time_left.has_run_out else failure.nearby(case)
-
-    def suspected(candidate: Candidate, case: Case) -> str | None:
-        return None if time_left.has_run_out else outcome(_tried(candidate, case, failure)[1])
-
-    return holding(fitting, failure.case, observed, suspected, failure.observed.is_numeric)
+    Without numbers, where all that is wrong is NaN, it comes first whether large numbers where nothing may be read do
+    harm, too.
+    """
+    case, found = failure.case, list(fitting)
+    unlike = [] if failure.observed.is_numeric or case.poison == "large" else [replace(case, poison="large")]
+    for near in [*unlike, *neighbours(case)] if found else ():
+        if not found or time.thread_time() > until:
+            break
+        if (seen := failure.nearby(near)) is not None:
+            about = near, failure.context, failure.device
+            found = [
+                each
+                for each in found
+                if time.thread_time() > until or outcome(attempted(each.reference, *about)[1]) in (seen, None)
+            ]
+    return found
 
 
 def behaviour(candidate: Candidate, failure: Failure) -> Behaviour | None:
     """What a candidate does on the case of a failure; None where it could not be judged, which is no likeness."""
-    trial, record = _tried(candidate, failure.case, failure)
+    trial, record = attempted(candidate.reference, failure.case, failure.context, failure.device)
     return None if record.status is Status.UNAVAILABLE else Behaviour.of(trial, record)
-
-
-def _tried(candidate: Candidate, case: Case, failure: Failure) -> tuple[Trial, Record]:
-    return attempted(candidate.reference, case, failure.context, failure.device)
 
 
 def describe(fitting: Sequence[Candidate], certain: bool) -> str:

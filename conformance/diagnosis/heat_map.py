@@ -8,11 +8,9 @@ from msgspec import Meta, Struct
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import ARITHMETIC
 
-MOST = 64
-"""Heads, and rows, that a map tells apart."""
+MOST = 64  # heads, and rows, that a map tells apart
 BEYOND = 9
-_BLOCKS = "·▁▂▃▄▅▆▇██"
-"""By digit."""
+_BLOCKS = "·▁▂▃▄▅▆▇██"  # by digit
 
 # In Python a line's end may stand behind what matches `$`.
 _Digits = Annotated[str, Meta(pattern=r"^[0-9]{1,64}$(?!\n)")]

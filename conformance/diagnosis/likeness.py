@@ -24,8 +24,6 @@ _ROUNDED = 2**-7
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a kernel did on a case."""
-
     failure: tuple[str, str, str]  # what failed and where in the procedure; empty if the case passed
     # every output and LSE of the step that was judged last; none where they have not the right form
     numbers: tuple[Measured, ...]

@@ -8,13 +8,14 @@ import sys
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import msgspec
 
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.keeper import start_module
 from mla_conformance.engine.machine import WHOLE, end_with_parent
-from mla_conformance.engine.messages import Judge, read_line
+from mla_conformance.engine.messages import Judge, read_line, tell
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, RunError, Stopped
@@ -23,13 +24,6 @@ from mla_conformance.judging.record import Record
 
 _END_SECONDS = 10.0
 _ANY = "lse:q=[4]"  # no other case is listed, which takes two seconds
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """The backends that are judged, by reference, and where; an empty device is CUDA where there is one."""
-
-    backends: tuple[str, ...]
-    device: str
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -41,13 +35,16 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Judging:
-    """A run in a process beside this one, which judges what it is asked for."""
+    """A run in a process beside this one, which judges what it is asked for.
 
-    def __init__(self, asked: Asked) -> None:
+    It is told the backends, by reference, and where they are judged; an empty device is CUDA where there is one.
+    """
+
+    def __init__(self, backends: tuple[str, ...], device: str) -> None:
         self._connection, remote = socket.socketpair()
         self._process = start_module(__name__, remote.fileno())
         remote.close()
-        self._ask(asked)
+        self._ask((backends, device))
 
     @cached_property
     def reasons(self) -> dict[str, tuple[str, ...]]:
@@ -60,9 +57,9 @@ class Judging:
         assert record is not None
         return record
 
-    def _ask(self, message: Asked | tuple[str, str]) -> None:
+    def _ask(self, message: tuple[Any, str]) -> None:
         with contextlib.suppress(OSError):  # that it has ended is seen when it does not answer
-            self._connection.sendall(msgspec.json.encode(message) + b"\n")
+            tell(self._connection, message)
 
     def _answer(self) -> Answer:
         line = b""
@@ -86,23 +83,19 @@ class Judging:
 
 
 def main(connection: socket.socket) -> None:
-
-    def say(answer: Answer) -> None:
-        connection.sendall(msgspec.json.encode(answer) + b"\n")
-
-    asked = msgspec.json.decode(read_line(connection), type=Asked)
+    backends, device = msgspec.json.decode(read_line(connection), type=tuple[tuple[str, ...], str])
     try:
-        request = RunRequest.of(asked.backends, device=asked.device or None, cases=[_ANY])
+        request = RunRequest.of(backends, device=device or None, cases=[_ANY])
         folder = TemporaryDirectory(prefix="mla-conformance-pytest-")
         with folder, Run(request, RunFolder.claim(Path(folder.name)), Limits(workers=1)) as run:
             run.prepare()
-            say(Answer({facts.reference: facts.reasons for facts in run.facts}))
+            tell(connection, Answer({facts.reference: facts.reasons for facts in run.facts}))
             while line := read_line(connection):
                 reference, case = msgspec.json.decode(line, type=tuple[str, str])
                 for outcome in run.outcomes(Tasks([[Judge(reference, case)]]), WHOLE):
-                    say(Answer(record=outcome.answer.record))
+                    tell(connection, Answer(record=outcome.answer.record))
     except (RequestError, RunError) as error:
-        say(Answer(error=str(error)))
+        tell(connection, Answer(error=str(error)))
     except Stopped:
         return
 

@@ -15,7 +15,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import Any
 
 import msgspec
 import torch
@@ -27,7 +26,7 @@ from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, Reported
 from mla_conformance.diagnosis.likeness import Behaviour
 from mla_conformance.engine.keeper import start_module
 from mla_conformance.engine.machine import cause_of
-from mla_conformance.engine.messages import read_line
+from mla_conformance.engine.messages import read_line, tell
 from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.record import ENDED, UNASKED, Record
 from mla_conformance.judging.steps import Measured
@@ -126,7 +125,7 @@ class Explainer:
                 known = function, about.record, str(about.device), about.context.salt
                 return _Asked(*known, about.observed.failure, str(numbers))
 
-            self._send(asked(failure))
+            tell(self._connection, asked(failure))
             while True:
                 if not select.select([self._connection], [], [], max(0.0, until - time.monotonic()))[0]:
                     raise TimeoutError
@@ -136,10 +135,8 @@ class Explainer:
                 if not said.nearby:
                     return said.explanation
                 case = Case.parse(said.nearby)
-                self._send(asked(failure.again(case)) if said.in_numbers else failure.nearby(case))
-
-    def _send(self, message: Any) -> None:
-        self._connection.sendall(msgspec.json.encode(message) + b"\n")
+                again = asked(failure.again(case)) if said.in_numbers else failure.nearby(case)
+                tell(self._connection, again)
 
     def _end(self) -> str:
         """End the process if there is one and it has not ended, and what it ended by."""
@@ -166,15 +163,12 @@ def main(connection: socket.socket) -> None:
     found: defaultdict[Function, Explained] = defaultdict(Explained)
     contexts: dict[str, Context] = {}
 
-    def said(message: _Said) -> None:
-        connection.sendall(msgspec.json.encode(message) + b"\n")
-
     def nearby(case: Case) -> str | None:
-        said(_Said(nearby=case.id))
+        tell(connection, _Said(nearby=case.id))
         return msgspec.json.decode(read_line(connection), type=str | None)
 
     def again(case: Case) -> Failure | None:
-        said(_Said(nearby=case.id, in_numbers=True))
+        tell(connection, _Said(nearby=case.id, in_numbers=True))
         asked = msgspec.json.decode(read_line(connection), type=_Asked | None)
         return failure_of(asked) if asked else None
 
@@ -187,7 +181,7 @@ def main(connection: socket.socket) -> None:
 
     while line := read_line(connection):
         asked = msgspec.json.decode(line, type=_Asked)
-        said(_Said(found[asked.function].explain(failure_of(asked))))
+        tell(connection, _Said(found[asked.function].explain(failure_of(asked))))
 
 
 if __name__ == "__main__":

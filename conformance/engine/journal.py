@@ -257,7 +257,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def recorded(journal: Journal) -> "Plan":
-        """The plan that a journal starts with."""
         first, *_ = journal.sealed().values()
         if not isinstance(first, Planned):
             raise JournalError(f"{journal.path}: expected a journal that starts with the plan of a run")

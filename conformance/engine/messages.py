@@ -156,6 +156,10 @@ def read_line(connection: socket.socket) -> bytes:
     return line
 
 
+def tell(connection: socket.socket, message: Any) -> None:
+    connection.sendall(msgspec.json.encode(message) + b"\n")
+
+
 def encode(message: Setup | Given | WorkerEvent) -> bytes:
     return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")
 

@@ -13,22 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mla_conformance.engine import keeper
+from mla_conformance.engine import keeper, messages
 from mla_conformance.engine.machine import LACKED_MEMORY, cause_of, end_of, how, programs_below
-from mla_conformance.engine.messages import (
-    Ended,
-    Given,
-    Hello,
-    Setup,
-    Task,
-    Unrecorded,
-    WorkerEvent,
-    WorkerExplored,
-    WorkerJudged,
-    WorkerStarted,
-    decode,
-    encode,
-)
 from mla_conformance.judging.record import COMPILING, ENDED, Record
 from mla_conformance.judging.verdict import Status, Verdict
 
@@ -93,13 +79,13 @@ class BoundedLog:
 @dataclass(eq=False)
 class WorkerSlot:
     number: int
-    setup: Setup
+    setup: messages.Setup
     environment: Mapping[str, str]  # variables of its processes beside those of this one
     log: int  # descriptor that its processes print to
     timeout: float  # seconds that a case may take
     early: keeper.EarlyKeeper | None = None  # a keeper that was started before there was a place for it
-    hello: Hello | None = None  # what the worker of the moment said of itself; None while there is none
-    task: Task | None = None  # what it is doing
+    hello: messages.Hello | None = None  # what the worker of the moment said of itself; None while there is none
+    task: messages.Task | None = None  # what it is doing
     deadline: float = 0.0  # when something has to be done about it unless it is idle, on the monotonic clock
     # (backend reference, case id) of everything that the worker of the moment was given to judge; without a case
     # where it was asked what the backend is
@@ -128,13 +114,13 @@ class WorkerSlot:
         self.hello, self._buffer = None, b""
         self.deadline = time.monotonic() + START_SECONDS
         with contextlib.suppress(OSError):
-            self.connection.sendall(encode(self.setup))
+            self.connection.sendall(messages.encode(self.setup))
 
     @property
     def is_idle(self) -> bool:
         return self.hello is not None and self.task is None and not self._makes_room
 
-    def give(self, task: Task | None, share: int | None = None) -> None:
+    def give(self, task: messages.Task | None, share: int | None = None) -> None:
         """Have the worker carry out a task, a case in no more than its share of a GPU's memory.
 
         Without one it gives back what it holds of its GPU for cases to come.
@@ -143,11 +129,11 @@ class WorkerSlot:
             self._makes_room = True
         else:
             self.task, self._started, self._judged, self._asked, self._killed = task, None, None, False, False
-            if isinstance(task, Unrecorded):
+            if isinstance(task, messages.Unrecorded):
                 self.history.append((task.reference, ""))
         self.deadline = time.monotonic() + self.timeout
         with contextlib.suppress(OSError):  # it died meanwhile: its end is on the way
-            self.connection.sendall(encode(Given(self._process, task, share)))
+            self.connection.sendall(messages.encode(messages.Given(self._process, task, share)))
 
     def renew(self) -> None:
         """Have the worker replaced by one that has judged nothing, whatever it is doing."""
@@ -155,7 +141,7 @@ class WorkerSlot:
             self.task, self._killed = None, True
             self._end_worker()
 
-    def read(self) -> Iterator[WorkerEvent]:
+    def read(self) -> Iterator[messages.WorkerEvent]:
         """What came; the end of the keeper itself is an end of its worker, and it starts anew."""
         data = b""
         with contextlib.suppress(OSError):
@@ -171,44 +157,44 @@ class WorkerSlot:
                 said = f"the process that starts judges was ended from outside ({how(status)}); start the run anew"
                 raise RunError(said)
             self.spawn()
-            self._note(ended := Ended(status))
+            self._note(ended := messages.Ended(status))
             yield ended
             return
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         stray = False
         for line in filter(None, lines):
             try:
-                event = decode(line, WorkerEvent)
+                event = messages.decode(line, messages.WorkerEvent)
             except ValueError:
                 stray = not self._asked  # else it is where the worker is
                 if self._asked and len(self._stacks) < _MOST_STACKS:
                     self._stacks.append(line[:_READ])
                 continue
-            stray = stray and not isinstance(event, Ended)  # it died in the middle of a line
+            stray = stray and not isinstance(event, messages.Ended)  # it died in the middle of a line
             # What a worker says that is being ended comes too late.
-            if not self._killed or isinstance(event, Hello | Ended):
+            if not self._killed or isinstance(event, messages.Hello | messages.Ended):
                 self._note(event)
                 yield event
         if stray and self.hello:
             self._end_worker()  # nothing that it says can be told from what is lost
 
-    def _note(self, event: WorkerEvent) -> None:
-        if isinstance(event, Hello):
+    def _note(self, event: messages.WorkerEvent) -> None:
+        if isinstance(event, messages.Hello):
             self.hello, self._process, self.history, self._stacks = event, event.process, [], []
             self._killed, self._served = False, True
-        elif isinstance(event, WorkerStarted):
+        elif isinstance(event, messages.WorkerStarted):
             self._started, judged = event.record, (event.record.reference, event.record.case)
             if self.history[-1:] != [judged]:  # told twice where it waited for memory
                 self.history.append(judged)
             self.deadline = time.monotonic() + self.timeout
-        elif isinstance(event, WorkerJudged):
+        elif isinstance(event, messages.WorkerJudged):
             self._judged = event.record
             self.deadline = time.monotonic() + EXPLAIN_SECONDS
-        elif isinstance(event, WorkerExplored):
+        elif isinstance(event, messages.WorkerExplored):
             self.deadline = time.monotonic() + self.timeout
         else:
             self._makes_room = False
-            if isinstance(event, Ended):
+            if isinstance(event, messages.Ended):
                 self.hello, self._process = None, 0
                 self.deadline = time.monotonic() + START_SECONDS
             elif event.leaves:

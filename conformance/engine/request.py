@@ -188,7 +188,8 @@ def _is_function(file: Path, name: str) -> bool:
     return bool(named) and isinstance(named[-1], ast.FunctionDef) and not named[-1].decorator_list
 
 
-def require_salt(salt: str) -> None:
-    """Refuse what not every command line would carry."""
+def require_salt(salt: str) -> str:
+    """The salt; refused if not every command line would carry it."""
     if not re.fullmatch(r"[\w.-]{0,64}", salt, re.ASCII):
         raise RequestError(f"expected a salt of up to 64 letters, digits, dots and dashes, got {salt!r}")
+    return salt

@@ -40,13 +40,7 @@ from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, UNASKED, Ba
 from mla_conformance.judging.traits import NO_TRAITS
 from mla_conformance.judging.verdict import Check, Status, Verdict, failed
 from mla_conformance.report.causes import UNWANTED, grouped, symptom
-from mla_conformance.report.summary import (
-    BackendSummary,
-    RunSummary,
-    is_right,
-    judged_pairs,
-    summarise,
-)
+from mla_conformance.report.summary import BackendSummary, RunSummary, is_right, judged_pairs, summarise
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.times import KINDS, Speed, forms_of
 from mla_conformance.version import SUITE_VERSION, __version__
@@ -187,18 +181,12 @@ class Run:
 
     def judge(
         self,
-        on_record: Callable[[Record], None] = lambda record: None,
-        on_phase: Callable[[str], None] = lambda what: None,
+        on_record: Callable[[Record], None] = lambda record: None,  # is given each record once it is journalled
+        on_phase: Callable[[str], None] = lambda what: None,  # is told what goes on where that is not all at once
     ) -> None:
         """Judge what has no verdict yet, then confirm what failed.
 
-        Args:
-            on_record: is given each record once it is journalled.
-            on_phase: is told what goes on where that is not everything at once.
-
-        Raises:
-            Stopped: by a signal or the deadline.
-            RunError: no process can be started, or the journal cannot be written.
+        It is Stopped by a signal or the deadline; a RunError if no process starts, or the journal cannot be written.
         """
         self._on_record, self._on_phase = on_record, on_phase
         self.supervisor.started = lambda record: self._write(journal.CaseStarted(record.case, record.reference))

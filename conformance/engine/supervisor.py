@@ -16,39 +16,8 @@ from math import inf
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import outside
 from mla_conformance.cases.case import Case
+from mla_conformance.engine import machine, messages
 from mla_conformance.engine.keeper import begun
-from mla_conformance.engine.machine import (
-    ADOPTS_ORPHANS,
-    LACKED_MEMORY,
-    MOST_ON_GPU,
-    THREADS,
-    VISIBLE,
-    WHOLE,
-    GpuPart,
-    ahead_on,
-    children,
-    end_children,
-    how,
-    machine_cores,
-    machine_memory,
-    part_of,
-    prctl,
-    workers_on,
-)
-from mla_conformance.engine.messages import (
-    Ended,
-    Explore,
-    Hello,
-    Judge,
-    Setup,
-    TakeTimes,
-    TaskReply,
-    Trace,
-    Unrecorded,
-    WorkerEvent,
-    WorkerExplored,
-    WorkerStarted,
-)
 from mla_conformance.engine.place import DIED, BoundedLog, RunError, WorkerSlot
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.tasks import ENOUGH, TaskOutcome, Tasks
@@ -102,6 +71,11 @@ class Stopped(Exception):
         super().__init__(signal.Signals(number).name if number else "the deadline")
         self.signal = number
 
+    @property
+    def exit_status(self) -> int:
+        """As of a shell; 0, which decides nothing, by a deadline."""
+        return 128 + self.signal if self.signal else 0
+
 
 class Supervisor:
     """The processes of a run, which is told of signals until it is closed; then none of them is left."""
@@ -117,13 +91,13 @@ class Supervisor:
         self.explored: Callable[[Record], None] = lambda record: None  # told what is known of an exploration so far
         self._starts = 0
         self.signal = 0  # the number of one that came
-        self._tasks, self._part = Tasks(()), WHOLE
+        self._tasks, self._part = Tasks(()), machine.WHOLE
         self._unbegun: Counter[int] = Counter()
-        self._before = children()
+        self._before = machine.children()
         self._told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._heeding = heeded(self._note)
         self._heeding.__enter__()
-        prctl(ADOPTS_ORPHANS, 1)
+        machine.prctl(machine.ADOPTS_ORPHANS, 1)
 
     def _note(self, number: int, _: object) -> None:
         self.signal = number
@@ -139,24 +113,24 @@ class Supervisor:
         for place in ended:
             place.end()
         if not kept:
-            end_children(self._before)
+            machine.end_children(self._before)
 
     def close(self) -> None:
         self.end()
-        prctl(ADOPTS_ORPHANS, 0)
+        machine.prctl(machine.ADOPTS_ORPHANS, 0)
         os.close(self.log.descriptor)
         self.log.reader.join(_JOIN_SECONDS)  # for what was printed last
         self._heeding.__exit__(None, None, None)
         for descriptor in self._told:
             os.close(descriptor)
 
-    def add_place(self, setup: Setup, environment: Mapping[str, str]) -> None:
+    def add_place(self, setup: messages.Setup, environment: Mapping[str, str]) -> None:
         early, self._early = self._early, None
         place = WorkerSlot(len(self.places), setup, environment, self.log.descriptor, self.timeout, early)
         self.places.append(place)
         place.spawn()
 
-    def hello(self, of_all: bool = False) -> Hello:
+    def hello(self, of_all: bool = False) -> messages.Hello:
         """What a worker says of itself, once one is there, or each one with all that it judges with."""
         while not (said := [place.hello for place in self.places if place.hello]) or (
             of_all and len(said) < len(self.places)
@@ -164,11 +138,10 @@ class Supervisor:
             deque(self._events(), 0)  # nothing was given that has an outcome
         return said[0]
 
-    def run(self, tasks: Tasks, part: GpuPart = WHOLE) -> Iterator[TaskOutcome]:
+    def run(self, tasks: Tasks, part: machine.GpuPart = machine.WHOLE) -> Iterator[TaskOutcome]:
         """Have all tasks carried out; an outcome for each. After a deadline, the same tasks can be gone on with.
 
-        Args:
-            part: what places have of their GPU; a case for which that is never enough comes back undone.
+        A case for which the part of a GPU that places have is never enough comes back undone.
         """
         self._tasks, self._part = tasks, part
         self._unbegun.clear()
@@ -190,7 +163,9 @@ class Supervisor:
                         room = part.share + part.common - sum(max(0, more) for more in others)
                     if not (task := tasks.take(place.number, room, part.is_alone)):
                         break
-                    is_fresh = isinstance(task, Trace | TakeTimes) or (isinstance(task, Judge) and task.fresh)
+                    is_fresh = isinstance(task, messages.Trace | messages.TakeTimes) or (
+                        isinstance(task, messages.Judge) and task.fresh
+                    )
                     if place.history and is_fresh:
                         place.renew()
                         tasks.put_back(place.number, task)
@@ -220,17 +195,17 @@ class Supervisor:
             for event in place.read():
                 yield from self._outcomes(place, event)
 
-    def _outcomes(self, place: WorkerSlot, event: WorkerEvent) -> Iterator[TaskOutcome]:
-        if isinstance(event, Hello):
+    def _outcomes(self, place: WorkerSlot, event: messages.WorkerEvent) -> Iterator[TaskOutcome]:
+        if isinstance(event, messages.Hello):
             self._starts = 0
-        elif isinstance(event, WorkerStarted):
+        elif isinstance(event, messages.WorkerStarted):
             self.started(event.record)
-        elif isinstance(event, WorkerExplored):
+        elif isinstance(event, messages.WorkerExplored):
             self.explored(event.record)
-        elif isinstance(event, TaskReply) and place.task is not None:
+        elif isinstance(event, messages.TaskReply) and place.task is not None:
             task, place.task = place.task, None
             share, taken = self._part.share, self._tasks.taken[place.number]
-            if share is not None and isinstance(task, Judge):
+            if share is not None and isinstance(task, messages.Judge):
                 most = share + self._part.common
                 lacked = event.record is not None and event.record.lacked_memory
                 wants = min(2 * max(share, taken), most) if lacked else 0 if taken else event.wants
@@ -239,29 +214,31 @@ class Supervisor:
                     self._tasks.defer(place.number, task, wants)
                     return
             yield TaskOutcome(task, event, history=tuple(place.history))
-        elif isinstance(event, Ended):
+        elif isinstance(event, messages.Ended):
             yield from self._ended(place, event.status)
 
     def _ended(self, place: WorkerSlot, status: int) -> Iterator[TaskOutcome]:
         """What the end of a worker makes of its task; one that it had not begun is given to the next."""
-        end_children(self._before | {place.keeper.pid for place in self.places})
+        machine.end_children(self._before | {place.keeper.pid for place in self.places})
         given, place.task = place.task, None
         if given is None:
             self._count_start(status)
             return
         record = place.outcome(status)
-        if record is None and isinstance(given, Judge | Explore):
+        if record is None and isinstance(given, messages.Judge | messages.Explore):
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                case = Case.parse(given.case) if isinstance(given, Judge) else array_of(given.capabilities[0])[0]
-                capability = case.capability if isinstance(given, Judge) else EXPLORED
+                case = (
+                    Case.parse(given.case) if isinstance(given, messages.Judge) else array_of(given.capabilities[0])[0]
+                )
+                capability = case.capability if isinstance(given, messages.Judge) else EXPLORED
                 about = parse_reference(given.reference).name, given.reference, capability, case.id
-                died = Status.UNAVAILABLE if status == LACKED_MEMORY else Status.CRASH
-                message = f"{DIED}, before the case began, {_MOST_STARTS} times: {how(status)}"
+                died = Status.UNAVAILABLE if status == machine.LACKED_MEMORY else Status.CRASH
+                message = f"{DIED}, before the case began, {_MOST_STARTS} times: {machine.how(status)}"
                 record = Record(*about, died, message=message)
-        if record or isinstance(given, Unrecorded):
-            yield TaskOutcome(given, TaskReply(record), place.why(status), tuple(place.history))
+        if record or isinstance(given, messages.Unrecorded):
+            yield TaskOutcome(given, messages.TaskReply(record), place.why(status), tuple(place.history))
             return
         self._count_start(status)
         self._tasks.put_back(place.number, given)
@@ -270,7 +247,7 @@ class Supervisor:
         """A process that ends although it had nothing to do, again and again, will never start."""
         self._starts += 1
         if self._starts > _MOST_STARTS * len(self.places):
-            raise RunError(f"no process can be started here ({how(status)}):\n{self.log.tail}")
+            raise RunError(f"no process can be started here ({machine.how(status)}):\n{self.log.tail}")
 
 
 class Pool:
@@ -279,13 +256,13 @@ class Pool:
     def __init__(self, request: RunRequest, limits: Limits, supervisor: Supervisor, began: float) -> None:
         """Start those that there are in any case at once; the others once the first has said what there is."""
         self.request, self.limits, self.supervisor, self.began = request, limits, supervisor, began
-        self.beside = WHOLE  # what a worker has of its GPU beside the others
-        self._on_cpu, self._most_on_cpu = request.surely_cpu, min(_MOST_ON_CPU, machine_cores())
+        self.beside = machine.WHOLE  # what a worker has of its GPU beside the others
+        self._on_cpu, self._most_on_cpu = request.surely_cpu, min(_MOST_ON_CPU, machine.machine_cores())
         workers = limits.workers
         if not workers and self._on_cpu:
             worth = len(request.judged_ids) * len(request.backends) // _WORTH
             workers = self._most_on_cpu if any(request.explore) else max(1, min(self._most_on_cpu, worth))
-        workers = workers or min(MOST_ON_GPU, machine_cores())
+        workers = workers or min(machine.MOST_ON_GPU, machine.machine_cores())
         self._add_place(request.device, workers)  # imports torch while the cases are counted
         self._most = max(1, len(request.judged_ids))  # have something to do
         for _ in range(1, limits.workers or min(workers, self._most)):
@@ -304,11 +281,11 @@ class Pool:
     def _share_out(self, gpus: int) -> None:
         """Share so many GPUs, or a CPU without one, out among the places; those that compile ahead start as well."""
         hello = self.hello
-        workers = self.limits.workers or (min(self._most, workers_on(gpus, hello.memory)) if hello.gpus else 1)
+        workers = self.limits.workers or (min(self._most, machine.workers_on(gpus, hello.memory)) if hello.gpus else 1)
         self.supervisor.end(workers if gpus == 1 else 1)  # the others have the first GPU, too
         self.workers = workers
         may_compile = hello.gpus and not self.limits.workers and self._most > ENOUGH
-        places = workers + (ahead_on(gpus, hello.memory, workers) if may_compile else 0)
+        places = workers + (machine.ahead_on(gpus, hello.memory, workers) if may_compile else 0)
         for number in range(len(self.supervisor.places), places):
             self._add_place(hello.device, places, hello.gpus[number % gpus])
         if hello.gpus:
@@ -322,7 +299,7 @@ class Pool:
         return workers if places > workers else workers - workers // 4
 
     def _share_memory(self, places: int) -> None:
-        self.beside = part_of(self.hello.memory, -(-places // self.supervisor.gpus))
+        self.beside = machine.part_of(self.hello.memory, -(-places // self.supervisor.gpus))
 
     def _add_place(self, device: str, workers: int, gpu: str = "") -> None:
         """Start one of so many, with its share of the cores, on a CPU of the memory, too.
@@ -330,13 +307,13 @@ class Pool:
         What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
         write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
         """
-        threads = {THREADS: max(1, machine_cores() // workers)}
+        threads = {machine.THREADS: max(1, machine.machine_cores() // workers)}
         own = threads if self._on_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
-        share = max(LEAST_MEMORY, machine_memory() // (self.limits.workers or self._most_on_cpu))
+        share = max(LEAST_MEMORY, machine.machine_memory() // (self.limits.workers or self._most_on_cpu))
         memory = self.limits.memory or share if self._on_cpu else None
         request = self.request
         array = tuple(case.id for name, space in SPACES.items() if space.role.file for case in array_of(name))
         asked = request.salt, any(request.explore), self.began, outside(), array
-        setup = Setup(device, memory, *asked, variables, request.speed)
-        self.supervisor.add_place(setup, variables | ({VISIBLE: gpu} if gpu else {}))
+        setup = messages.Setup(device, memory, *asked, variables, request.speed)
+        self.supervisor.add_place(setup, variables | ({machine.VISIBLE: gpu} if gpu else {}))

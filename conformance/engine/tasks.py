@@ -151,17 +151,12 @@ class FailureLimit:
 
 
 def judged_on_gpu(
-    outcomes: Callable[[Tasks, GpuPart], Iterator[TaskOutcome]],
-    beside: GpuPart,
+    outcomes: Callable[[Tasks, GpuPart], Iterator[TaskOutcome]],  # by places that have such a part of their GPUs
+    beside: GpuPart,  # what each worker has of a GPU beside the others; what exceeds that has a GPU for itself
     on_phase: Callable[[str], None],
     tasks: Tasks,
 ) -> Iterator[TaskOutcome]:
-    """What comes of cases; of those that need their GPU for themselves once the others are judged.
-
-    Args:
-        outcomes: has tasks carried out by places that have such a part of their GPUs.
-        beside: what each worker has of a GPU beside the others; what exceeds that has a GPU for itself.
-    """
+    """What comes of cases; of those that need their GPU for themselves once the others are judged."""
 
     def count() -> str:
         return counted(sum(map(len, tasks.groups)), "case")

@@ -38,43 +38,7 @@ from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.driving.remote import RemoteExecutor
 from mla_conformance.driving.remote import serve as call_kernels
 from mla_conformance.driving.shared import Shared
-from mla_conformance.engine.machine import (
-    DUMPABLE,
-    LACKED_MEMORY,
-    allocated_memory,
-    device_facts,
-    end_as,
-    end_of,
-    end_with_parent,
-    find_device,
-    leave,
-    machine_memory,
-    may_have_gpu,
-    prctl,
-    renounce_rights,
-    visible_gpus,
-)
-from mla_conformance.engine.messages import (
-    Describe,
-    Examine,
-    Explore,
-    Given,
-    Hello,
-    Judge,
-    Repeat,
-    Setup,
-    TakeTimes,
-    Task,
-    TaskReply,
-    Trace,
-    WorkerEvent,
-    WorkerExplored,
-    WorkerJudged,
-    WorkerStarted,
-    decode,
-    encode,
-    read_line,
-)
+from mla_conformance.engine import machine, messages
 from mla_conformance.files.places import load_all_again
 from mla_conformance.judging.judged_rows import memory_need
 from mla_conformance.judging.record import EXPLORED, NOTHING_TRACED, BackendFacts, Record, Traced
@@ -96,7 +60,7 @@ from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of
 
-Send = Callable[[WorkerEvent], None]
+Send = Callable[[messages.WorkerEvent], None]
 _STACK_SECONDS, _PIECE_SECONDS = 0.5, 0.05
 _MOST_STACKS = 2**16
 _STANDARD = 2
@@ -107,7 +71,7 @@ _TIMING = "mla_conformance.speed.measure"  # imported where kernels are to be ti
 _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GPU goes on to hold what it took
 
 
-def load_all(setup: Setup) -> None:
+def load_all(setup: messages.Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
     if setup.role:
         take_up(setup.role, setup.array)
@@ -119,17 +83,17 @@ def load_all(setup: Setup) -> None:
         wanted += ["numpy.random", "mla_conformance.cases.strategies"]
     if setup.times:
         wanted.append(_TIMING)
-    if setup.device != "cpu" and may_have_gpu() and find_spec("triton"):
+    if setup.device != "cpu" and machine.may_have_gpu() and find_spec("triton"):
         wanted.append("mla_conformance.reference.gpu_weights")
     for module in wanted:
         import_module(module)
 
 
-def serve(connection: socket.socket, setup: Setup) -> NoReturn:
+def serve(connection: socket.socket, setup: messages.Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end, or until there is no memory to begin one with."""
 
-    def send(event: WorkerEvent) -> None:
-        connection.sendall(encode(event))
+    def send(event: messages.WorkerEvent) -> None:
+        connection.sendall(messages.encode(event))
 
     try:
         process = os.getpid()
@@ -137,18 +101,18 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
             resource.setrlimit(resource.RLIMIT_DATA, (setup.memory, setup.memory))
         executor = start_kernel_process(setup, connection)
         faulthandler.register(signal.SIGUSR1, file=connection.fileno(), all_threads=True, chain=True)
-        if device := find_device(setup.device):
-            gpus = visible_gpus() if device.type == "cuda" else ()
-            send(Hello(process, device.type, device_facts(device), gpus, whole_memory(device)))
+        if device := machine.find_device(setup.device):
+            gpus = machine.visible_gpus() if device.type == "cuda" else ()
+            send(messages.Hello(process, device.type, machine.device_facts(device), gpus, whole_memory(device)))
         else:
-            send(Hello(process, "", {}))
+            send(messages.Hello(process, "", {}))
         executor.use(device := device or torch.device("cpu"))
         worker = Worker(device, setup.memory, send, executor, Context(setup.salt))
         if not select.select([connection], [], [], _AT_ONCE)[0]:
             worker.warm_up()  # while others tell what the backends are
-        while line := read_line(connection):
+        while line := messages.read_line(connection):
             try:
-                given = decode(line, Given)
+                given = messages.decode(line, messages.Given)
             except ValueError:
                 continue  # the rest of what an earlier process has read in part
             if given.process == process:
@@ -159,18 +123,18 @@ def serve(connection: socket.socket, setup: Setup) -> NoReturn:
         if not out_of_memory(error):
             raise
         traceback.print_exc()
-        leave(LACKED_MEMORY)
-    leave(0)
+        machine.leave(machine.LACKED_MEMORY)
+    machine.leave(0)
 
 
-def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecutor:
+def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> RemoteExecutor:
     # The memory between two processes must be there before they part.
-    shared, (stacks, reported), (mine, theirs) = Shared(machine_memory()), os.pipe(), socket.socketpair()
+    shared, (stacks, reported), (mine, theirs) = Shared(machine.machine_memory()), os.pipe(), socket.socketpair()
     judge, kernel = os.getpid(), os.fork()
     if not kernel:
         os.setsid()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        end_with_parent(judge, signal.SIGKILL)
+        machine.end_with_parent(judge, signal.SIGKILL)
         for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
             if number > _STANDARD and number not in (theirs.fileno(), reported):
                 with contextlib.suppress(OSError):  # the folder's own
@@ -179,19 +143,19 @@ def start_kernel_process(setup: Setup, supervisor: socket.socket) -> RemoteExecu
             load_all_again()
             LOADED.watch(setup.began)  # which trusts the folders of wheels that are searched so far
             sys.path.append(str(Path.cwd()))  # last: a plug-in's module often is there, and a kernel may write there
-            prctl(DUMPABLE, 1)
-            renounce_rights()
+            machine.prctl(machine.DUMPABLE, 1)
+            machine.renounce_rights()
             faulthandler.register(signal.SIGUSR1, file=reported, all_threads=True)
             call_kernels(theirs, shared)
         except BaseException as error:
             traceback.print_exc()
-            leave(LACKED_MEMORY if out_of_memory(error) else 1)
-        leave(0)
+            machine.leave(machine.LACKED_MEMORY if out_of_memory(error) else 1)
+        machine.leave(0)
     theirs.close()
     os.close(reported)
     signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
-    prctl(DUMPABLE, 0)
-    return RemoteExecutor(mine, shared, partial(end_as, kernel), end_of(kernel))
+    machine.prctl(machine.DUMPABLE, 0)
+    return RemoteExecutor(mine, shared, partial(machine.end_as, kernel), machine.end_of(kernel))
 
 
 def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
@@ -236,32 +200,32 @@ class Worker:
             self.executor.query(partial(getattr, subject, "unavailable"))  # whoever asks again is told what it raised
         return self._subjects[reference]
 
-    def answer(self, task: Task | None, share: int | None = None) -> TaskReply:
+    def answer(self, task: messages.Task | None, share: int | None = None) -> messages.TaskReply:
         """Carry out a task, and tell what code that has loaded; a case that the GPU has no room for now waits."""
         if task is None:
             self._make_room()
-            return TaskReply()
+            return messages.TaskReply()
         if share != self._held_to:  # torch gives back what it keeps before it goes beyond what others count on
             part = 1.0 if share is None else share / whole_memory(self.device)
             torch.cuda.set_per_process_memory_fraction(part, self.device)
             self._held_to = share
         need = 0
-        if isinstance(task, Judge) and (share is not None or self.device.type == "cuda"):
+        if isinstance(task, messages.Judge) and (share is not None or self.device.type == "cuda"):
             need = memory_need(Case.parse(task.case), self.device.type)
             if not self._has_room(task, need, share):
-                return TaskReply(wants=need + _KEPT)
-        self._last = task.case if isinstance(task, Judge) else ""
-        if isinstance(task, Judge):
+                return messages.TaskReply(wants=need + _KEPT)
+        self._last = task.case if isinstance(task, messages.Judge) else ""
+        if isinstance(task, messages.Judge):
             done = self._judged(task)
         else:
-            done = self._described(task) if isinstance(task, Describe) else self._asked(task)
+            done = self._described(task) if isinstance(task, messages.Describe) else self._asked(task)
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
             self.executor.make_room()
         loaded = self.executor.query(newly_loaded, Loaded).value
         return msgspec.structs.replace(done, loaded=loaded or Loaded())
 
-    def _has_room(self, task: Judge, need: int, share: int | None) -> bool:
+    def _has_room(self, task: messages.Judge, need: int, share: int | None) -> bool:
         """Whether a case fits what is left for it; alone on the GPU, whether it does without what this process holds.
 
         One that has judged nothing holds no more than it must, and waits for what others hold.
@@ -283,33 +247,39 @@ class Worker:
         self.executor.make_room()
         torch.cuda.empty_cache()
 
-    def _asked(self, task: Explore | Trace | Examine | Repeat | TakeTimes) -> TaskReply:
-        if isinstance(task, Trace):  # by a process that has not imported the backend before
+    def _asked(
+        self, task: messages.Explore | messages.Trace | messages.Examine | messages.Repeat | messages.TakeTimes
+    ) -> messages.TaskReply:
+        if isinstance(task, messages.Trace):  # by a process that has not imported the backend before
             traced = Subject.of(task.reference, self.device, self.executor)
             seen = self.executor.query(partial(trace_all, traced, task.cases), Traced)
-            return TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
-        if isinstance(task, TakeTimes):  # the device first, by a process that has not imported the backend before
+            return messages.TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
+        if isinstance(
+            task, messages.TakeTimes
+        ):  # the device first, by a process that has not imported the backend before
             timed = Subject.of(task.reference, self.device, self.executor)
             done = self.executor.query(partial(import_module(_TIMING).time_kernel, timed, task.forms), Speed)
-            return TaskReply(speed=done.value or Speed(why=cut(f"its times are lost: {done.error}")), leaves=True)
+            return messages.TaskReply(
+                speed=done.value or Speed(why=cut(f"its times are lost: {done.error}")), leaves=True
+            )
         subject = self._subject(task.reference)
-        if isinstance(task, Explore):
+        if isinstance(task, messages.Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
             asked = task.draws, task.seconds, task.capabilities
 
             def so_far(record: Record) -> None:
-                self.send(WorkerExplored(record))
+                self.send(messages.WorkerExplored(record))
 
             record = explore(subject, *asked, self.context, starts, so_far)
-            return TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
-        if isinstance(task, Examine):  # whose kernels are called as no case calls them
+            return messages.TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
+        if isinstance(task, messages.Examine):  # whose kernels are called as no case calls them
             answers = bitwise(subject, self.context) if task.bitwise else ()
             spreads = accuracy(subject, self.context) if task.accuracy else ()
-            return TaskReply(traits=Traits(answers, spreads), leaves=True)
+            return messages.TaskReply(traits=Traits(answers, spreads), leaves=True)
         found = repeated(subject, self.context, Case.parse(task.case), task.calls)
-        return TaskReply(repeated=found, leaves=True)
+        return messages.TaskReply(repeated=found, leaves=True)
 
-    def _judged(self, task: Judge) -> TaskReply:
+    def _judged(self, task: messages.Judge) -> messages.TaskReply:
         subject = self._subject(task.reference)
         for reference, before in task.before:
             earlier = self._subject(reference)
@@ -321,7 +291,7 @@ class Worker:
         if is_told:
             record = with_reach(trial, record)
         if is_told and task.explain:
-            self.send(WorkerJudged(record))
+            self.send(messages.WorkerJudged(record))
             heat, failure = heat_of(trial, record), Failure.of(trial, record)
             if task.reported:
                 looks_like = ReportedCauses(list(task.reported)).explain(failure)
@@ -333,18 +303,18 @@ class Worker:
         declared = {str(case.role): repr(trial.declaration)} if "declaration" in vars(trial) else {}
         disturbed = trial.disturbed
         del trial  # it keeps tensors
-        return TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
+        return messages.TaskReply(record, heat=heat, declared=declared, leaves=self._leaves(record, disturbed))
 
-    def _described(self, task: Describe) -> TaskReply:
+    def _described(self, task: messages.Describe) -> messages.TaskReply:
         subject = self._subject(task.reference)
         done = self.executor.query(partial(describe, subject), BackendFacts)
         if not done.error and done.value.reasons:
-            return TaskReply(facts=done.value)
+            return messages.TaskReply(facts=done.value)
         declared = done
         if not done.error:
             declared = self.executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
-            return TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
+            return messages.TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
         regions = (region_of(subject, SPACES[name], task.triples, self.context.salt) for name in task.arrays)
         fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role: repr(each) for role, each in declared.value.items()}
@@ -354,7 +324,7 @@ class Worker:
             if asked.value and not (asked.error or asked.disturbed):
                 missing[str(case.role)] = "; ".join(asked.value)
         facts = replace(done.value, declared=words, fitted=fitted, region=digest_of(fitted) if task.arrays else "")
-        return TaskReply(facts=facts, missing=missing)
+        return messages.TaskReply(facts=facts, missing=missing)
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
@@ -363,7 +333,7 @@ class Worker:
         record = Record(
             subject.backend.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt, role=case.role.file
         )
-        self.send(WorkerStarted(record))
+        self.send(messages.WorkerStarted(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:
         """Whether this process must not judge further cases.
@@ -375,7 +345,7 @@ class Worker:
             return True
         crowded = self.executor.spent
         if not crowded and self.memory is not None:
-            taken = max(allocated_memory(), self.executor.query(allocated_memory, int).value or 0)
+            taken = max(machine.allocated_memory(), self.executor.query(machine.allocated_memory, int).value or 0)
             crowded = 2 * taken > self.memory
         if record.status is Status.UNAVAILABLE:
             self.context.forget()

@@ -29,8 +29,6 @@ _OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">": operator.gt,
 }
 _COMPARISON = re.compile(r"""(not\s+)?([A-Za-z][\w.-]*)\s*(<=|>=|==|!=|<|>)\s*("[^"]*"|'[^']*'|[^\s"'<>=!]+)""")
-
-
 _LIMIT = re.compile(r"\s*(?P<name>\w+)\s*(?P<sign>[<>~])\s*(?P<value>\S+)\s*")
 
 

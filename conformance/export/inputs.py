@@ -26,10 +26,8 @@ def unpacked(text, dtype, *shape):  # the bytes of a tensor
     data = zlib.decompress(base64.b85decode("".join(text.split())))
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 """
-MOST_ELEMENTS = 2**27
-"""Elements of a tensor that a script draws at most."""
-MOST_BYTES = 6000
-"""Packed bytes that fit into a script at most."""
+MOST_ELEMENTS = 2**27  # elements of a tensor that a script draws at most
+MOST_BYTES = 6000  # packed bytes that fit into a script at most
 _MOST_CHANGES = 4
 
 
@@ -41,7 +39,6 @@ def named_tensors(call: AttentionCall) -> dict[str, torch.Tensor]:
 
 
 def _fields(value: Any) -> dict[str, torch.Tensor]:
-    """The tensors of metadata, nested ones included."""
     found: dict[str, torch.Tensor] = {}
     for field in fields(value):
         part = getattr(value, field.name)

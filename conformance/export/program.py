@@ -12,13 +12,11 @@ import torch
 
 from mla_conformance.export.recording import METHOD, Handle, Step, aliases, bare, leaves, needed, owner_of
 
-WIDTH = 112
-"""Characters of a line at most, unless it cannot be broken."""
+WIDTH = 112  # characters of a line at most, unless it cannot be broken
 LIBRARY = "library"
 """A script's own name for the module that it calls, with a number behind it for every further one: whatever modules are
 called, they never take the place of something else."""
-_INLINED = 72
-"""Characters of an expression that stands within another one at most."""
+_INLINED = 72  # characters of an expression that stands within another one at most
 _OPERATORS = {
     "__eq__": "==", "eq": "==", "__ne__": "!=", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
     "add": "+", "sub": "-", "mul": "*", "div": "/", "__floordiv__": "//", "remainder": "%", "__and__": "&",

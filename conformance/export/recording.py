@@ -17,8 +17,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from mla_conformance.backends.dependencies import Library
 
 METHOD = "torch.Tensor."
-_LOAD = "load"
-"""The method by which an adapter gets its library."""
+_LOAD = "load"  # the method by which an adapter gets its library
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor, torch.dtype, torch.device, torch.Size)
 
 

@@ -27,12 +27,9 @@ from mla_conformance.roles.table import DEFINITIONS
 from mla_conformance.trials.subject import describe
 from mla_conformance.version import __version__
 
-MOST_LINES = 120
-"""Beside those that load a kernel of the user's own, and stand in for the interface that it imports."""
-EXPORTED_BY = "Exported by mla-conformance"
-"""What tells a script of ours from somebody's file."""
-SECONDS = 600
-"""A library may compile for minutes at its first call."""
+MOST_LINES = 120  # beside those that load a kernel of the user's own, and stand in for the interface that it imports
+EXPORTED_BY = "Exported by mla-conformance"  # what tells a script of ours from somebody's file
+SECONDS = 600  # a library may compile for minutes at its first call
 WRONG, RIGHT = "WRONG", "right"
 _STATUS = {WRONG: 1, RIGHT: 0}
 _HELPERS = {"laid_out(": LAID_OUT, "unpacked(": UNPACKED}

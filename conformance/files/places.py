@@ -73,7 +73,6 @@ def sites() -> tuple[Path, ...]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
     import hashlib  # not above: this file is read while the current folder may stand before Python's library
 
     with path.open("rb") as file:

@@ -17,7 +17,7 @@ from mla_conformance.judging.traits import Answer, Question
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.differences import DRIFT, Change, ChangeKind, compare, differing
-from mla_conformance.report.loading import require_one_code
+from mla_conformance.report.json_report import require_one_code
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import counted
 from mla_conformance.version import SUITE_VERSION
@@ -62,8 +62,7 @@ _CHANGES = {
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (GateFinding.TOO_LARGE, GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
 _SHOWN = 20
-_NAME = 100
-"""Bytes of a name that are shown."""
+_NAME = 100  # bytes of a name that are shown
 
 
 @dataclass(frozen=True)

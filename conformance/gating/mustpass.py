@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from mla_conformance.backends.hub import HUB
-from mla_conformance.backends.references import BackendReferenceError, parse_reference
+from mla_conformance.backends.references import parse_reference
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.files.whole import InputError, decode, read_bytes, read_text
 from mla_conformance.judging.record import BackendFacts, Record
@@ -26,8 +26,7 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 CORE = "core"
-SHIPPED = "shipped"
-"""The suite's own list, by name."""
+SHIPPED = "shipped"  # the suite's own list, by name
 _CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "index_topk")
 """The profiles of which at least one binds a backend."""
 
@@ -84,11 +83,9 @@ class MustPass:
 
     @staticmethod
     def asked(texts: Sequence[str]) -> "MustPass":
-        """The list that options name.
+        """The list that options name: ``shipped``, a profile, or either with ``@VERSION`` of its suite; or one file.
 
-        Args:
-            texts: ``shipped``, a profile's name, or either with ``@VERSION`` of the suite that it has to be of; or one
-                file. Profiles that are named bind whatever a backend declares, and no other profile does then.
+        Profiles that are named bind whatever a backend declares, and no other profile does then.
         """
         names = [text.partition("@")[0] for text in texts]
         if len(texts) == 1 and Path(texts[0]).is_file():
@@ -146,10 +143,8 @@ class MustPass:
     def missing(self, records: Mapping[str, Record], waivable: bool = False) -> Iterator[tuple[str, str]]:
         """Cases of the profiles that bind a backend that it did not pass, each with why.
 
-        Args:
-            records: the backend's records by case id.
-            waivable: whether what a certificate tells of with its reason counts as passed: an expected failure, and of
-                the cases that only large devices have one that does not fit this one's memory.
+        ``waivable`` is whether what a certificate tells of with its reason counts as passed: an expected failure, and
+        of the cases that only large devices have one that does not fit this one's memory.
         """
         # Profiles bind of which a backend does not declare everything unsupported; the core if it has no role at all.
         refused = {case for case, record in records.items() if record.status is Status.UNSUPPORTED}
@@ -180,10 +175,7 @@ class Required:
     @staticmethod
     def asked(text: str) -> "Required":
         if text.startswith(HUB):
-            try:
-                backend = parse_reference(text)
-            except BackendReferenceError as error:
-                raise InputError(str(error)) from error
+            backend = parse_reference(text)
             return Required(backend.name, backend.reference)
         location, _, name = text.rpartition(":")
         digest = hashlib.sha256(read_bytes(Path(location))).hexdigest() if location.endswith(".py") else ""

@@ -19,8 +19,6 @@ from mla_conformance.reference.yarn import Yarn
 
 
 class Attends(StrEnum):
-    """What the layers of a family attend to."""
-
     ALL = "all keys"
     SELECTED = "selected keys"
     COMPRESSED = "a window and compressed keys"
@@ -28,21 +26,13 @@ class Attends(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What models of one ``model_type`` have in common.
+    """What models of one ``model_type`` have in common."""
 
-    Attributes:
-        attends: what their layers attend to.
-        sinks: whether heads have an attention sink.
-        rotates: whether the R columns of queries and keys are rotated.
-        shares_hidden_size: whether V is hidden_size / heads unless it is told.
-        outside: what the models compute outside of the kernel, whatever their configuration says.
-    """
-
-    attends: Attends = Attends.ALL
-    sinks: bool = False
-    rotates: bool = True
-    shares_hidden_size: bool = False
-    outside: tuple[str, ...] = ()
+    attends: Attends = Attends.ALL  # what their layers attend to
+    sinks: bool = False  # whether heads have an attention sink
+    rotates: bool = True  # whether the R columns of queries and keys are rotated
+    shares_hidden_size: bool = False  # whether V is hidden_size / heads unless it is told
+    outside: tuple[str, ...] = ()  # what the models compute outside of the kernel, whatever their configuration says
 
 
 _GATED = ("output gate",)
@@ -125,22 +115,15 @@ class _Config(msgspec.Struct):
     mla_use_output_gate: bool = False
 
 
-FIGURES = frozenset(_Config.__struct_fields__)
-"""Names of the fields that are read, beside ``model_type``."""
+FIGURES = frozenset(_Config.__struct_fields__)  # names of the fields that are read, beside ``model_type``
 
 
 def read_config(path: Path) -> ModelProfile:
-    """The profile of the model that a ``config.json`` describes."""
     return profile_of(decode(read_text(path), dict[str, Any], str(path)), str(path))
 
 
 def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
-    """The profile that a configuration describes, or its ``text_config`` if it has one.
-
-    Args:
-        data: the configuration as plain data.
-        name: what the model is called here, also in errors.
-    """
+    """The profile that a configuration describes, or its ``text_config``; errors have the model's name, too."""
     text = data.get("text_config")
     data = text if isinstance(text, dict) else data
     model_type = data.get("model_type")
@@ -153,8 +136,6 @@ def profile_of(data: Mapping[str, Any], name: str) -> ModelProfile:
 
 
 class _Reader:
-    """One configuration on its way to a profile."""
-
     def __init__(self, name: str, config: _Config, family: Family) -> None:
         self.name, self.config, self.family = name, config, family
 

@@ -20,50 +20,28 @@ class Indexer:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """How a model attends to selected keys.
-
-    Attributes:
-        topk: columns of the lists that name keys of the cache: those of the indexer, or those of a window.
-        indexer: what selects.
-        sinks: whether a logit of each head takes its share of the weights.
-        second: columns of the lists that name compressed keys of a second cache, for each kind of layer with one.
-    """
-
-    topk: int
-    indexer: Indexer
-    sinks: bool = False
+    topk: int  # columns of the lists that name keys of the cache: those of the indexer, or those of a window
+    indexer: Indexer  # what selects
+    sinks: bool = False  # whether a logit of each head takes its share of the weights
+    # columns of the lists that name compressed keys of a second cache, for each kind of layer with one
     second: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model's attention. Symbols as in SPEC: P, R, V head dims, L the latent's.
+    """A model's attention. Symbols as in SPEC: P, R, V head dims, L the latent's."""
 
-    Attributes:
-        name: what ``--model`` or ``--config`` was given.
-        model_type: its architecture, as published.
-        hidden_size: columns of a layer's input.
-        heads: of all ranks together.
-        q_lora_rank: columns of a query's latent; None without one.
-        dims: P, R, V and L.
-        scale: softmax scale in percent of (P + R)^-1/2.
-        rope: what rotates, in words.
-        layers: kinds of its layers with their numbers.
-        selection: how it selects keys; None if it attends to all of them.
-        outside: what the model computes outside of the kernel, in words, beyond norms and rotation.
-    """
-
-    name: str
-    model_type: str
-    hidden_size: int
-    heads: int
-    q_lora_rank: int | None
-    dims: tuple[int, int, int, int]
-    scale: int
-    rope: str
-    layers: tuple[tuple[str, int], ...]
-    selection: Selection | None
-    outside: tuple[str, ...]
+    name: str  # what ``--model`` or ``--config`` was given
+    model_type: str  # its architecture, as published
+    hidden_size: int  # columns of a layer's input
+    heads: int  # of all ranks together
+    q_lora_rank: int | None  # columns of a query's latent; None without one
+    dims: tuple[int, int, int, int]  # P, R, V and L
+    scale: int  # softmax scale in percent of (P + R)^-1/2
+    rope: str  # what rotates, in words
+    layers: tuple[tuple[str, int], ...]  # kinds of its layers with their numbers
+    selection: Selection | None  # how it selects keys; None if it attends to all of them
+    outside: tuple[str, ...]  # what the model computes outside of the kernel, in words, beyond norms and rotation
 
     @property
     def tensor_parallel_sizes(self) -> tuple[int, ...]:

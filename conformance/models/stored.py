@@ -15,35 +15,23 @@ _STORED = files("mla_conformance.fixtures") / "models"
 
 
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Figures that were read in one place.
+    """Figures that were read in one place."""
 
-    Attributes:
-        source: repository, commit and path; a thread; or a released package and its file.
-        config: the figures under their published names.
-        unconfirmed: why the source does not speak for the published model, and what was tried; None if it does.
-    """
-
-    source: str
-    config: Annotated[dict[str, Any], Meta(min_length=1)]
+    source: str  # repository, commit and path; a thread; or a released package and its file
+    config: Annotated[dict[str, Any], Meta(min_length=1)]  # the figures under their published names
+    # why the source does not speak for the published model, and what was tried; None if it does
     unconfirmed: str | None = None
 
 
 class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A published model; each of its figures stands in one reading.
+    """A published model; each of its figures stands in one reading."""
 
-    Attributes:
-        published: its name where it is published.
-        model_type: its architecture.
-        readings: what was read of its configuration.
-    """
-
-    published: str
-    model_type: str
-    readings: tuple[Reading, ...]
+    published: str  # its name where it is published
+    model_type: str  # its architecture
+    readings: tuple[Reading, ...]  # what was read of its configuration
 
     @property
     def config(self) -> dict[str, Any]:
-        """The fields of its ``config.json`` that are read here."""
         figures = {figure: value for reading in self.readings for figure, value in reading.config.items()}
         return {"model_type": self.model_type, **figures}
 

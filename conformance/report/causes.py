@@ -1,22 +1,24 @@
 """Failures by their cause, or by what is seen of them: what one bug did to fifty cases is told once. No torch.
 
 Told beside it is in which kind of cases a backend fails, by facts that its failures share and that most passes lack;
-and what to do about a failure that nothing explains.
+what to do about a failure that nothing explains; and of a pytest run what is wrong with each function, in a few lines.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, combinations, repeat
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from mla_conformance.backends.foreign import cut
 from mla_conformance.cases.case import Case
 from mla_conformance.judging.record import ENDED, EXPLORED, UNASKED, UNCOMPARED, UNLIKE, Record
 from mla_conformance.judging.verdict import ZERO, Check, Status
-from mla_conformance.report.terminal import MESSAGE, near
+from mla_conformance.report.terminal import MESSAGE, columns, counted, near, wrapped
 
 _RAISED = re.compile(r"raised (.*)", re.DOTALL)
 _PATH, _NUMBER = re.compile(r"(?<![\w.~-])[\w.~-]*(?:/[\w.~-]+)+"), re.compile(r"\b0x[0-9a-f]+\b|\d+", re.IGNORECASE)
@@ -316,3 +318,48 @@ def advice(record: Record) -> str:
     # The judge says so of an LSE that was asked for, whose every row is within its budget.
     right = record.check == Check.OUTPUT and "; the LSE is right" in record.message
     return _RIGHT_LSE if right and record.looks_like == UNLIKE else ""
+
+
+_MOST_CAUSES = 3
+_INDENT = " " * 5
+_KEPT = (
+    "passes when run alone: the function keeps something from earlier calls (a plan, lengths, buffers), or equal calls "
+    "give different results"
+)
+
+
+def simplest(records: Sequence[Record]) -> Record:
+    """The simplest failing case of a function, of which at least one fails."""
+    return Cause("", tuple(record for record in records if record.failed)).example
+
+
+def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> Iterator[str]:
+    """What is wrong with the function of a test, whose simplest failing case may pass in a process of its own.
+
+    Each of the records of its cases has the id of its test as reference.
+    """
+    failing, found = tuple(record for record in records if record.failed), causes(records)
+    likely = sum(cause.kind == "likely" for cause in found)
+    head = f"{name}: {len(failing)} of {counted(len(records), 'case')} fail"
+    common = "" if passes_alone else circumstances(failing, records)
+    if passes_alone:
+        yield from wrapped(head, columns(), further=_INDENT)
+        yield from _cause("", Cause(_KEPT, failing), common, failing[0].reference.partition("[")[0])
+        return
+    yield from wrapped(f"{head}, {counted(likely, 'likely cause')}" if likely else head, columns(), further=_INDENT)
+    yield from wrapped(common, columns(), _INDENT, _INDENT)
+    for number, cause in enumerate(found[:_MOST_CAUSES], start=1):
+        cases = f"{number}. {counted(len(cause.failures), 'case')}{cause.reserve}: "
+        yield from _cause(cases, cause, "" if common else cause.only, cause.example.reference)
+    if hidden := sum(len(cause.failures) for cause in found[_MOST_CAUSES:]):
+        yield f"  … and {counted(hidden, 'more case')}"
+
+
+def _cause(cases: str, cause: Cause, only: str, test: str) -> Iterator[str]:
+    """A cause, with what was seen of its simplest case where that says more."""
+    said, _, _ = cause.example.message.removesuffix(f" (SPEC {cause.example.clause})").partition(", first at")
+    seen = "" if cause.example.is_explained or said.endswith(cause.sentence) else f"simplest: {cut(said)}"
+    yield from wrapped(f"{cases}{cut(cause.sentence)}", columns(), "  ", _INDENT)
+    for detail in (only, seen, raised_at(cause.example), advice(cause.example)):
+        yield from wrapped(detail, columns(), _INDENT, _INDENT)
+    yield f"{_INDENT}replay: pytest {shlex.quote(test)}"

@@ -5,9 +5,8 @@ from xml.etree import ElementTree
 
 from mla_conformance.backends.foreign import LINE, cut
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.answers import answers
 from mla_conformance.report.causes import Cause, raised_at
-from mla_conformance.report.outcome import cases_of, closing_line, from_here, worst_of_passes
+from mla_conformance.report.outcome import answers, cases_of, closing_line, from_here, worst_of_passes
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary
 from mla_conformance.report.terminal import counted, shown, shown_line, shown_lines
 

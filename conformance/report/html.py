@@ -21,17 +21,8 @@ from mla_conformance.diagnosis.heat_map import BEYOND, HeatMap
 from mla_conformance.judging.record import EXPLORED, Record
 from mla_conformance.judging.traits import ASKED, Answer, ErrorSpread, Question, Traits, summed_up
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.answers import answers
-from mla_conformance.report.outcome import ANSWER_SIGN, cases_of, closing_line, from_here, judged_of_claimed
-from mla_conformance.report.summary import (
-    FORESEEN,
-    SIGN,
-    BackendOutcome,
-    BackendSummary,
-    CapabilitySummary,
-    RunSummary,
-    right_on,
-)
+from mla_conformance.report import summary
+from mla_conformance.report.outcome import ANSWER_SIGN, answers, cases_of, closing_line, from_here, judged_of_claimed
 from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
@@ -65,11 +56,11 @@ class Cell:
     note: str
 
 
-def cell(capability: CapabilitySummary) -> Cell:
+def cell(capability: summary.CapabilitySummary) -> Cell:
     outcome, counts = capability.outcome, capability.counts
-    if outcome is BackendOutcome.UNSUPPORTED:
+    if outcome is summary.BackendOutcome.UNSUPPORTED:
         return Cell(outcome, capability.sign, "", "unsupported")
-    style = "waived" if capability.sign == FORESEEN else outcome.value
+    style = "waived" if capability.sign == summary.FORESEEN else outcome.value
     notes = counts.noted(
         not_run="not run", unavailable="unavailable", unsupported="unsupported", waived="expected to fail"
     )
@@ -143,8 +134,6 @@ VIEW = {
     "words": in_words,
 }
 """What the templates show traits with."""
-
-
 _SIDE, _CELL = 256, 12  # pixels: of the longer side, at most, and of a cell
 _MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter of its words
 
@@ -165,7 +154,7 @@ def picture(heat_map: HeatMap) -> str:
     between = [f"M0 {y}h{right}" for y in range(1, down)] + [f"M{x} 0v{down}" for x in range(1, right)]
     return (
         f'<svg role="img" viewBox="0 0 {right} {down}" width="{right * cell}" height="{down * cell}">\n'
-        f"<title>{_text(heat_map.part)}, by head and row</title>\n"
+        f"<title>{escape(shown(heat_map.part))}, by head and row</title>\n"
         f'<path class="ground" d="M0 0h{right}v{down}H0z" fill="#eef1f4"/>\n'
         f"{''.join(_over(heat_map, digit) for digit in range(1, BEYOND + 1))}"
         f'<path class="between" d="{"".join(between)}" stroke="#fff" stroke-width="0.1"/>\n</svg>'
@@ -173,7 +162,7 @@ def picture(heat_map: HeatMap) -> str:
 
 
 def picture_file(heat_map: HeatMap) -> str:
-    said = _text(words(heat_map))
+    said = escape(shown(words(heat_map)))
     width, height = max(_SIDE, _LETTER * len(said)), _MARGIN + len(heat_map.lines) * _pixels(heat_map)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">\n'
@@ -203,11 +192,7 @@ def _over(heat_map: HeatMap, digit: int) -> str:
     return f"{path}<title>{further}</title></path>\n" if runs else ""
 
 
-def _text(text: str) -> str:
-    return escape(shown(text))
-
-
-def html(run: RunSummary) -> str:
+def html(run: summary.RunSummary) -> str:
     run_backends = [backend for backend in run.backends if not backend.reasons]
     waived = defaultdict[tuple[str, str], list[Record]](list)
     for record in run.records:
@@ -231,7 +216,7 @@ def html(run: RunSummary) -> str:
         ]
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))
-    near = [Closest(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]
+    near = [(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]  # rule and share
     distributed = [(backend, distributions(backend)) for backend in run_backends]
     page = pages("mla_conformance.report").get_template("page.html.j2")
     return page.render(
@@ -246,7 +231,7 @@ def html(run: RunSummary) -> str:
         remarks_of=remarks_of,
         waived=[(reason, records) for (_, reason), records in waived.items()],
         judged_of_claimed=judged_of_claimed,
-        verdicts=[(backend, SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
+        verdicts=[(backend, summary.SIGN[backend.outcome], _verdict(backend)) for backend in run.backends],
         failing=[backend for backend in run_backends if backend.counts.failed],
         seconds=f"{sum(record.seconds for record in run.records):.0f} s",
         refusals=refusals,
@@ -255,7 +240,7 @@ def html(run: RunSummary) -> str:
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=matrix,
         budget=[(backend, found) for backend, found in distributed if found],
-        closest=sorted(near, key=lambda case: -case.share)[:_CLOSEST],
+        closest=sorted(near, key=lambda case: -case[2])[:_CLOSEST],
         anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
         picture=picture,
@@ -265,7 +250,7 @@ def html(run: RunSummary) -> str:
     )
 
 
-def _verdict(backend: BackendSummary) -> str:
+def _verdict(backend: summary.BackendSummary) -> str:
     """What is said of a backend in one sentence, with the likely cause of its failures, or what is seen of most."""
     counts = backend.counts
     if counts.failed:
@@ -278,10 +263,10 @@ def _verdict(backend: BackendSummary) -> str:
         return f"{counted(counts.failed, 'case')} wrong{part}: {first.sentence}{more}"
     if backend.reasons or backend.not_run:
         return "; ".join(backend.reasons) or backend.not_run
-    if backend.outcome is not BackendOutcome.PASS:
+    if backend.outcome is not summary.BackendOutcome.PASS:
         return "nothing was judged"
     if not counts.waived:
-        return f"right: {right_on(backend.records)}"
+        return f"right: {summary.right_on(backend.records)}"
     rest = counts.noted(unsupported="unsupported", unavailable="unavailable")
     return "; ".join([f"wrong, as expected, on {counts.waived:,} of {counted(counts.verdicts, 'case')}", *rest])
 
@@ -296,7 +281,7 @@ class Distribution(NamedTuple):
     bins: list[int]  # passed cases that the rule applied to, by the 20th part of its limit that they used
 
 
-def distributions(backend: BackendSummary) -> list[Distribution]:
+def distributions(backend: summary.BackendSummary) -> list[Distribution]:
     used, found = [record.shares for record in backend.records if record.status is Status.PASS], list[Distribution]()
     for rule, title in RULES.items():
         if shares := [share[rule] for share in used if share.get(rule)]:
@@ -304,11 +289,3 @@ def distributions(backend: BackendSummary) -> list[Distribution]:
             counts = Counter(min(int(share * BINS), BINS - 1) for share in shares)
             found.append(Distribution(title, said, [counts[number] for number in range(BINS)]))
     return found
-
-
-class Closest(NamedTuple):
-    """A pass near the limit: the rule that it used most of, and the share."""
-
-    record: Record
-    rule: str
-    share: float

@@ -128,6 +128,11 @@ def columns() -> int:
     return min(max(get_terminal_size((_LINE_WIDTH, 24)).columns, 60), 140)
 
 
+def say_wrapped(text: str, further: str = "") -> None:
+    for line in wrapped(text, columns(), further=further):
+        say(line)
+
+
 _STYLES = {
     r"✔": "green",
     r"✘|^wrong:|\b[1-9]\d* failed\b|^mla-conformance:": "bold red",

@@ -30,24 +30,12 @@ from mla_conformance.certificate.records import KeptRecord, is_records, read_rec
 from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.whole import InputError, convert
 from mla_conformance.judging.record import Record
+from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
-from mla_conformance.report.summary import (
-    OTHER_ROLE,
-    CapabilitySummary,
-    Counts,
-    JudgedPairs,
-    RunSummary,
-    judged_pairs,
-    right_on,
-    role_of,
-    summarise,
-    total,
-)
 from mla_conformance.version import SUITE_VERSION
 
 _LINK = re.compile(r"https://[\w./#?=&%:~+-]+", re.ASCII)
-_PAIRS = 3
-"""Pairs of classes that are named of those that were not judged."""
+_PAIRS = 3  # pairs of classes that are named of those that were not judged
 
 
 def versions_of(distributions: Mapping[str, str]) -> str:
@@ -94,8 +82,8 @@ class Entry:
         return [*suite_order(self.record.suite), *version, *[0] * (_NUMBERS - len(version)), self.record.date]
 
     @cached_property
-    def counts(self) -> Counts:
-        return Counts.of(self._records)
+    def counts(self) -> summary.Counts:
+        return summary.Counts.of(self._records)
 
     @property
     def is_wrong(self) -> bool:
@@ -106,7 +94,7 @@ class Entry:
         counts, judged = self.counts, self.counts.verdicts
         if self.is_wrong:
             return f"wrong on {counts.failed + counts.waived} of {judged} judged cases"
-        return f"right: {right_on(self._records)}" if judged else "nothing judged"
+        return f"right: {summary.right_on(self._records)}" if judged else "nothing judged"
 
     @property
     def state(self) -> str:
@@ -116,11 +104,11 @@ class Entry:
         return f"suite {self.record.suite}" + (f", {self.not_yet} cases not yet judged" if self.not_yet else "")
 
     @cached_property
-    def pairs(self) -> JudgedPairs | None:
+    def pairs(self) -> summary.JudgedPairs | None:
         """The pairs of classes that it claims, over all roles; None of an earlier suite, which had other classes."""
         if self.record.suite != SUITE_VERSION:
             return None
-        return total(judged_pairs(self._records, fitted_of(self.record.cases)))
+        return summary.total(summary.judged_pairs(self._records, fitted_of(self.record.cases)))
 
     @property
     def pairs_in_words(self) -> str:
@@ -143,13 +131,13 @@ class Entry:
         return tuple(sorted(found, key=lambda failure: -len(failure.findings)))
 
     @cached_property
-    def roles(self) -> dict[str, dict[str, CapabilitySummary]]:
+    def roles(self) -> dict[str, dict[str, summary.CapabilitySummary]]:
         """Its capabilities by name, by the role whose cases of them are judged or known to fail."""
         found = {}
-        for role, records in grouped(self._records, lambda record: role_of(record.case)).items():
-            counts = Counts.of(records)
+        for role, records in grouped(self._records, lambda record: summary.role_of(record.case)).items():
+            counts = summary.Counts.of(records)
             if counts.listed > counts.unsupported:
-                summaries = summarise(records, [record.case for record in records])
+                summaries = summary.summarise(records, [record.case for record in records])
                 found[role] = {capability.name: capability for capability in summaries}
         return found
 
@@ -158,10 +146,8 @@ class Entry:
         return records_of(self.record.backend, self.record.reference, self.record.cases)
 
 
-_SHOWN_ROLES = (*ROLES, OTHER_ROLE)
-"""The order in which roles are shown."""
-_NUMBERS = 6
-"""Of a version, by which records are in order."""
+_SHOWN_ROLES = (*ROLES, summary.OTHER_ROLE)  # the order in which roles are shown
+_NUMBERS = 6  # of a version, by which records are in order
 
 
 def read_entries(paths: Iterable[Path]) -> tuple[list[Entry], list[RefusedRecord]]:
@@ -228,7 +214,7 @@ class Board:
     entries: tuple[Entry, ...]  # in any order
     refused: tuple[RefusedRecord, ...]  # what is not shown as a record
     profiles: tuple[Profile, ...]  # what engines pick
-    deployed: tuple[RunSummary, ...] = ()  # runs of ``certify --model``
+    deployed: tuple[summary.RunSummary, ...] = ()  # runs of ``certify --model``
 
     @cached_property
     def history(self) -> dict[tuple[str, ...], list[Entry]]:

@@ -18,29 +18,18 @@ from mla_conformance.judging.record import replay_line
 from mla_conformance.judging.verdict import CLAUSES, Check
 from mla_conformance.report.causes import WRONG
 from mla_conformance.report.html import VIEW, Cell, cell, definition, pages
-from mla_conformance.report.json_report import to_text
-from mla_conformance.report.loading import is_report, load_report
+from mla_conformance.report.json_report import is_report, load_report, to_text
 from mla_conformance.report.summary import SIGN, BackendOutcome, CapabilitySummary
 from mla_conformance.report.terminal import counted, say, shown
-from mla_conformance.scoreboard.board import (
-    Board,
-    Entry,
-    Profile,
-    RankedKernel,
-    is_own_build,
-    profiles,
-    read_entries,
-)
+from mla_conformance.scoreboard.board import Board, Entry, Profile, RankedKernel, is_own_build, profiles, read_entries
 from mla_conformance.scoreboard.serving import answered, cases_on, require_deployment, served
 from mla_conformance.version import SUITE_VERSION, __version__
 
 _BADGE_BACK = {"right": "#12683a", "wrong": "#a8071a", "old": "#57606a"}
-_LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20
-"""Pixels; the width of a letter is that of a common sans serif on average."""
+_LETTER, _MARGIN, _HEIGHT = 6.6, 12, 20  # pixels; the width of a letter is that of a common sans serif on average
 _LONGEST = 200
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_OTHER_RULE = "failure"
-"""The rule of a failure that names no check, such as a crash."""
+_OTHER_RULE = "failure"  # the rule of a failure that names no check, such as a crash
 
 
 def scoreboard(options: argparse.Namespace) -> int:

@@ -125,11 +125,9 @@ class Rounds:
 
 
 def time_kernel(subject: Subject, forms: Sequence[str]) -> Speed:
-    """The times of a backend.
+    """The times of a backend that is imported after the card was measured.
 
-    Args:
-        subject: what is imported after the card was measured.
-        forms: ids of small cases, best first; each shape is timed in the first form that is supported.
+    ``forms`` are ids of small cases, best first; each shape is timed in the first form that is supported.
     """
     device, kind = subject.device, subject.device.type
     try:
@@ -394,5 +392,4 @@ def positions(seen: torch.Tensor, columns: int) -> torch.Tensor:
     return lists
 
 
-_LISTS = 512
-"""Rows whose lists are drawn at once."""
+_LISTS = 512  # rows whose lists are drawn at once

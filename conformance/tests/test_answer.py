@@ -14,12 +14,10 @@ from mla_conformance.commands import certify
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
-from mla_conformance.report.answers import ModelAnswer
 from mla_conformance.report.ci_views import markdown
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_json
-from mla_conformance.report.loading import load_report
-from mla_conformance.report.outcome import outcome_lines
+from mla_conformance.report.json_report import load_report, report_json
+from mla_conformance.report.outcome import ModelAnswer, outcome_lines
 from mla_conformance.report.summary import BackendSummary, Group, RunSummary, summarise
 from mla_conformance.tests.reports import write_sealed
 

@@ -23,8 +23,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, work_of
 from mla_conformance.defects.known import known_defects
 from mla_conformance.diagnosis import explain
-from mla_conformance.diagnosis.candidates import candidates
-from mla_conformance.diagnosis.explain import Failure
+from mla_conformance.diagnosis.explain import Failure, candidates
 from mla_conformance.engine import explainer
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import UNLIKE
@@ -88,7 +87,7 @@ def compared(monkeypatch: pytest.MonkeyPatch, explained: None) -> str:
     everyone = candidates(Role.DECODE)
     few = tuple(each for each in everyone if each.id == known or each.reference.rpartition(":")[2] in kernels)
     monkeypatch.setattr(explain, "candidates", lambda role: few)
-    monkeypatch.setattr("mla_conformance.diagnosis.neighbours.neighbours", lambda case: [])
+    monkeypatch.setattr("mla_conformance.diagnosis.explain.neighbours", lambda case: [])
     return f"what the known defect {known}"
 
 

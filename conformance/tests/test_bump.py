@@ -18,7 +18,7 @@ from mla_conformance.cli import main
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.speed.times import Interval, Speed, Timed
 from mla_conformance.vocabulary.case_files import write_case

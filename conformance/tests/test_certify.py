@@ -20,7 +20,7 @@ from mla_conformance.cli import main
 from mla_conformance.commands.console import _write_step_summary
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier, find_capability
 from mla_conformance.vocabulary.case_files import write_case

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mla_conformance import cli
-from mla_conformance.commands.parser import Command, command_line, salt
+from mla_conformance.commands.parser import Command, command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
+from mla_conformance.engine.request import require_salt
 from mla_conformance.files import whole
 from mla_conformance.tests.command_line import MINE, STATUSES, call, options_of, outcome, without_work
 
@@ -80,7 +81,11 @@ def test_a_bad_value_is_told_in_a_short_sentence(
         status = outcome(call(command, option, VALUES[value]))
         told = capsys.readouterr()
         kind, is_blank = option.settings.get("type"), not VALUES[value].strip()
-        is_checked = "choices" in option.settings or kind not in (None, Path, salt) or (is_blank and kind is not salt)
+        is_checked = (
+            "choices" in option.settings
+            or kind not in (None, Path, require_salt)
+            or (is_blank and kind is not require_salt)
+        )
         assert status in ((2,) if is_checked else (1, 2, 3)), (option.names, told)
         assert (told.out + told.err).replace("\n", "").isprintable(), (option.names, told)
         assert max(len(told.out), len(told.err)) < MOST_CHARACTERS and "Traceback" not in told.err, (option.names, told)

@@ -13,7 +13,7 @@ from mla_conformance.engine.confirm import FailureConfirmation, compared, compar
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged
 from mla_conformance.tests.reports import unexplained, write_run

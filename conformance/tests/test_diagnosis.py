@@ -14,10 +14,19 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
-from mla_conformance.diagnosis import suspects, suspects_of_roles
-from mla_conformance.diagnosis.attempts import attempted
-from mla_conformance.diagnosis.candidates import Candidate, candidates
-from mla_conformance.diagnosis.explain import ALIKE, PATIENCE, UNALIKE, Failure, ReportedCauses, describe, explain
+from mla_conformance.diagnosis import suspects
+from mla_conformance.diagnosis.explain import (
+    ALIKE,
+    PATIENCE,
+    UNALIKE,
+    Candidate,
+    Failure,
+    ReportedCauses,
+    attempted,
+    candidates,
+    describe,
+    explain,
+)
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.reach import of_form, of_queries, of_requests, with_reach
 from mla_conformance.judging.diagnosis import extent
@@ -31,8 +40,8 @@ CONTEXT = Context()
 candidates(Role.PREFILL)  # which makes the suspects, each where its reference finds it
 Base2Lse: Any = vars(suspects)["Base2Lse"]
 RotatedHeads: Any = vars(suspects)["RotatedHeads"]
-KeyScaleLeftOut: Any = vars(suspects_of_roles)["KeyScaleLeftOut"]
-LeakedKey: Any = vars(suspects_of_roles)["LeakedKey"]
+KeyScaleLeftOut: Any = vars(suspects)["KeyScaleLeftOut"]
+LeakedKey: Any = vars(suspects)["LeakedKey"]
 SUSPECT_CASES = (
     "new_tokens:dims=small;heads=3;q=[70,130];scale=50",
     "empty_rows:call=context_chunk;dims=small;heads=3;q=[0,3,4];kv=[9,0,33]",
@@ -127,7 +136,7 @@ def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(id: s
     ],
 )
 def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str, where: str, named: str) -> None:
-    kernel = vars(suspects_of_roles)[mistake]
+    kernel = vars(suspects)[mistake]
     trial, record = tried(
         located(kernel), "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
     )

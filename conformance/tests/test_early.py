@@ -15,10 +15,10 @@ import torch
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.bounds import reads, writes
-from mla_conformance.diagnosis.candidates import candidates
+from mla_conformance.diagnosis.explain import candidates
 from mla_conformance.engine.tasks import call_of
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.outcome import backend_lines
 from mla_conformance.vocabulary.case_files import write_case
 

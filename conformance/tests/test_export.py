@@ -19,8 +19,7 @@ from mla_conformance.cli import main
 from mla_conformance.commands import export as command
 from mla_conformance.commands.parser import command_line
 from mla_conformance.commands.table import COMMANDS, GROUPS
-from mla_conformance.diagnosis.candidates import candidates
-from mla_conformance.diagnosis.explain import explain
+from mla_conformance.diagnosis.explain import candidates, explain
 from mla_conformance.export.failing import dump, reproduced
 from mla_conformance.export.inputs import MOST_BYTES
 from mla_conformance.export.program import NotWritable, written

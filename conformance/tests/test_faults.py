@@ -15,7 +15,7 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.tests.drawn import judged
 from mla_conformance.tests.reports import unexplained
 

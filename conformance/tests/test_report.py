@@ -13,7 +13,7 @@ from mla_conformance.cases.covering import Pairs
 from mla_conformance.engine.messages import WorkerJudged, encode
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.functions import function_lines
+from mla_conformance.report.causes import function_lines
 from mla_conformance.report.json_report import write_json
 from mla_conformance.report.outcome import backend_lines, closing_line, judged_of_claimed, outcome_lines
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, Counts, RunSummary, judged_pairs, summarise

@@ -11,8 +11,7 @@ from jsonschema import Draft202012Validator
 from mla_conformance.cli import main
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.json_report import SCHEMA, report_json, schema
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import SCHEMA, load_report, report_json, schema
 from mla_conformance.report.summary import BackendOutcome, BackendSummary, RunSummary, summarise
 
 VALIDATOR = Draft202012Validator(schema())

@@ -16,7 +16,7 @@ from mla_conformance.judging.record import BackendFacts, Confirmed, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import annotations, junit, markdown
 from mla_conformance.report.html import html
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.vocabulary.capabilities import Tier, find_capability
 

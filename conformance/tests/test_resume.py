@@ -17,7 +17,7 @@ from mla_conformance.cli import main
 from mla_conformance.engine.journal import JOURNAL_NAME, Journal, Judgement
 from mla_conformance.engine.machine import FORBIDS_PIPES, LANDLOCK
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.tests.nursery import UNEXPLAINED
 from mla_conformance.tests.reports import write_sealed
 from mla_conformance.vocabulary.capabilities import Tier, find_capability

@@ -15,8 +15,16 @@ from mla_conformance.cli import main
 from mla_conformance.commands.sanitize import lines
 from mla_conformance.traits import called, sanitizer
 from mla_conformance.traits.called import CallsBegin
-from mla_conformance.traits.sanitizer import Sanitized, Tool, ToolUnavailable, Watch, Watched
-from mla_conformance.traits.sanitizer_output import SanitizerError, UnreadableOutput, errors_of
+from mla_conformance.traits.sanitizer import (
+    Sanitized,
+    SanitizerError,
+    Tool,
+    ToolUnavailable,
+    UnreadableOutput,
+    Watch,
+    Watched,
+    errors_of,
+)
 
 CASE, OTHER = "memory_bounds:dims=small;heads=1;q=[5]", "memory_bounds:dims=small;heads=1;q=[6]"
 DECODE = "memory_bounds:call=decode;dims=small;heads=1;q=[1];kv=[5]"

@@ -18,8 +18,7 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.differences import compare
-from mla_conformance.report.json_report import write_json
-from mla_conformance.report.loading import load_report, merge_shards
+from mla_conformance.report.json_report import load_report, merge_shards, write_json
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 
 Json = dict[str, Any]

@@ -14,7 +14,7 @@ from mla_conformance.cases.case import Call, Case
 from mla_conformance.cli import main
 from mla_conformance.driving.driver import parts_of
 from mla_conformance.report.html import html
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.speed import measure
 from mla_conformance.speed.measure import call_of, time_kernel
 from mla_conformance.speed.times import Interval, Shape, Speed, Timed, forms_of, remarks_of, sized, table_of

@@ -17,7 +17,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.engine.journal import Journal, JournalEvent, Judgement
 from mla_conformance.judging.verdict import Status
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report
 from mla_conformance.vocabulary.case_files import write_case
 
 COMMAND = Path(sys.executable).with_name("mla-conformance")

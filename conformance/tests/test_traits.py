@@ -18,8 +18,7 @@ from mla_conformance.gating.gate import Gate, GateFinding
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question, Repeated, Traits
 from mla_conformance.report.html import html
-from mla_conformance.report.json_report import report_form, to_text
-from mla_conformance.report.loading import load_report
+from mla_conformance.report.json_report import load_report, report_form, to_text
 from mla_conformance.report.outcome import traits_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary
 from mla_conformance.traits import accuracy as spreads

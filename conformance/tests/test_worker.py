@@ -10,6 +10,7 @@ from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
 from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
+from mla_conformance.engine import machine
 from mla_conformance.engine import worker as room
 from mla_conformance.engine.machine import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
@@ -92,7 +93,7 @@ def test_a_process_that_a_backend_changed_judges_no_other_case() -> None:
 
 
 def test_a_process_that_has_taken_half_of_its_memory_judges_no_other_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "allocated_memory", lambda: 51)
+    monkeypatch.setattr(machine, "allocated_memory", lambda: 51)
     assert asked(EagerPrefillBackend, limit=100)[-1].leaves
     assert not asked(EagerPrefillBackend, limit=102)[-1].leaves
 
@@ -128,7 +129,7 @@ def test_a_process_that_a_full_gpu_ends_blames_no_kernel(
         raise SystemExit(status)
 
     monkeypatch.setattr(room, "start_kernel_process", fail)
-    monkeypatch.setattr(room, "leave", leave)
+    monkeypatch.setattr(machine, "leave", leave)
     with pytest.raises(SystemExit if status else RuntimeError) as ended:
         room.serve(SimpleNamespace(), SimpleNamespace(memory=None))  # type: ignore[arg-type]
     assert getattr(ended.value, "code", None) == status

@@ -24,8 +24,7 @@ _FIELDS: Mapping[Role, tuple[dict[str, Any], ...]] = {
     Role.INDEXER: ({"call": Call.INDEX_LOGITS, "q": (1, 1), "kv": (200, 700)},),
 }
 _QUANTILES = (0.5, 0.99, 1.0)
-_MOST = 1e9
-"""Larger errors, and what is no number, are told as this."""
+_MOST = 1e9  # larger errors, and what is no number, are told as this
 
 
 def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
@@ -57,8 +56,7 @@ def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any]
 def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     """[n] each, of the elements that may have an error: in units of the budget, and of the last place.
 
-    Raises:
-        Nonconformance: the case is unsupported, or its call failed.
+    It is a Nonconformance if the case is unsupported or its call failed.
     """
     subject.executor.begin()
     trial = Trial(subject, case, context)

@@ -26,8 +26,7 @@ from mla_conformance.trials.transform import regroup
 from mla_conformance.trials.trial import Context, Trial, invoke, prepare, results
 
 _REPEATS = 8
-_TRIES = 24
-"""Simpler cases that are tried of one that differs."""
+_TRIES = 24  # simpler cases that are tried of one that differs
 _LAYER = {"call": Call.LAYER, "dims": "32-16-32-64", "heads": 2}
 _SPARSE = {"call": Call.SPARSE_DECODE, "heads": 16, "page": 64}
 _FIELDS: Mapping[Role, tuple[dict[str, Any], ...]] = {
@@ -70,19 +69,14 @@ def bases(role: Role) -> tuple[Case, ...]:
 
 @dataclass(frozen=True)
 class Variant:
-    """Another way to call for rows of a case, in words.
-
-    Attributes:
-        rows: numbers of the rows of the case that its rows are, in their order; all of them, first, where it is None.
-        run: makes the call otherwise than the driver.
-        against: what it is compared with, where that is not the case as it is.
-    """
+    """Another way to call for rows of a case, in words."""
 
     what: str
     problem: Problem
+    # numbers of the rows of the case that its rows are, in their order; all of them, first, where it is None
     rows: torch.Tensor | None = None
-    run: Callable[[Any, Problem], Any] | None = None
-    against: Problem | None = None
+    run: Callable[[Any, Problem], Any] | None = None  # makes the call otherwise than the driver
+    against: Problem | None = None  # what it is compared with, where that is not the case as it is
 
 
 def variants(trial: Trial, question: Question) -> Iterator[Variant]:
@@ -171,8 +165,7 @@ def _answer(subject: Subject, context: Context, role: Role, question: Question) 
 def _compared(subject: Subject, context: Context, case: Case, question: Question) -> tuple[int, str]:
     """How many variants of a case were compared, up to one that differs, and how that differs.
 
-    Raises:
-        Nonconformance: it is unsupported, or a call failed.
+    It is a Nonconformance if the case is unsupported or a call failed.
     """
     subject.executor.begin()
     trial, count = Trial(subject, case, context), 0

@@ -21,21 +21,11 @@ NO_DEVICE = "torch sees no CUDA device"
 
 
 class CallsBegin(Struct, frozen=True):
-    """What is said before the first call.
-
-    Attributes:
-        environment: device and versions that the calls run with.
-        versions: of the distributions behind the backend.
-        unavailable: why nothing is called; empty where something is.
-        chosen: ids of the cases that are called, in this order.
-        unsupported: ids of those that are not, since the backend does not support them here.
-    """
-
-    environment: dict[str, str] = {}
-    versions: dict[str, str] = {}
-    unavailable: str = ""
-    chosen: tuple[str, ...] = ()
-    unsupported: tuple[str, ...] = ()
+    environment: dict[str, str] = {}  # device and versions that the calls run with
+    versions: dict[str, str] = {}  # of the distributions behind the backend
+    unavailable: str = ""  # why nothing is called; empty where something is
+    chosen: tuple[str, ...] = ()  # ids of the cases that are called, in this order
+    unsupported: tuple[str, ...] = ()  # ids of those that are not, since the backend does not support them here
 
 
 class CallEnded(Struct, frozen=True):
@@ -58,9 +48,8 @@ def read_calls(path: Path) -> tuple[CallsBegin | None, tuple[CallEnded, ...]]:
 def main(told: Sequence[str]) -> None:
     """Make the calls of cases on a device, and write what became of them.
 
-    Args:
-        told: the backend, the device, the file, how many cases of each capability and role are called at most, 0 for
-            all, and the ids of the cases.
+    Told is the backend, the device, the file, how many cases of each capability and role are called at most, 0 for all,
+    and the ids of the cases.
     """
     import torch  # not for whoever only reads the lines
 

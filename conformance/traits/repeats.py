@@ -21,10 +21,8 @@ from mla_conformance.roles.table import judge
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
 
-_AT_ONCE = 16
-"""Calls whose results are kept until they are compared, so that nothing stands between their launches."""
-_BESIDE = 2
-"""Streams of a GPU, or threads beside a CPU's."""
+_AT_ONCE = 16  # calls whose results are kept until they are compared, so that nothing stands between their launches
+_BESIDE = 2  # streams of a GPU, or threads beside a CPU's
 _SIZES = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 128, 256)}
 """Rows of the factors, by turns of chance: each product leaves the kernel other multiprocessors, for another time."""
 
@@ -58,9 +56,8 @@ def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repe
 def launched(backend: Any, problem: Problem, calls: int, other: Problem | None) -> tuple[torch.Tensor, ...]:
     """Make a problem's calls so often, between calls of another batch if there is one, and compare.
 
-    Returns:
-        Numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of all; then
-        the tensors of the first call and those of the first that differs.
+    It gives the numbers of the calls that differ from the first one, counted from 1, and behind them the seconds of
+    all; then the tensors of the first call and those of the first that differs.
     """
     for call in problem.calls:
         call.prepare(backend)

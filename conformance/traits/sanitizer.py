@@ -1,4 +1,7 @@
-"""Calls of a backend under NVIDIA's compute-sanitizer. No torch."""
+"""Calls of a backend under NVIDIA's compute-sanitizer, and its XML: errors, grouped by kernel and cause. No torch.
+
+Source of the form: what Compute Sanitizer 2025.3.1 wrote on an H200, of each tool one kernel with a planted error.
+"""
 
 import json
 import os
@@ -7,32 +10,114 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 from mla_conformance.traits import called
 from mla_conformance.traits.called import CallEnded, CallsBegin, read_calls
-from mla_conformance.traits.sanitizer_output import (
-    LONGEST,
-    PROGRAM,
-    SanitizerError,
-    UnreadableOutput,
-    errors_of,
-    read_output,
-)
 
+PROGRAM = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _BESIDE = Path("/usr/local/cuda/bin") / PROGRAM
 _VERSION_SECONDS = 60.0
-_LAST_LINES = 3
-"""Lines of what was printed that are told: where the tool gives up, it says why in more than one."""
+_LAST_LINES = 3  # lines of what was printed that are told: where the tool gives up, it says why in more than one
 _WITHOUT_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 """Each tensor gets memory of its own; otherwise what lies behind one belongs to a block of the allocator."""
+LONGEST = 400  # characters of a name or a message that are kept
+_ROOT = "ComputeSanitizerOutput"
+_HOST = "host"
+_LAUNCHERS = re.compile(r"-packages/(triton|torch|mla_conformance)/")
+"""Packages whose frames are not where somebody decided to launch a kernel."""
+_TORCHS = re.compile(r"\bat::|\bat_cuda_detail::|\bc10::")
+"""Torch's own kernels, which make inputs and copies, too: reports on them are no backend's but in memcheck."""
+_MEMCHECK = ("Precise", "Imprecise", "Api")
+_REFUSALS = re.compile(r"call to cuGetProcAddress|\(error 2\) due to")
+"""The driver refused a function lookup or memory; the library that asked handles it."""
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\(\d+,\s*\d+,\s*\d+\)")
+_MOST_BYTES = 2**26
+
+
+class UnreadableOutput(ValueError):
+    """A file that is not what the tool writes; the message says what was expected."""
+
+
+@dataclass(frozen=True)
+class SanitizerError:
+    kernel: str  # its name, or the function of the host's interface
+    cause: str  # what the tool says, without addresses and threads
+    count: int = 1  # how many records
+    place: str = ""  # source line, or else module, of the first; empty if it is not told
+    launch: str = ""  # the line of Python that launched the first; empty if none did
+
+
+def errors_of(text: str) -> tuple[SanitizerError, ...]:
+    """The errors in the tool's XML, the most frequent first; those of the host only where no kernel has any."""
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise UnreadableOutput(f"expected XML of {PROGRAM}: {error}") from error
+    if root.tag != _ROOT:
+        raise UnreadableOutput(f"expected XML of {PROGRAM}, whose root is {_ROOT}, got {root.tag}")
+    found: dict[tuple[str, str], SanitizerError] = {}
+    # Without what follows from others: after an error of a kernel every call of the host fails.
+    telling = [
+        each
+        for each in root.findall("record")
+        if (_first(each, "kind") in _MEMCHECK or not _TORCHS.search(_place(each, "func")))
+        and not _REFUSALS.search(_first(each, "what/text"))
+    ]
+    for record in [each for each in telling if _first(each, "kind") != "Api"] or telling:
+        told = _error(record)
+        known = found.get((told.kernel, told.cause))
+        found[told.kernel, told.cause] = replace(known, count=known.count + 1) if known else told
+    return tuple(sorted(found.values(), key=lambda each: -each.count))
+
+
+def _error(record: ElementTree.Element) -> SanitizerError:
+    kernel = _place(record, "func") or _first(record, "what/api") or _HOST
+    said = [_first(record, name) for name in ("what/text", "what/error", "what/result")]
+    race = [_first(record, f"what/{name}/direction").lower() for name in ("source", "destination")]
+    in_words = f"({race[0]} in line {_first(record, 'what/source/where/line')}, {race[1]})" if all(race) else ""
+    told = " ".join([next(filter(None, said), ""), _first(record, "what/type"), in_words])
+    path, line = _place(record, "path"), _place(record, "line")
+    place = f"{path}:{line}" if path and line else path or _place(record, "module")
+    cause = " ".join(_VARYING.sub("…", told).split())[:LONGEST]
+    frames = ((_first(frame, "path"), _first(frame, "line")) for frame in record.iterfind("hostStack/frame"))
+    python = (f"{path}:{line}" for path, line in frames if path.endswith(".py") and not _LAUNCHERS.search(path))
+    return SanitizerError(kernel[:LONGEST], cause, place=place, launch=next(python, ""))
+
+
+def _place(record: ElementTree.Element, name: str) -> str:
+    """Of a race, where the second access was made."""
+    return _first(record, f"where/{name}") or _first(record, f"what/destination/where/{name}")
+
+
+def _first(record: ElementTree.Element, path: str) -> str:
+    return (record.findtext(path) or "").strip()
+
+
+def read_output(path: Path) -> str:
+    if not path.exists():
+        raise UnreadableOutput(f"{PROGRAM} wrote no output: it may not attach here")
+    if path.stat().st_size > _MOST_BYTES:
+        raise UnreadableOutput(f"{PROGRAM} wrote more than {_MOST_BYTES} bytes")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def joined(found: Iterable[tuple[str, tuple[SanitizerError, ...]]]) -> Iterator[tuple[SanitizerError, str]]:
+    """Errors of several cases, equal ones as one, each with the first case that shows it."""
+    known: dict[tuple[str, str], tuple[SanitizerError, str]] = {}
+    for case, errors in found:
+        for error in errors:
+            before, first = known.get((error.kernel, error.cause), (replace(error, count=0), case))
+            known[error.kernel, error.cause] = replace(before, count=before.count + error.count), first
+    yield from known.values()
 
 
 class ToolUnavailable(Exception):
-    """There is no tool that could watch anything; the message says why."""
+    """There is no tool that could watch anything, or it did not come to its end; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +134,7 @@ class Tool:
         path = shutil.which(PROGRAM) or (str(_BESIDE) if _BESIDE.exists() else "")
         if not path:
             raise ToolUnavailable(f"{PROGRAM} is not installed here; it comes with the CUDA toolkit")
-        try:
-            done = _run([path, "--version"], _VERSION_SECONDS)
-        except _NotRun as error:
-            raise ToolUnavailable(str(error)) from error
+        done = _run([path, "--version"], _VERSION_SECONDS)
         version = re.search(r"\bVersion (\d[\w.]*)", done.stdout)
         if done.returncode or not version:
             raise ToolUnavailable(f"{path} does not say which version it is; {_last_words(done)}")
@@ -105,9 +187,7 @@ class Watch:
     def calls(self, cases: Sequence[str], most: int = 0) -> Watched:
         """Call cases in one process, and what is not clean there in one of its own, which tells whose an error is.
 
-        Args:
-            cases: their ids.
-            most: how many of each capability and role that the backend supports; 0 for all.
+        It is at most so many of each capability and role that the backend supports; 0 is for all.
         """
         first = self._attempt(cases, most)
         if first.begin is None or first.begin.unavailable:
@@ -128,7 +208,7 @@ class Watch:
             command += ["--target-processes", "all", sys.executable, "-m", called.__name__]
             try:
                 done = _run([*command, self.reference, self.device, str(lines), str(most), *cases], self.seconds)
-            except _NotRun as error:
+            except ToolUnavailable as error:
                 return _Attempt(*read_calls(lines), unavailable=str(error))
             begin, ended = read_calls(lines)
             try:
@@ -167,10 +247,6 @@ class _Attempt:
         return "; ".join([self.unavailable, *(f"{each.kernel}: {each.cause}" for each in self.errors[:1])])
 
 
-class _NotRun(Exception):
-    """A program that did not come to its end."""
-
-
 def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
@@ -178,9 +254,9 @@ def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess
             env=os.environ | _WITHOUT_CACHE,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise _NotRun(f"took longer than {seconds:.0f} s") from error
+        raise ToolUnavailable(f"took longer than {seconds:.0f} s") from error
     except OSError as error:
-        raise _NotRun(f"{command[0]} cannot be run: {error.strerror}") from error
+        raise ToolUnavailable(f"{command[0]} cannot be run: {error.strerror}") from error
 
 
 def _last_words(done: "subprocess.CompletedProcess[str]") -> str:
