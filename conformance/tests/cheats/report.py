@@ -93,7 +93,7 @@ def run_cheats() -> CheatReport:
 def deciding_digest() -> str:
     """Digest of the judge, of what carries out a run, and of the cheats."""
     root = Path(str(files("mla_conformance")))
-    rooms = [path for room in ("apart", "engine") for path in sorted((root / room).glob("*.py"))]
+    rooms = [path for room in ("driving", "engine") for path in sorted((root / room).glob("*.py"))]
     own = [root / "tests" / "cheats" / f"{name}.py" for name in (*FAMILIES, "cheat", "report")]
     return meaning_digest([*judging_sources(), *rooms, *own])[:16]
 
