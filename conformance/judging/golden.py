@@ -38,6 +38,7 @@ class Budget:
     lse: torch.Tensor  # [N, T] largest error of the LSE
     samples: torch.Tensor  # [B] int64, rows of each request
     limits: torch.Tensor  # [B] largest plausible RMS of a request's rows over its expectation
+    inconclusive: torch.Tensor  # [T, N] bool, rows of which zeros would pass, though the golden output has others
 
 
 @dataclass(eq=False)
@@ -58,10 +59,17 @@ class Budgets:
             if len(self._found) >= _MOST_KEPT:
                 self._found.clear()
             lengths = [part.stop - part.start for part in segments(rows.start_loc)]
+            size, element, row_rms = (
+                golden.output.abs(),
+                element_budget(golden, allowed),
+                expected_row_rms(golden, allowed),
+            )
+            within = size.square().mean(dim=-1).sqrt() <= row_rms * rms_limit(1, row_deviations)
             self._found[key] = Budget(
                 visible=golden.lse != -torch.inf,
-                element=element_budget(golden, allowed),
-                row_rms=expected_row_rms(golden, allowed),
+                element=element,
+                row_rms=row_rms,
+                inconclusive=within & (size <= element).all(dim=-1) & (size > 0).any(dim=-1),
                 lse=lse_budget(golden, allowed),
                 samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
                 limits=golden.lse.new_tensor([rms_limit(max(1, count), row_deviations) for count in lengths]),

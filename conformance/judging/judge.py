@@ -57,6 +57,7 @@ class _Largest(NamedTuple):
     lse: float
     element: float
     row: float
+    inconclusive: float  # how many rows
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class AttentionJudge(Steps):
                 yield self._lse(part, found)
             if wrong := self._output(part, found):
                 yield wrong if part.lse is None else _beside(wrong, "the LSE is right")
+            self.inconclusive += int(found.largest.inconclusive)
         if observation.merge_error:  # then nothing is merged
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
 
@@ -155,7 +157,8 @@ class AttentionJudge(Steps):
             row = self._worst_rms(share_of(rms, budget.row_rms), part)
         # In one transfer: a GPU that is shared takes longer to answer than to compute all of it.
         zero, tensors = output.new_zeros(()), (infinite, written, unmasked, beyond, lse, element, row)
-        largest = torch.stack([x.max().double() if x.numel() else zero for x in tensors]).tolist()
+        numbers = [*(x.max().double() if x.numel() else zero for x in tensors), budget.inconclusive.sum().double()]
+        largest = torch.stack(numbers).tolist()
         return _Compared(written, unmasked, beyond, lse, rms, element, row, _Largest(*largest))
 
     def _mask(self, part: _Part, found: _Compared) -> Verdict | None:

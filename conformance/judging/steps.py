@@ -60,10 +60,12 @@ class Steps(ABC):
     def __init__(self, problem: Problem, expectation: Golden, declaration: Declaration, numbers: Tolerance) -> None:
         self.problem, self.rows, self.expectation = problem, expectation.rows, expectation
         self.declaration, self.numbers = declaration, numbers
-        self.used = BudgetUse()
+        self.used, self.inconclusive = BudgetUse(), 0
 
     def verdict(self, observation: Observation) -> Verdict:
-        found = next(filter(None, self._steps(observation)), None) or Verdict(Status.PASS, used=self.used)
+        found = next(filter(None, self._steps(observation)), None) or Verdict(
+            Status.PASS, used=self.used, inconclusive=self.inconclusive
+        )
         if self.rows.numbers is None:
             return found
         sampled = {"rows": len(self.rows.numbers), "of": self.rows.query_start_loc[-1], "drawn": self.rows.drawn}

@@ -98,6 +98,8 @@ class Verdict:
     # judged rows, rows of the batch, and how many were drawn, where not every row was judged
     sampled: dict[str, int] = field(default_factory=dict)
     finding: str = ""  # what the numbers of a failure give away, as a clause for a person; empty if nothing
+    # rows of a pass, each head counted, whose budget is so wide that zeros would pass as well: neither right nor wrong
+    inconclusive: int = 0
     too_large: bool = False  # it was not judged, and by the suite's own estimate it takes more than this machine has
 
 

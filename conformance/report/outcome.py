@@ -30,7 +30,7 @@ from mla_conformance.report.summary import (
     total,
     worst,
 )
-from mla_conformance.report.terminal import columns, counted, fitting, near, side_by_side, wrapped
+from mla_conformance.report.terminal import columns, counted, fitting, near, shown, side_by_side, wrapped
 from mla_conformance.speed.times import Kernels, remarks_of, table_of
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU
 
@@ -314,6 +314,13 @@ def backend_lines(
         remarks.append(
             f"{counted(len(chosen), 'case')} judged by chosen rows, at least {least['rows']} of {least['of']} with "
             f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
+        )
+    if undecided := [record for record in backend.records if record.inconclusive]:
+        most = max(undecided, key=lambda record: record.inconclusive)
+        remarks.append(
+            f"{counted(sum(record.inconclusive for record in undecided), 'row')} of {counted(len(undecided), 'case')} "
+            f"inconclusive, neither right nor wrong: their budget is so wide that zeros would pass, as "
+            f"{most.inconclusive} of {shown(most.case)}"
         )
     remarks += ran(backend.traced) if backend.traced.kernels else ()
     remarks += traits_lines(backend.traits) if backend.traits.bitwise or backend.traits.accuracy else ()

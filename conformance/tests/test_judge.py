@@ -16,6 +16,7 @@ from mla_conformance.cases.case import Case, Data
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import REGIMES, Regime
+from mla_conformance.report.outcome import capability_lines
 from mla_conformance.tests.drawn import little_work
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
@@ -246,6 +247,15 @@ def test_a_failure_says_where_and_by_value_how_much_of_the_budget_it_used() -> N
     assert failure_of("nan column", PLAIN).where == {"request": 1, "query": 1, "head": 2, "column": 7}
     assert failure_of(TwoPercentScale, WITH_LSE).shares["lse"] > 1
     assert failure_of("one element off", PLAIN).shares["element"] > 1
+
+
+def test_rows_whose_budget_is_as_wide_as_their_result_are_counted_as_neither_right_nor_wrong() -> None:
+    fields = "mixed_batch:call=layer;dims=32-16-32-64;heads=2;q=[1,1];kv=[70,14];page=32;decodes=2;data=extreme_logits"
+    plain, wide = judged("EAGER", fields), judged("EAGER", f"{fields};weights=dense")  # projecting moves such logits
+    assert [each.status for each in (plain, wide)] == [Status.PASS, Status.PASS]
+    assert (plain.inconclusive, wide.inconclusive) == (0, 4)
+    lines = " ".join(capability_lines([plain, wide]))
+    assert "4 rows of 1 case inconclusive" in lines and "zeros would pass" in lines
 
 
 def test_a_result_that_a_later_call_overwrites_is_stale() -> None:
