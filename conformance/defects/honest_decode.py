@@ -10,7 +10,7 @@ from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.defects import bases
-from mla_conformance.defects.known import but, kernels
+from mla_conformance.defects.known import but, kernels, variant
 
 
 @kernels()
@@ -28,8 +28,7 @@ class _Splits(bases.LayeredDecode):
         """A split's state as it waits for the others."""
         return state
 
-    class split_tokens:
-        """Five splits of a request's tokens, combined by their LSEs."""
+    split_tokens = variant("Five splits of a request's tokens, combined by their LSEs.")
 
     @but(declaration=bases.declares(Rounding(partial_outputs=Precision.MODEL)))
     def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
@@ -44,8 +43,7 @@ class _KeysOfTheModel(bases.LayeredDecode):
     def _dequantise(self, rows, k_scale):
         return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
 
-    class keys_of_the_model:
-        """Codes are dequantised to the model's dtype, and declared so."""
+    keys_of_the_model = variant("Codes are dequantised to the model's dtype, and declared so.")
 
     @but(declaration=bases.declares(Rounding(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)))
     def tiny_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -67,17 +65,11 @@ class _SplitDecode(bases.SplitDecode):
 
 @kernels()
 class _LayeredDecode(bases.LayeredDecode):
-    @but(key_tile=16)
-    class page_tiles:
-        """Tiles of 16 tokens, below every page but the smallest."""
+    page_tiles = variant("Tiles below every page but the smallest.", key_tile=16)
+    wide_tiles = variant(key_tile=1024)
 
-    @but(key_tile=1024)
-    class wide_tiles:
-        """Tiles of 1024 tokens."""
-
-    def last_tile_first__tiles(self, keys: int) -> Iterator[slice]:
-        """Tiles from the last to the first."""
-        return iter(list(super()._tiles(keys))[::-1])
+    def last_tile_first__behind_tiles(self, tiles: Iterator[slice]) -> Iterator[slice]:
+        return iter(list(tiles)[::-1])
 
     class scaled_scores:
         """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
@@ -95,13 +87,9 @@ class _LayeredDecode(bases.LayeredDecode):
     @but(declaration=bases.declares(Rounding(lse=LseClass.APPROXIMATE_EXP)))
     def rough_exponential__exp(self, x: torch.Tensor) -> torch.Tensor:
         """An exponential with relative errors up to 1e-4, for 16-bit models."""
-        exact = x.exp()
-        if self._model_dtype is torch.float32:
-            return exact
-        return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
+        return x.exp() if self._model_dtype is torch.float32 else bases.rough_exp(x)
 
     def unrounded_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P is not rounded at all."""
         return p
 
     @but(declaration=bases.declares(Rounding(p=Precision.FLOAT16)))
@@ -109,8 +97,7 @@ class _LayeredDecode(bases.LayeredDecode):
         """P in fp16, whatever the model's dtype, and declared so."""
         return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
 
-    class powers_of_two(bases.BaseTwo):
-        """A decode in powers of two."""
+    powers_of_two = variant("", bases.BaseTwo)
 
 
 @kernels()
@@ -141,13 +128,8 @@ class _Trees(EagerTreeBackend):
         data = (bits * weights).sum(dim=1)
         return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
 
-    @but(key_tile=16)
-    class tree_in_tiles_of_16:
-        """Tiles of 16 tokens, of which a query token may see none."""
-
-    @but(key_tile=4096)
-    class tree_at_once:
-        """All tokens in one tile."""
+    tree_in_tiles_of_16 = variant("A query token may see none of a tile.", key_tile=16)
+    tree_at_once = variant(key_tile=4096)
 
 
 HONEST_DECODES: tuple[type[KernelBackend], ...] = (bases.LayeredDecode, EagerTreeBackend, *bases.emulations(__name__))

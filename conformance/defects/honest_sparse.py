@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -21,26 +22,23 @@ from mla_conformance.reference.selected import NO_KEY
 class SplitLists(EagerSparseBackend):
     """Three splits of each list, combined by their LSEs, and a state for each cache; outputs in the model's dtype."""
 
-    splits = 3
     declaration = declares(Rounding(partial_outputs=Precision.MODEL))
 
     def _attend(self, q, request, sources, k_scale):
-        parts = [self._part(source, number) for source in sources for number in range(self.splits)]
-        states = [super(SplitLists, self)._attend(q, request, [part], k_scale) for part in parts]
-        return reduce(joined, [stored_in(state, self._model_dtype) for state in states])
-
-    def _part(self, source, number):
-        """Every third column of a list."""
-        length = source.length if source.length is None else (source.length - number + self.splits - 1) // self.splits
-        return replace(source, indices=source.indices[:, number :: self.splits], length=length)
+        states = []
+        for source, number in product(sources, range(3)):
+            length = None if source.length is None else (source.length - number + 2) // 3
+            part = replace(source, indices=source.indices[:, number::3], length=length)
+            states.append(stored_in(super()._attend(q, request, [part], k_scale), self._model_dtype))
+        return reduce(joined, states)
 
 
 @kernels()
 class _Sparse(EagerSparseBackend):
     @but(key_tile=16)
-    def column_tiles__tiles(self, keys):
-        """Tiles of 16 columns, the last first."""
-        return iter(list(super()._tiles(keys))[::-1])
+    def column_tiles__behind_tiles(self, tiles):
+        """The last tile first."""
+        return iter(list(tiles)[::-1])
 
     class shared_unions:
         """Neighbouring rows gather the union of their lists once, and each masks what it does not name."""
@@ -135,8 +133,7 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
     @property
     def _in_heads(self):
         """[T] bool, rows of these prefills."""
-        metadata = self._metadata.attention
-        request = metadata.req_id_per_token.long()
+        metadata, request = self._metadata.attention, self._metadata.attention.req_id_per_token.long()
         short = metadata.seq_lens[request] <= self.config.topk_tokens
         return (request >= self._metadata.num_decodes) & (metadata.seq_lens[request] > 0) & (short | self._takes_all)
 
@@ -144,20 +141,15 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
 
     def _multiplied_out(self, kv_cache, request):
         """Keys [S, N, P + R] and values [S, N, V] of the model's dtype."""
-        metadata, config = self._metadata.attention, self.config
+        metadata, config, page = self._metadata.attention, self.config, kv_cache.shape[1]
         tokens = torch.arange(int(metadata.seq_lens[request]), device=kv_cache.device)
-        blocks = metadata.block_table.long()[request, tokens // kv_cache.shape[1]]
-        source = self._entries(kv_cache, blocks * kv_cache.shape[1] + tokens % kv_cache.shape[1])
-        kv_c, k_pe = source.tensor_split([config.kv_lora_rank], dim=-1)
+        slots = metadata.block_table.long()[request, tokens // page] * page + tokens % page
+        one, layout = torch.ones((), device=kv_cache.device), config.kv_cache_dtype
+        rows = dequantise(gather(kv_cache, slots, layout), layout, one, config.dtype).to(config.dtype)
+        kv_c, k_pe, _ = rows.tensor_split([config.kv_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim], dim=-1)
         multiplied = (kv_c @ self._weights.kv_b_proj.mT).unflatten(1, (config.num_heads, -1))
         k, v = multiplied.tensor_split([config.qk_nope_head_dim], dim=-1)
         return torch.cat((k, k_pe.unsqueeze(1).expand(-1, config.num_heads, -1)), dim=-1), v
-
-    def _entries(self, kv_cache, slots):
-        """[S, L + R] of the model's dtype."""
-        one, config = torch.ones((), device=kv_cache.device), self.config
-        rows = dequantise(gather(kv_cache, slots, config.kv_cache_dtype), config.kv_cache_dtype, one, config.dtype)
-        return rows[:, : config.kv_lora_rank + config.qk_rope_head_dim].to(config.dtype)
 
     class dense_shortcut:
         """Prefills of no more tokens than are selected attend densely and leave the buffer as it is."""
@@ -198,9 +190,9 @@ class _SparseLayer(EagerSparseLayerBackend):
             turned = self._index_rope(normed.unsqueeze(1), turns)[:, 0]
             return turned if self.config.index_kv_cache_dtype != "auto" else turned.to(hidden.dtype)
 
-    def ascending_lists__best(self, q, weights, cache):
-        """Lists ascend, with -1 before their tokens."""
-        return super()._best(q, weights, cache).sort(dim=1).values
+    def ascending_lists__behind_best(self, lists):
+        """-1 stands before the tokens."""
+        return lists.sort(dim=1).values
 
     def scores_of_shares_added__best(self, q, weights, cache):
         """Scores are those of the ranks' shares of the indexer's heads, added."""
