@@ -84,9 +84,22 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1), x.storage_offset())
 
 
-def declares(rounding: Rounding) -> Declaration:
+def declares(**rounding: Any) -> Declaration:
     """What an emulation declares that rounds so."""
-    return Declaration(rounding=rounding, emulated=True)
+    return Declaration(rounding=Rounding(**rounding), emulated=True)
+
+
+class NarrowP(OnlineSoftmax):
+    """Of operands that are not float32, P is rounded as is declared."""
+
+    declaration: ClassVar[Declaration]
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if getattr(self, "_model_dtype", dtype) is torch.float32:
+            return p
+        declared = self.declaration.rounding.p
+        factor = SCALED_P if declared is Precision.SCALED_E4M3 else 1
+        return through(p * factor, torch.float16 if declared is Precision.FLOAT16 else torch.float8_e4m3fn) / factor
 
 
 LOG2_E = math.log2(math.e)

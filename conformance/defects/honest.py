@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import LseClass, Precision, Rounding
+from mla_conformance.backends.declaration import LseClass, Precision
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
@@ -17,9 +17,8 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects import bases
+from mla_conformance.defects.honest_attention import HONEST_DECODES, HONEST_SPARSE
 from mla_conformance.defects.honest_cache import HONEST_CACHES, HONEST_STEPS
-from mla_conformance.defects.honest_decode import HONEST_DECODES
-from mla_conformance.defects.honest_sparse import HONEST_SPARSE
 from mla_conformance.defects.known import Emulation, but, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
 
@@ -77,7 +76,7 @@ class _Split(EagerPrefillBackend):
     def splits16_tree__combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
         return bases.joined_in_a_tree(parts)
 
-    @but(splits=4, key_tile=32, declaration=bases.declares(Rounding(partial_outputs=Precision.MODEL)))
+    @but(splits=4, key_tile=32, declaration=bases.declares(partial_outputs=Precision.MODEL))
     def stored_partials__stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
         """Four splits whose outputs wait in the model's dtype."""
         return bases.stored_in(state, dtype)
@@ -91,33 +90,23 @@ class _Prefill(EagerPrefillBackend):
     def reversed_keys__behind_tiles(self, tiles: Iterator[slice]) -> Iterator[slice]:
         return reversed(list(tiles))
 
-    @but(declaration=bases.declares(Rounding(lse=LseClass.APPROXIMATE_EXP)))
+    @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
     def approximate_exp__exp__batch(self, x: torch.Tensor, *, q: torch.Tensor) -> torch.Tensor:
         """Where operands are not float32: with those nothing may be approximate."""
         return x.exp() if q.dtype is torch.float32 else bases.rough_exp(x)
 
-    @but(declaration=bases.declares(Rounding(p=Precision.FLOAT16)))
-    def half_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P in fp16, whatever the model's dtype, and declared so."""
-        return p if dtype is torch.float32 else bases.through(p, torch.float16)
+    half_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
 
     def float32_throughout__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return p
 
-    @but(declaration=bases.declares(Rounding(lse=LseClass.ROUNDED_P)))
+    @but(declaration=bases.declares(lse=LseClass.ROUNDED_P))
     def sum_of_rounded_weights__behind_exp__accumulate(self, p: torch.Tensor, *, v: torch.Tensor) -> torch.Tensor:
         """The row sum adds up P as it was rounded for the second product."""
         return self._round_p(p, v.dtype)
 
-    @but(declaration=bases.declares(Rounding(p=Precision.E4M3)))
-    def e4_m3_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P in e4m3 as it is, and declared so."""
-        return p if dtype is torch.float32 else bases.through(p, torch.float8_e4m3fn)
-
-    @but(declaration=bases.declares(Rounding(p=Precision.SCALED_E4M3)))
-    def scaled_e4_m3_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P × 2^8 in e4m3, and declared so."""
-        return p if dtype is torch.float32 else bases.through(p * 256, torch.float8_e4m3fn) / 256
+    e4_m3_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
+    scaled_e4_m3_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
     def two_passes__behind_attend(self, exact, *, q, k, v, causal):
         """The maximum is found first, P is normalised before it is rounded."""
@@ -242,15 +231,8 @@ class _Sparse(EagerSparseBackend):
         share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
         return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
 
-    @but(declaration=bases.declares(Rounding(p=Precision.FLOAT16)))
-    def half_weights_of_lists__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P in fp16, whatever the model's dtype, and declared so."""
-        return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
-
-    @but(key_tile=64, declaration=bases.declares(Rounding(p=Precision.SCALED_E4M3)))
-    def scaled_codes_of_lists__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P × 2^8 in e4m3, and declared so; tiles of 64 columns."""
-        return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
+    half_weights_of_lists = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    scaled_codes_of_lists = variant("", bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
 
 @kernels((bases.EagerLayer, "impl_class"))

@@ -162,13 +162,16 @@ class _GraphReplay(MLACommonState):
         table = input_buffers["block_tables"]
         table[:, table.shape[1] // 2 :] = -1
 
-    @but("prepare_graph_input_buffers")
-    def dsa_dummy_run_stale_slots(self, input_buffers, attn_metadata, is_encoder_decoder_model=False):
+    def _kept(self, names, input_buffers, attn_metadata, *further):
+        """Rows that a replay does not need keep what these buffers held before."""
+        before = {name: input_buffers[name].clone() for name in names}
+        super().prepare_graph_input_buffers(input_buffers, attn_metadata, *further)
+        for name in names:
+            input_buffers[name][attn_metadata.num_decode_tokens :] = before[name][attn_metadata.num_decode_tokens :]
+
+    def dsa_dummy_run_stale_slots__prepare_graph_input_buffers(self, *batch):
         """Rows that a replay does not need keep their slots of the batch before, and are written there."""
-        slots = input_buffers["slot_mapping"]
-        before = slots.clone()
-        super().prepare_graph_input_buffers(input_buffers, attn_metadata, is_encoder_decoder_model)
-        slots[attn_metadata.num_decode_tokens :] = before[attn_metadata.num_decode_tokens :]
+        self._kept(("slot_mapping",), *batch)
 
     def graph_replays_the_lengths_of_the_first_batch__behind_prepare_graph_input_buffers(
         self, _, *, input_buffers, attn_metadata
@@ -179,12 +182,7 @@ class _GraphReplay(MLACommonState):
         for name, buffer in lengths.items():
             buffer[: attn_metadata.num_decode_tokens] = first[name][: attn_metadata.num_decode_tokens]
 
-    @but("prepare_graph_input_buffers")
-    def graph_padding_keeps_the_sequences_before(self, input_buffers, attn_metadata, is_encoder_decoder_model=False):
+    def graph_padding_keeps_the_sequences_before__prepare_graph_input_buffers(self, *batch):
         """Rows that a replay does not need keep the lengths and blocks of the batch before, and return its
         attention."""
-        names = ("seq_lens_tensor", "seq_lens_cpu", "block_tables")
-        before = {name: input_buffers[name].clone() for name in names}
-        super().prepare_graph_input_buffers(input_buffers, attn_metadata, is_encoder_decoder_model)
-        for name in names:
-            input_buffers[name][attn_metadata.num_decode_tokens :] = before[name][attn_metadata.num_decode_tokens :]
+        self._kept(("seq_lens_tensor", "seq_lens_cpu", "block_tables"), *batch)
