@@ -23,17 +23,11 @@ FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[
 PASS, CRASH, TIMEOUT = (Status.PASS, ""), (Status.CRASH, ""), (Status.TIMEOUT, "")
 FORBIDS_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
 """Whether the system can, by the version of its Landlock; Linux from 6.12 on."""
+CRASHES = ("Segfault", "Killed", "ExitsAtOnce", "KillsItsGroup", "KillsItsParent", "InterruptsItself")
+HANGS = ("Loops", "KeepsTheInterpreterLock", "StopsItself")
 OF_PROCESSES: dict[str, tuple[Status, str]] = {
-    "Segfault": CRASH,
-    "Killed": CRASH,
-    "ExitsAtOnce": CRASH,
-    "KillsItsGroup": CRASH,
-    "KillsItsParent": CRASH,
-    "InterruptsItself": CRASH,
-    "LeavesAChildAndAborts": CRASH,
-    "Loops": TIMEOUT,
-    "KeepsTheInterpreterLock": TIMEOUT,
-    "StopsItself": TIMEOUT,
+    **dict.fromkeys((*CRASHES, "LeavesAChildAndAborts"), CRASH),
+    **dict.fromkeys(HANGS, TIMEOUT),
     "ClosesStdout": (Status.FAIL, Check.PROCESS_STATE),
     "ForbidsFiles": (Status.FAIL, Check.PROCESS_STATE),
     "EAGER": PASS,
@@ -114,7 +108,7 @@ SAID = {
 def test_the_message_says_what_happened_and_a_hang_shows_where_it_hung(records: dict[tuple[str, str], Record]) -> None:
     for name, said in SAID.items():
         assert said in records[name, case_of(name)].message, name
-    for name in ("Loops", "KeepsTheInterpreterLock", "StopsItself"):
+    for name in HANGS:
         assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail, name
 
 
