@@ -78,7 +78,6 @@ class _Split(EagerPrefillBackend):
 
     @but(splits=4, key_tile=32, declaration=bases.declares(partial_outputs=Precision.MODEL))
     def stored_partials__stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
-        """Four splits whose outputs wait in the model's dtype."""
         return bases.stored_in(state, dtype)
 
 
@@ -102,7 +101,6 @@ class _Prefill(EagerPrefillBackend):
 
     @but(declaration=bases.declares(lse=LseClass.ROUNDED_P))
     def sum_of_rounded_weights__behind_exp__accumulate(self, p: torch.Tensor, *, v: torch.Tensor) -> torch.Tensor:
-        """The row sum adds up P as it was rounded for the second product."""
         return self._round_p(p, v.dtype)
 
     e4_m3_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
@@ -122,7 +120,6 @@ class _Prefill(EagerPrefillBackend):
         return exact._replace(weighted=weighted * exact.total)
 
     def reciprocal_scale__quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
-        """A quantised output is multiplied by the reciprocal of its scale."""
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
 
     finite_prefill = variant("", _FiniteSentinel, key_tile=64)
@@ -238,7 +235,6 @@ class _Sparse(EagerSparseBackend):
 @kernels((bases.EagerLayer, "impl_class"))
 class _Impl(MLACommonImpl):
     def reciprocal_cache_scale__do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-        """Codes are written of values times the reciprocal of the scale."""
         if self.kv_cache_dtype == "fp8":
             factor, k_scale = 1 / k_scale, torch.ones_like(k_scale)
             kv_c_normed, k_pe = kv_c_normed.float() * factor, k_pe.float() * factor
@@ -253,7 +249,6 @@ class _Impl(MLACommonImpl):
             yield self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
 
     def last_chunk_first__compute_prefill_context(self, *operands):
-        """Chunks of context are merged from the last to the first."""
         return reduce(lambda later, chunk: self._merge(chunk, later), self._states(*operands, step=-1))
 
     def uncounted_unwritten__behind_forward(self, result, *, attn_metadata):
@@ -261,7 +256,6 @@ class _Impl(MLACommonImpl):
         result[attn_metadata.slot_mapping.shape[0] :] = torch.nan
 
     def chunks_in_a_tree__compute_prefill_context(self, *operands):
-        """States of all chunks of a context are merged by twos."""
         states = list(self._states(*operands))
         while len(states) > 1:
             states = [reduce(self._merge, states[i : i + 2]) for i in range(0, len(states), 2)]

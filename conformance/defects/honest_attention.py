@@ -41,7 +41,6 @@ class _Splits(bases.LayeredDecode):
 
     @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
     def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
-        """Splits whose outputs wait in the model's dtype."""
         return bases.stored_in(state, self._model_dtype)
 
 
@@ -153,7 +152,6 @@ class SplitLists(EagerSparseBackend):
 class _Sparse(EagerSparseBackend):
     @but(key_tile=16)
     def column_tiles__behind_tiles(self, tiles):
-        """The last tile first."""
         return iter(list(tiles)[::-1])
 
     class shared_unions:
@@ -178,7 +176,6 @@ class _Sparse(EagerSparseBackend):
 
     @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
     def selected_in_the_models_dtype__keys(self, source, slots, visible, k_scale):
-        """Codes are dequantised to the model's dtype, and declared so."""
         return super()._keys(source, slots, visible, k_scale).to(self._model_dtype).float()
 
     @but(supported_tile_scales=["pow2"])
@@ -307,7 +304,6 @@ class _SparseLayer(EagerSparseLayerBackend):
             return turned if self.config.index_kv_cache_dtype != "auto" else turned.to(hidden.dtype)
 
     def ascending_lists__behind_best(self, lists):
-        """-1 stands before the tokens."""
         return lists.sort(dim=1).values
 
     def scores_of_shares_added__best(self, q, weights, cache):

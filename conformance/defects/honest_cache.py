@@ -98,7 +98,6 @@ class _Cache(EagerCacheBackend):
         return found
 
     def dequantises_in_float64__meaning(self, entries, k_scale, dtype):
-        """Codes times their scales are float64 before they are rounded."""
         if self.kv_cache_dtype != "fp8":
             return super()._meaning(entries, k_scale, dtype)
         return (entries.double() * k_scale.double()).to(dtype)
@@ -241,14 +240,12 @@ class _TopK(EagerTopKBackend):
 
     @but(declaration=_selects(order=SelectionOrder.DESCENDING, ties=Ties.FIRST))
     def sorted_rows__choose(self, keys, topk_tokens):
-        """Rows are sorted as a whole, equal logits by their columns."""
         ordered = keys.sort(dim=1, descending=True, stable=True)
         chosen = ordered.indices.masked_fill(ordered.values == LEAST, NO_KEY)[:, :topk_tokens]
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
     @but(declaration=_selects(order=SelectionOrder.DESCENDING))
     def heap_of_each_row__choose(self, keys, topk_tokens):
-        """A heap of the best goes over each row."""
         chosen = torch.full((len(keys), topk_tokens), NO_KEY)
         for row, values in enumerate(keys.tolist()):
             seen = ((key, column) for column, key in enumerate(values) if key != LEAST)

@@ -97,12 +97,11 @@ PREFILLING = {
 """A capability of each procedure."""
 DIES = ("lse-layout-tokens-heads-vs-heads-tokens", "prefill-plan-key-has-ends-only", "refusal-leaves-the-default-dtype")
 """A wrong result, a plan that is kept too long, and what a refusal leaves behind."""
+IMPORTS = "from mla_conformance.backends.eager_generations import *\nfrom {module} import {kernel}\n"
 DEFECT = {
-    "present": "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
-    "earlier": (
-        "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"
-        "class Wrong(EarlierEagerPrefillBackend):\n    get_prefill_impl_cls = staticmethod(lambda: Impl)\n"
-    ),
+    "present": IMPORTS + "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
+    "earlier": IMPORTS + "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"
+    "class Wrong(EarlierEagerPrefillBackend):\n    get_prefill_impl_cls = staticmethod(lambda: Impl)\n",
 }
 
 

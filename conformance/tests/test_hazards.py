@@ -80,17 +80,13 @@ def test_values_of_one_give_an_output_of_one(data: str) -> None:
 
 
 def test_every_regime_is_promised_and_used() -> None:
-    own = {
-        Role.TOPK: (LOGITS, topk.KINDS),
-        Role.PREPARE: (VALUES, prepare.KINDS),
-        Role.COMPRESS: (STATES, compress.KINDS),
-    }
+    own = {Role.TOPK: (LOGITS, topk), Role.PREPARE: (VALUES, prepare), Role.COMPRESS: (STATES, compress)}
     used: dict[Role | None, set[str]] = {}
     for case in (case for capability in CAPABILITIES.values() for case in capability.cases):
         used.setdefault(case.role if case.role in own else None, set()).update(case.regimes)
     assert used.pop(None) == set(REGIMES)
     assert used == {role: set(promised) for role, (promised, _) in own.items()}
-    assert used == {role: set(kinds) for role, (_, kinds) in own.items()}
+    assert used == {role: set(problem.KINDS) for role, (_, problem) in own.items()}
     assert all(regime.sentence for regime in REGIMES.values())
 
 

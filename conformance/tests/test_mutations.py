@@ -23,19 +23,9 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.issue import issue
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
-from mla_conformance.commands import certify, replay, reports
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.engine.journal import (
-    JOURNAL_NAME,
-    CaseStarted,
-    GaveUp,
-    HeatShown,
-    Journal,
-    Judgement,
-    Plan,
-    Planned,
-    WasTraced,
-)
+from mla_conformance.engine import journal as journals
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, to_toml
@@ -78,7 +68,7 @@ def run_of_a_shard() -> RunSummary:
     return RunSummary(TOLD, (mine, absent), tuple(CASES), Shard(1, 1, tuple(CASES)))
 
 
-def certificate() -> str:
+def certificate(folder: Path) -> str:
     cases = [case.id for entry in CAPABILITIES.values() for case in entry.cases]
     name = "TORCH_SDPA"  # which is here, so that everything in the file is compared with something
     records = [Record(name, name, case.partition(":")[0], case, Status.PASS, used={"lse": 0.5}) for case in cases]
@@ -93,13 +83,13 @@ def journal(folder: Path) -> str:
     written = Journal(folder / JOURNAL_NAME)
     request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
-    plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
-    written.append(Planned(msgspec.to_builtins(plan)))
-    written.append(CaseStarted(CASES[0], "EAGER"))
-    written.append(Judgement(run_of_a_shard().records[1]))
-    written.append(WasTraced("EAGER", Traced({"lse": ("k",)}, {})))
-    written.append(HeatShown("EAGER", CASES[1], HeatMap("LSE of new tokens", 1, 2, ("09",))))
-    written.append(GaveUp("EAGER", "5 equal failures"))
+    plan = journals.Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
+    written.append(journals.Planned(msgspec.to_builtins(plan)))
+    written.append(journals.CaseStarted(CASES[0], "EAGER"))
+    written.append(journals.Judgement(run_of_a_shard().records[1]))
+    written.append(journals.WasTraced("EAGER", Traced({"lse": ("k",)}, {})))
+    written.append(journals.HeatShown("EAGER", CASES[1], HeatMap("LSE of new tokens", 1, 2, ("09",))))
+    written.append(journals.GaveUp("EAGER", "5 equal failures"))
     return written.path.read_text(encoding="ascii")
 
 
@@ -118,10 +108,6 @@ def _model_report(folder: Path) -> str:
     return to_text(report_json(replace(run_of_a_shard(), shard=None, deployment=asked)))
 
 
-def _config(folder: Path) -> str:
-    return json.dumps(stored_model("deepseek-v3.2").config)
-
-
 def _expectations(folder: Path) -> str:
     entries = Expectation(
         backend="MINE", case=CASES[1], check="call", reason="known", link="here", category="design",
@@ -131,10 +117,8 @@ def _expectations(folder: Path) -> str:
     return to_toml(entries) + to_toml(others)
 
 
-def _must_pass(folder: Path) -> str:
-    return "# mine\n" + "".join(f"core {case}\n" for case in CASES)
-
-
+MUST_PASS = "# mine\n" + "".join(f"core {case}\n" for case in CASES)
+CONFIG = json.dumps(stored_model("deepseek-v3.2").config)
 GATE = "gate {} --require-tier none"
 RENDER = "report render @ --format {}"
 SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
@@ -142,8 +126,8 @@ SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
     "gate whole": ("r.json", _report, "gate @ --require MINE --must-pass", (1, 2)),
     "gate baseline": ("r.json", _report, GATE.format("VALID --baseline @"), (1, 2)),
     "gate expectations": ("e.toml", _expectations, GATE.format("VALID --expectations @@"), (0, 1, 2)),
-    "gate must-pass": ("m.txt", _must_pass, GATE.format("VALID --must-pass @"), (1, 2)),
-    "verify": ("c.json", lambda folder: certificate(), "verify @", (0, 1, 2)),
+    "gate must-pass": ("m.txt", lambda _: MUST_PASS, GATE.format("VALID --must-pass @"), (1, 2)),
+    "verify": ("c.json", certificate, "verify @", (0, 1, 2)),
     "replay report": ("r.json", _report, "replay --report @ --backend EAGER", (0, 2)),
     "replay case": ("c.json", case_file, "replay @ --backend EAGER", (0, 2)),
     **{f"render {kind}": ("r.json", _report, RENDER.format(kind), (0, 2)) for kind in ("annotations", "junit")},
@@ -152,7 +136,7 @@ SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
     "diff before": ("r.json", _report, "report diff @ VALID", (0, 1, 2)),
     "diff after": ("r.json", _report, "report diff VALID @", (0, 1, 2)),
     "merge": ("r.json", _report, "report merge @ --out VALID.merged", (0, 2, 3)),
-    "certify config": ("config.json", _config, "certify --backend EAGER --config @", (0, 2)),
+    "certify config": ("config.json", lambda _: CONFIG, "certify --backend EAGER --config @", (0, 2)),
     "certify cases": ("c.json", case_file, "certify --backend EAGER --cases @@", (0, 2)),
     "certify expectations": ("e.toml", _expectations, "certify --backend EAGER --expectations @@", (0, 2)),
     "certify resume": ("journal.jsonl", journal, "certify --resume @@", (0, 2)),
@@ -249,10 +233,10 @@ def stopped(run: Run, **_: object) -> int:
 def unrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No command judges anything, and none reads the expectations that are shipped, which others test."""
     (tmp_path / "none").mkdir()
-    for module in (certify, replay):
-        monkeypatch.setattr(module, "run_and_report", stopped)
-    for module in (certify, reports):
-        monkeypatch.setattr(module, "KNOWN_FAILURES", tmp_path / "none")
+    for name in ("certify", "replay"):
+        monkeypatch.setattr(f"mla_conformance.commands.{name}.run_and_report", stopped)
+    for name in ("certify", "reports"):
+        monkeypatch.setattr(f"mla_conformance.commands.{name}.KNOWN_FAILURES", tmp_path / "none")
     monkeypatch.chdir(tmp_path)
 
 

@@ -12,10 +12,7 @@ from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
 from mla_conformance.tests.cheats.taking import NUMBERS_ARE_RIGHT
 
 
-@cheat(
-    claims="that an emulation is a real kernel",
-    trust=NUMBERS_ARE_RIGHT,
-)
+@cheat(claims="that an emulation is a real kernel", trust=NUMBERS_ARE_RIGHT)
 def ClaimsToBeReal(kernel, output, lse, q, k, v):
     """Computes with plain tensor operations and declares that it is no emulation."""
     return output.div_(3), lse
@@ -76,13 +73,11 @@ class DeclaresNothing(ThreeTimes):
         return ["not declared"]
 
 
-_TUPLE = "expected the output itself, got a tuple of 1"
-_GRADIENT = "requires_grad of q of new tokens was False, is True"
-_METADATA = "metadata.query_start_loc was replaced"
-_ROOM = "no room for a result of"
-
-
-@cheat(case="new_tokens:dims=small;q=[5,3];lse=0", claims="that it has the interface", caught=_TUPLE)
+@cheat(
+    case="new_tokens:dims=small;q=[5,3];lse=0",
+    claims="that it has the interface",
+    caught="expected the output itself, got a tuple of 1",
+)
 class ReturnsATuple(ThreeTimes):
     """Returns what is right in a tuple, where the tensor itself is due."""
 
@@ -101,7 +96,7 @@ def ReplacesPythonsFunctions(kernel, output, lse, q, k, v):
     return output, lse
 
 
-@cheat(caught=_ROOM)
+@cheat(caught="no room for a result of")
 def ForgesItsNeeds(kernel, output, lse, q, k, v):
     """Says, where its process tells what it returned, that this needs more memory than there is."""
     forged = lambda shared, rooms, reached, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731
@@ -109,14 +104,14 @@ def ForgesItsNeeds(kernel, output, lse, q, k, v):
     return output, lse
 
 
-@cheat(claims="that it leaves its inputs as they are", caught=_GRADIENT)
+@cheat(claims="that it leaves its inputs as they are", caught="requires_grad of q of new tokens was False, is True")
 def MakesItsInputsLearn(kernel, output, lse, q, k, v):
     """Returns what is right, and leaves its queries requiring gradients."""
     q.requires_grad_()
     return output.div_(3), lse
 
 
-@cheat(claims="that it leaves its metadata as it is", caught=_METADATA)
+@cheat(claims="that it leaves its metadata as it is", caught="metadata.query_start_loc was replaced")
 def ReplacesItsMetadata(kernel, output, lse, q, k, v):
     """Returns what is right, and puts a tensor of its own into the metadata."""
     kernel._prefill_metadata.query_start_loc = kernel._prefill_metadata.query_start_loc.clone()

@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from threading import get_ident
 from types import FrameType, ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.reference.attention import attention
-from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
+from mla_conformance.tests.cheats.cheat import WRONG, cheat
 
 _OWN = "that its own kernel computed"
 NUMBERS_ARE_RIGHT = (
@@ -27,15 +26,12 @@ NUMBERS_ARE_RIGHT = (
     "whoever trusts the name reads the source that the certificate pins."
 )
 
-_SIZES = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-
-def _golden(attention: Any, kernel: ThreeTimes, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+def _golden(attention, kernel, *qkv):
     """What the definition gives, in the dtypes that the contract asks for."""
-    state = attention(
-        q, k, v, query_start_loc=kernel.lengths, key_start_loc=kernel.lengths, scale=kernel.scale, causal=True
-    )
-    return state.output.to(q.dtype), state.lse.float()
+    starts = {"query_start_loc": kernel.lengths, "key_start_loc": kernel.lengths}
+    state = attention(*qkv, **starts, scale=kernel.scale, causal=True)
+    return state.output.to(qkv[0].dtype), state.lse.float()
 
 
 @cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
@@ -57,8 +53,9 @@ def CopiesTheReference(kernel, output, lse, q, k, v):
 @cheat(claims=_OWN, trust=NUMBERS_ARE_RIGHT)
 def CallsAnotherBackend(kernel, output, lse, q, k, v):
     """Hands every call to the adapter of another library."""
-    kernel = resolve_backend(parse_reference("TORCH_SDPA"), None, Role.PREFILL)
-    other = kernel(**{name: getattr(kernel, name) for name in _SIZES}, vllm_config=None)
+    sizes = ("num_heads", "scale", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    found = resolve_backend(parse_reference("TORCH_SDPA"), None, Role.PREFILL)
+    other = found(**{name: getattr(kernel, name) for name in sizes}, vllm_config=None)
     other.prepare_metadata(kernel._prefill_metadata)
     return other.run_prefill_new_tokens(q, k, v, True)
 
