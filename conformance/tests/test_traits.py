@@ -214,7 +214,7 @@ def test_what_is_always_wrong_or_returns_nothing_is_not_repeated() -> None:
 
 def test_the_command_keeps_the_smallest_case(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    said = ["replay", PREFILL, "--backend", f"{__name__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]
+    said = ["replay", PREFILL, "--backend", f"{__file__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]
     assert main(said) == 1
     out = capsys.readouterr().out
     assert "have other bits than the first" in out and "smallest case that differs" in out
