@@ -176,7 +176,7 @@ class _Decode(EagerDecodeBackend):
 
     def head_tile_after_head_tile__attend(self, q, *further):
         """Heads are computed 16 at a time, the last ones first, filled up with heads of zeros."""
-        states: list[list[torch.Tensor]] = []
+        states = []
         for part in reversed(q.split(16, dim=1)):
             filled = torch.nn.functional.pad(part, (0, 0, 0, 16 - part.shape[1]))
             states.insert(0, [each[: part.shape[1]] for each in super()._attend(filled, *further)])

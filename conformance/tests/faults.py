@@ -149,17 +149,19 @@ ON_A_GPU: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-def enter(name: str, base: type, fault: Callable[[torch.Tensor], object]) -> None:
+def enter(name: str, base: type, fault: Callable[..., object]) -> None:
     def before(self: Faulty, q: torch.Tensor) -> None:
-        fault(q)
+        if name in ON_A_GPU:
+            fault(q)
+            torch.cuda.synchronize()
+        else:
+            fault()
 
     globals()[name] = type(name, (base,), {"before": before})
 
 
-for name, alone in (BEFORE | HANGS).items():
-    enter(name, Hanging if name in HANGS else Faulty, lambda _, alone=alone: alone())
-for name, launch in ON_A_GPU.items():
-    enter(name, Faulty, lambda q, launch=launch: (launch(q), torch.cuda.synchronize()))
+for name, fault in (BEFORE | HANGS | ON_A_GPU).items():
+    enter(name, Hanging if name in HANGS else Faulty, fault)
 
 
 class ReturnsViewOfInput(Faulty):
