@@ -60,8 +60,12 @@ class OnlineSoftmax:
         """P as the second product reads it."""
         return p.to(dtype).float()
 
+    def _maximum(self, state: SoftmaxState, scores: Tensor) -> Tensor:
+        """[N, T, 1], which weights are relative to."""
+        return torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+
     def _accumulate(self, state: SoftmaxState, scores: Tensor, v: Tensor) -> SoftmaxState:
-        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
+        maximum = self._maximum(state, scores)
         # A row that has seen no key yet keeps -inf as its maximum; exp(-inf - 0) is the 0 that it needs.
         shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
         decay = (state.maximum - shift).exp()

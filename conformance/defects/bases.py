@@ -18,8 +18,6 @@ from mla_conformance.judging.tolerance import SCALED_P
 
 
 class LayeredDecode(EagerDecodeBackend):
-    """EAGER's decode beside its prefill."""
-
     prefill_backend: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend
 
 
@@ -39,25 +37,18 @@ def emulations(module: str) -> tuple[Any, ...]:
 
 
 class CapturablePrefill(EagerPrefillBackend):
-    """Prefills over a graph's buffers."""
-
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
 
 class CapturableDecode(EagerDecodeBackend):
-    """Decodes over a graph's buffers."""
-
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
 
 class CapturableSparse(EagerSparseBackend):
-    """Attention to selected keys over a graph's buffers."""
-
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
 
 def joined(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """The state of two splits together."""
     maximum = torch.maximum(a.maximum, b.maximum)
     shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
     wa, wb = (a.maximum - shift).exp(), (b.maximum - shift).exp()
@@ -80,19 +71,35 @@ def stored_in(state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
 
 
 def through(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` rounded to ``dtype`` and back."""
     return x.to(dtype).to(x.dtype)
 
 
-def packed(kv_cache: torch.Tensor) -> torch.Tensor:
-    """A cache [blocks, page, width] as it would be read if no other page lay between its blocks."""
-    _, page, width = kv_cache.shape
-    return kv_cache.as_strided(kv_cache.shape, (page * width, width, 1), kv_cache.storage_offset())
+def rough_exp(x: torch.Tensor) -> torch.Tensor:
+    """An exponential with relative errors up to 1e-4."""
+    return x.exp() * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos())
 
 
-def declares(rounding: Rounding) -> Declaration:
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """Blocks or rows [A, B, C] as they would be read if nothing lay between them."""
+    return x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1), x.storage_offset())
+
+
+def declares(**rounding: Any) -> Declaration:
     """What an emulation declares that rounds so."""
-    return Declaration(rounding=rounding, emulated=True)
+    return Declaration(rounding=Rounding(**rounding), emulated=True)
+
+
+class NarrowP(OnlineSoftmax):
+    """Of operands that are not float32, P is rounded as is declared."""
+
+    declaration: ClassVar[Declaration]
+
+    def _round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if getattr(self, "_model_dtype", dtype) is torch.float32:
+            return p
+        declared = self.declaration.rounding.p
+        factor = SCALED_P if declared is Precision.SCALED_E4M3 else 1
+        return through(p * factor, torch.float16 if declared is Precision.FLOAT16 else torch.float8_e4m3fn) / factor
 
 
 LOG2_E = math.log2(math.e)
@@ -115,11 +122,15 @@ class BaseTwo(OnlineSoftmax):
         return super()._finish(state._replace(maximum=state.maximum / LOG2_E))
 
 
-class SplitDecode(LayeredDecode):
-    """Splits of ``split`` keys each."""
+def nth(kernel: Any, period: int) -> bool:
+    """Whether this call is one in so many."""
+    kernel.number = getattr(kernel, "number", 0) + 1
+    return kernel.number % period == 0
 
+
+class SplitDecode(LayeredDecode):
     key_tile = 32
-    split = 256
+    split = 256  # keys
 
     def _attend(self, q, request, seq_len, kv_cache, k_scale):
         ends = [*self._starts(seq_len), seq_len]
@@ -143,11 +154,6 @@ class SplitDecode(LayeredDecode):
 
     def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
         return reduce(joined, parts)
-
-
-_PRODUCTS = 32  # products of 8-bit operands that Hopper's tensor cores add at a time
-_BITS = 13
-_LEAST = -126  # of float32's powers of two, the least that is no subnormal: a unit below it would be 0
 
 
 class E4M3Operands(EagerPrefillBackend):
@@ -189,15 +195,16 @@ class HopperE4M3Operands(E4M3Operands):
 
 
 def added(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``total`` [N, T, C] plus a [N, T, K] times b [N, K, C], 32 products at a time.
+    """``total`` [N, T, C] plus a [N, T, K] times b [N, K, C], 32 products at a time as Hopper's tensor cores do.
 
     Of each step's products and of the sum so far, what lies below 2^-13 of the largest one's power of two is cut off.
     """
-    for first in range(0, a.shape[2], _PRODUCTS):
-        step = slice(first, first + _PRODUCTS)
+    for first in range(0, a.shape[2], 32):
+        step = slice(first, first + 32)
         terms = torch.cat([total[:, :, None], a[:, :, step, None] * b[:, None, step]], dim=2)
         _, exponent = terms.abs().amax(dim=2, keepdim=True).frexp()
-        unit = torch.exp2((exponent - 1 - _BITS).clamp(min=_LEAST).float())
+        # -126 is float32's least power of two that is no subnormal: a unit below it would be 0.
+        unit = torch.exp2((exponent - 1 - 13).clamp(min=-126).float())
         total = ((terms / unit).trunc() * unit).sum(dim=2)
     return total
 

@@ -15,7 +15,6 @@ from mla_conformance.defects.bases import EagerLayer
 from mla_conformance.defects.known import defects
 
 _VECTOR = 16
-_TILE = 64
 _libc = ctypes.CDLL(None)
 
 
@@ -50,50 +49,42 @@ def end(x: torch.Tensor) -> int:
 
 @defects("memory_bounds")
 class _Prefill(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
-        self._touch(q, k, v, out)
-        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-
-    def run_prefill_context_chunk(self, chunk_idx, q, k, v):
-        self._touch(q, k, v, None)
-        return super().run_prefill_context_chunk(chunk_idx, q, k, v)
-
-    def prefill_reads_an_element_behind_q__touch(self, q, k, v, out):
+    def prefill_reads_an_element_behind_q__before_batch(self, q):
         """The last row of queries is loaded with one element more."""
         reads(q, end(q), q.element_size())
 
-    def prefill_reads_a_vector_behind_k__touch(self, q, k, v, out):
+    def prefill_reads_a_vector_behind_k__before_batch(self, k):
         """The next vector of keys is loaded before the loop finds that there is none."""
         reads(k, end(k), _VECTOR)
 
-    def prefill_reads_a_tile_behind_v__touch(self, q, k, v, out):
+    def prefill_reads_a_tile_behind_v__before_batch(self, v):
         """The last tile of values is loaded whole and masked afterwards."""
-        rows = -len(v) % _TILE
+        rows = -len(v) % 64
         if rows:
             reads(v, end(v), rows * v[0].numel() * v.element_size())
 
-    def prefill_reads_an_element_before_k__touch(self, q, k, v, out):
+    def prefill_reads_an_element_before_k__before_batch(self, k):
         """The key before a request's first is loaded to be masked, also of the first request."""
         reads(k, -k.element_size(), k.element_size())
 
-    def prefill_reads_a_start_behind_the_last__touch(self, q, k, v, out):
+    def prefill_reads_a_start_behind_the_last__before_batch(self):
         """The end of each request is read from the entry behind it, and one more than there is."""
         starts = self._prefill_metadata.query_start_loc
         reads(starts, end(starts), starts.element_size())
 
-    def prefill_reads_a_chunk_behind_the_last__touch(self, q, k, v, out):
+    def prefill_reads_a_chunk_behind_the_last__before_batch(self):
         """The lengths of the next chunk are prefetched, also behind the last one."""
         context = self._prefill_metadata.chunked_context
         if context is not None:
             reads(context.cu_seq_lens, end(context.cu_seq_lens), 4)
 
-    def prefill_writes_an_element_behind_out__touch(self, q, k, v, out):
+    def prefill_writes_an_element_behind_out__before_run_prefill_new_tokens(self, out):
         """The last store of an output has one element too many, and puts back what it has read there."""
         if out is not None:
             last = out.data_ptr() - out.untyped_storage().data_ptr() + out.nbytes
             writes(out, last, out.element_size())
 
-    def prefill_writes_a_vector_before_out__touch(self, q, k, v, out):
+    def prefill_writes_a_vector_before_out__before_run_prefill_new_tokens(self, out):
         """Stores to an output begin a vector before it, with what it has read there."""
         if out is not None:
             writes(out, out.data_ptr() - out.untyped_storage().data_ptr() - _VECTOR, _VECTOR)

@@ -8,42 +8,29 @@ from mla_conformance.defects.bases import V32_SCALES, packed
 from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 
-_VECTOR = 16
 
-
+@defects("latent_gather")
 class _Elsewhere(EagerCacheBackend):
     """Slots may be none of the cache's; then its first or its last is read."""
 
     def _gathered(self, cache, slots):
         return super()._gathered(cache, slots.clamp(0, cache.shape[0] * cache.shape[1] - 1))
 
-
-@defects("latent_gather")
-class _Requests(_Elsewhere):
-    """Entries are looked for elsewhere in a request."""
-
-    def _slots_of_requests(self, page, block_table, cu_seq_lens, seq_starts, compress_ratio):
-        starts = self._starts(seq_starts, page, compress_ratio).int()
-        return super()._slots_of_requests(page, block_table, cu_seq_lens, starts, compress_ratio)
-
-    def gather_starts_at_a_page__starts(self, seq_starts, page, compress_ratio):
+    def gather_starts_at_a_page__before_slots_of_requests(self, seq_starts, *, page, compress_ratio):
         """A start inside of a page is taken for the page's first entry."""
         return seq_starts // (page * compress_ratio) * page * compress_ratio
 
-    def gather_starts_at_zero__starts(self, seq_starts, page, compress_ratio):
+    def gather_starts_at_zero__before_slots_of_requests(self, seq_starts):
         """Starts are ignored: every request is gathered from its first entry."""
         return torch.zeros_like(seq_starts)
 
-    def gather_start_not_compressed__starts(self, seq_starts, page, compress_ratio):
+    def gather_start_not_compressed__before_slots_of_requests(self, seq_starts, *, compress_ratio):
         """A start in tokens is taken for one in entries."""
         return seq_starts * compress_ratio
 
-
-@defects("latent_gather")
-class _LatentGatherElsewhere(_Elsewhere):
-    def gather_takes_the_table_for_slots__slots_of_requests(self, page, *further):
+    def gather_takes_the_table_for_slots__before_slots_of_requests(self, page):
         """Pages are taken to hold one entry: the block table names slots."""
-        return super()._slots_of_requests(1, *further)
+        return 1
 
 
 @defects("latent_gather")
@@ -66,10 +53,9 @@ class _LatentGatherCache(EagerCacheBackend):
         rows = int(cu_seq_lens[-1])
         workspace[rows : rows + kv_cache.shape[1]] = workspace[max(0, rows - 1) : rows]
 
-    def gather_clears_the_workspace__run_gather_latent(self, kv_cache, workspace, *further, **options):
+    def gather_clears_the_workspace__before_run_gather_latent(self, workspace):
         """Rows behind those that are gathered are filled with zeros."""
         workspace.view(torch.uint8).zero_()
-        super().run_gather_latent(kv_cache, workspace, *further, **options)
 
     def gather_counts_requests_without_entries__slots(self, block_table, request, entry, page):
         """Behind a request without entries the block table of the wrong request is read."""
@@ -96,35 +82,31 @@ class _LatentGatherCache(EagerCacheBackend):
 
     def gather_scale_rounded_before__meaning(self, entries, k_scale, dtype):
         """Scales are rounded to the model's dtype before codes are multiplied with them."""
-        if self.kv_cache_dtype != "fp8" or dtype == torch.float32:
-            return super()._meaning(entries, k_scale, dtype)
-        return (entries.to(dtype) * k_scale.to(dtype)).to(dtype)
-
-
-def _read_as(kernel, layout, cache, slots):
-    """Entries as if their pages had another layout."""
-    other = EagerCacheBackend(kernel.kv_lora_rank, 0, layout, kernel.tile_scales, None)
-    return other._gathered(cache, slots)
+        exact = self.kv_cache_dtype != "fp8" or dtype == torch.float32
+        return super()._meaning(entries, k_scale, dtype) if exact else entries.to(dtype) * k_scale.to(dtype)
 
 
 @defects("index_gather")
 class _IndexGather(EagerCacheBackend):
+    def _read_as(self, other, layout, cache, slots):
+        """Entries, of pages with one layout as if they had another."""
+        kernel = EagerCacheBackend(self.kv_lora_rank, 0, other, self.tile_scales, None)
+        return (kernel if self.kv_cache_dtype == layout else super())._gathered(cache, slots)
+
     def index_gather_reads_scales_beside_codes__gathered(self, cache, slots):
         """Scales of index keys are read behind their codes."""
-        taken = self.kv_cache_dtype == "fp8_index"
-        return _read_as(self, "fp8_index_flat", cache, slots) if taken else super()._gathered(cache, slots)
+        return self._read_as("fp8_index_flat", "fp8_index", cache, slots)
 
     def index_gather_reads_shuffled_as_flat__gathered(self, cache, slots):
         """Codes of a shuffled page are read token after token."""
-        taken = self.kv_cache_dtype == "fp8_index_shuffled"
-        return _read_as(self, "fp8_index", cache, slots) if taken else super()._gathered(cache, slots)
+        return self._read_as("fp8_index", "fp8_index_shuffled", cache, slots)
 
     def gather_truncates_addresses__gathered(self, cache, slots):
         """Addresses of entries are truncated to multiples of 16 bytes."""
         form, addresses = TILED_FORMATS.get(self.kv_cache_dtype), self._addresses(cache, slots)
         if form is not None and form.cache == "index":
-            vectors = torch.arange(form.code_bytes, device=slots.device) // _VECTOR * _VECTOR
-            addresses[:, : form.code_bytes] -= addresses[:, vectors] % _VECTOR
+            vectors = torch.arange(form.code_bytes, device=slots.device) // 16 * 16
+            addresses[:, : form.code_bytes] -= addresses[:, vectors] % 16
         return memory_of(cache)[addresses].view(cache.dtype)
 
     def index_gather_scale_of_the_page__behind_scales(self, scales):
@@ -187,7 +169,7 @@ class _SlotMapping(EagerCacheBackend):
 
 @defects("global_slots")
 class _GlobalSlots(EagerCacheBackend):
-    def list_positions_passed_on__run_global_slots(self, out, req_id_per_token, block_table, token_indices, block_size):
+    def list_positions_passed_on__behind_run_global_slots(self, _, *, out, token_indices):
         """Positions in a request are passed on as slots."""
         out.copy_(token_indices)
 

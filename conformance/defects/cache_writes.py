@@ -5,7 +5,7 @@ import torch
 from mla_conformance.backends.cache import NO_SLOT
 from mla_conformance.backends.eager_cache import EagerCacheBackend, memory_of
 from mla_conformance.defects.bases import packed
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import but, defects, variant
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.quantization import E4M3_MAX
 
@@ -64,13 +64,12 @@ class _LatentWrite(EagerCacheBackend):
     def tokens_of_a_page_clobber_each_other__before_store(self, slots, *, cache):
         """Each token writes its whole page back as it was read, so that the last token of a page is all that stays."""
         page = slots // cache.shape[1]
-        later = (page.unsqueeze(1) == page) & torch.ones_like(page.unsqueeze(1) == page).triu(1)
-        return torch.where(later.any(dim=1), NO_SLOT, slots)
+        later = (page.unsqueeze(1) == page).triu(1).any(dim=1)
+        return torch.where(later, NO_SLOT, slots)
 
     def slots_cut_at_the_first_padding__before_store(self, slots):
         """The first slot of -1 ends the writing, although tokens of other ranks stand in between."""
-        stop = int((slots == NO_SLOT).int().argmax()) if bool((slots == NO_SLOT).any()) else len(slots)
-        return slots[:stop]
+        return slots[(slots == NO_SLOT).cumsum(0) == 0]
 
     def page_tail_zeroed_by_the_writer__store(self, cache, entries, slots):
         """What follows the last token of a call in its page is filled with zeros."""
@@ -81,18 +80,14 @@ class _LatentWrite(EagerCacheBackend):
 
     def entry_stored_in_whole_vectors__store(self, cache, entries, slots):
         """An entry is stored in vectors of 128 bytes, the last of which reaches into the next entry."""
-        padded = -(-entries.shape[1] // 128) * 128
-        if padded > entries.shape[1] and len(slots):
-            end = self._addresses(cache, slots[slots >= 0].long())[:, -1:] + 1
-            behind = end + torch.arange(padded - entries.shape[1], device=end.device)
-            memory = memory_of(cache)
-            memory[behind[behind < len(memory)]] = 0
+        memory, end = memory_of(cache), self._addresses(cache, slots[slots >= 0].long())[:, -1:] + 1
+        behind = end + torch.arange(-entries.shape[1] % 128, device=end.device)
+        memory[behind[behind < len(memory)]] = 0
         super()._store(cache, entries, slots)
 
     def pool_written_past_its_end__before_store(self, cache):
         """Blocks count from 1, so entries of the last land in the pool behind."""
-        start = cache.storage_offset() + cache.stride(0)
-        return cache.as_strided(cache.shape, cache.stride(), start)
+        return cache.as_strided(cache.shape, cache.stride(), cache.storage_offset() + cache.stride(0))
 
     def writer_slots_in_16_bits__before_store(self, slots):
         """A slot from 2^15 on is cut to 15 bits."""
@@ -100,15 +95,12 @@ class _LatentWrite(EagerCacheBackend):
 
     def rope_read_with_the_stride_of_latents__before_latent_entries(self, k_pe):
         """Rotated keys are read as if packed, from columns of a wider projection."""
-        if k_pe.shape[1] and k_pe.stride(0) != k_pe.shape[1] and len(k_pe) > 1:
-            return k_pe.as_strided(k_pe.shape, (k_pe.shape[1], 1), k_pe.storage_offset())
-        return None
+        return k_pe.as_strided(k_pe.shape, (k_pe.shape[1], 1)) if k_pe.shape[1] and len(k_pe) > 1 else k_pe
 
     def latent_and_rope_change_places__latent_entries(self, kv_c, k_pe, k_scale):
         """A plain entry holds the rotated key before the latent."""
-        if self.kv_cache_dtype == "auto":
-            return torch.cat((k_pe, kv_c), dim=1).view(torch.uint8)
-        return super()._latent_entries(kv_c, k_pe, k_scale)
+        plain = self.kv_cache_dtype == "auto"
+        return super()._latent_entries(*((k_pe, kv_c) if plain else (kv_c, k_pe)), k_scale)
 
     def fp8_written_without_its_scale__before_latent_entries(self, k_scale):
         """Codes of an fp8 cache are of the values as they are."""
@@ -168,13 +160,12 @@ class _Placed(EagerCacheBackend):
         """[T, width]; by default entry by entry."""
         return token * len(byte) + byte
 
-    @but(layout="fp8_v4")
-    class v4_scales_written_into_the_entry:
-        """Scales of V4 are written behind the data of their entry, not behind all data of the page."""
-
-    @but(layout="nvfp4_v4")
-    class nvfp4_scales_written_into_the_entry:
-        """Scales of V4's NVFP4 entries are written into the entry, not behind the page."""
+    v4_scales_written_into_the_entry = variant(
+        "Scales of V4 are written behind the data of their entry, not behind all data of the page.", layout="fp8_v4"
+    )
+    nvfp4_scales_written_into_the_entry = variant(
+        "Scales of V4's NVFP4 entries are written into the entry, not behind the page.", layout="nvfp4_v4"
+    )
 
     @but(killed_by="index_write", layout="fp8_index_shuffled")
     def index_written_flat_read_shuffled__place(self, token, page, byte):

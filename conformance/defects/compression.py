@@ -43,16 +43,10 @@ class _OtherEnds(EagerCompressBackend):
         def _angles(self, ends):
             return super()._angles(ends - 1)
 
-    class compress_table_of_the_manager:
+    def compress_table_of_the_manager__numbers__slots(self, *, page):
         """Pages of entries are addressed as if the columns of the table counted tokens."""
-
-        def _numbers(self):
-            page = self._page
-            return self._compress_metadata.positions // page * page + super()._numbers() % page
-
-        def _slots(self, page):
-            self._page = page
-            return super()._slots(page)
+        positions = self._compress_metadata.positions
+        return positions // page * page + positions // self.compression.ratio % page
 
 
 @defects("compress_keys")
@@ -112,8 +106,7 @@ class _OtherCompress(EagerCompressBackend):
     def compress_length_3_modulo_4__state_slots(self):
         """Where one token is missing to a whole group, the state of the last one is not kept."""
         metadata, slots = self._compress_metadata, super()._state_slots().clone()
-        lengths = metadata.seq_lens.long()
-        lost = metadata.query_start_loc[1:].long()[(lengths + 1) % self.compression.ratio == 0] - 1
+        lost = metadata.query_start_loc[1:].long()[(metadata.seq_lens + 1) % self.compression.ratio == 0] - 1
         slots[lost] = -1
         return slots
 
@@ -130,15 +123,9 @@ class _OtherCompress(EagerCompressBackend):
         begun = (metadata.seq_lens.long() - metadata.query_start_loc.long().diff())[metadata.req_id_per_token.long()]
         return (positions - begun).clamp(min=0)
 
-    class compress_table_of_an_earlier_call:
+    def compress_table_of_an_earlier_call__state_blocks(self, requests, columns):
         """States are found by the first batch's table, whatever requests stand in its rows by now."""
-
-        def prepare_metadata(self, compress_metadata):
-            super().prepare_metadata(compress_metadata)
-            self._first = getattr(self, "_first", compress_metadata.state_block_table)
-
-        def _state_blocks(self, requests, columns):
-            table, usual = self._first, super()._state_blocks(requests, columns)
-            known = (requests < len(table)) & (columns < table.shape[1])
-            found = table.long()[requests.clamp(max=len(table) - 1), columns.clamp(max=table.shape[1] - 1)]
-            return torch.where(known & (found >= 0) & (found <= usual.max()), found, usual)
+        table = self.__dict__.setdefault("_first", self._compress_metadata.state_block_table)
+        usual, known = super()._state_blocks(requests, columns), (requests < len(table)) & (columns < table.shape[1])
+        found = table.long()[requests.clamp(max=len(table) - 1), columns.clamp(max=table.shape[1] - 1)]
+        return torch.where(known & (found >= 0) & (found <= usual.max()), found, usual)

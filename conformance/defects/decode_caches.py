@@ -1,5 +1,7 @@
 """Pages that a decode looks up wrongly, codes that it reads as other numbers, what lies with other ranks."""
 
+from dataclasses import replace
+
 import torch
 
 from mla_conformance.backends.eager import SoftmaxState
@@ -74,8 +76,7 @@ class _PagedCache(EagerDecodeBackend):
 
     def decode_slot_in_fifteen_bits__entries(self, kv_cache, request, tile):
         """Page id times page size plus offset is a signed number of two bytes, too few for many large pages."""
-        tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
-        page = kv_cache.shape[1]
+        page, tokens = kv_cache.shape[1], torch.arange(tile.start, tile.stop, device=kv_cache.device)
         slots = self._blocks(request, tokens // page) * page + tokens % page & 0x7FFF
         return kv_cache.view(torch.uint8)[slots // page, slots % page].view(kv_cache.dtype)
 
@@ -143,29 +144,28 @@ class _KvCacheFp8(EagerDecodeBackend):
         return torch.ones_like(k_scale) if tile.start >= 1024 and self.num_heads >= 64 else k_scale
 
 
+def _locally_causal(queries, seq_len, tile):
+    return torch.arange(tile.start, tile.stop) <= torch.arange(seq_len - queries, seq_len).unsqueeze(1)
+
+
 @defects("dcp")
 class _Dcp(EagerDecodeBackend):
-    def dcp_several_tokens_assume_interleave_of_one__positions(self, metadata, tile):
+    def dcp_several_tokens_assume_interleave_of_one__before_positions(self, metadata):
         """On several ranks, the bound of several query tokens takes tokens to be dealt out one by one."""
-        local = torch.arange(tile.start, tile.stop, device=metadata.seq_lens.device)
-        alone = local * metadata.dcp_world_size + metadata.dcp_rank
-        return alone if _has_several(self) else super()._positions(metadata, tile)
+        return replace(metadata, cp_kv_cache_interleave_size=1) if _has_several(self) else metadata
 
-    def dcp_rank_in_three_bits__positions(self, metadata, tile):
+    def dcp_rank_in_three_bits__before_positions(self, metadata):
         """The causal bound of several query tokens takes rank 8 for rank 0."""
-        wrong = metadata.dcp_rank - metadata.dcp_rank % 8
-        return super()._positions(metadata, tile) - wrong * metadata.cp_kv_cache_interleave_size
+        return replace(metadata, dcp_rank=metadata.dcp_rank % 8)
 
     def dcp_empty_owner_zero_times_nan__behind_finish(self, output, lse):
         """A rank that holds no key of a request returns 0 / 0, which no factor of 0 removes from the sum."""
-        if self._decode_metadata.dcp_world_size > 1:
-            output = output.masked_fill(lse.mT.unsqueeze(-1) == -torch.inf, torch.nan)
-        return output, lse
+        empty = (lse == -torch.inf).mT.unsqueeze(-1) & (self._decode_metadata.dcp_world_size > 1)
+        return output.masked_fill(empty, torch.nan), lse
 
-    def dcp_causal_mask_on_local_len__visible(self, queries, request, seq_len, tile):
+    def dcp_causal_mask_on_local_len__behind_visible(self, _, *, queries, seq_len, tile):
         """The causal bound counts the tokens of this rank back from its own last one."""
-        last = torch.arange(seq_len - queries, seq_len).unsqueeze(1)
-        return torch.arange(tile.start, tile.stop) <= last
+        return _locally_causal(queries, seq_len, tile)
 
     def leading_masked_chunk_nan_poisons_row__accumulate(self, state, scores, v):
         """A first tile without a visible key leaves a maximum of -inf, and -inf minus -inf stays in the row for
@@ -176,17 +176,13 @@ class _Dcp(EagerDecodeBackend):
         weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
         return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
 
-    def dcp_rank_in_two_bits__positions(self, metadata, tile):
+    def dcp_rank_in_two_bits__before_positions(self, metadata):
         """The causal bound takes rank 4 for rank 0."""
-        wrong = metadata.dcp_rank - metadata.dcp_rank % 4
-        return super()._positions(metadata, tile) - wrong * metadata.cp_kv_cache_interleave_size
+        return replace(metadata, dcp_rank=metadata.dcp_rank % 4)
 
-    def dcp_mixed_entries_bound_by_local_length__visible(self, queries, request, seq_len, tile):
+    def dcp_mixed_entries_bound_by_local_length__behind_visible(self, visible, *, queries, seq_len, tile):
         """For a cache of mixed entries the causal bound counts the tokens of this rank."""
-        if self.kv_cache_dtype != "fp8_ds_mla":
-            return super()._visible(queries, request, seq_len, tile)
-        last = torch.arange(seq_len - queries, seq_len).unsqueeze(1)
-        return torch.arange(tile.start, tile.stop) <= last
+        return _locally_causal(queries, seq_len, tile) if self.kv_cache_dtype == "fp8_ds_mla" else visible
 
 
 @defects("decode_combinations")
@@ -204,8 +200,7 @@ class _OtherDecode(EagerDecodeBackend):
     def dcp_assumes_packed_pages__before_entries(self, kv_cache):
         """On several ranks a page's address is its number times a packed page, whatever the stride between blocks
         is."""
-        ranks = self._decode_metadata.dcp_world_size
-        return packed(kv_cache) if ranks > 1 else kv_cache
+        return packed(kv_cache) if self._decode_metadata.dcp_world_size > 1 else kv_cache
 
     @but(killed_by="kv_cache_fp8_ds_mla")
     def fp8_ds_mla_float_scale_read_as_e8m0__before_dequantise(self, rows):
@@ -218,10 +213,8 @@ class _OtherDecode(EagerDecodeBackend):
         tokens."""
         if self.kv_cache_dtype != "fp8_ds_mla":
             return super()._entries(kv_cache, request, tile)
-        tokens = torch.arange(tile.start, tile.stop, device=kv_cache.device)
-        _, page, width = kv_cache.shape
-        begins = tokens % page * width & 0xFFFF
-        return kv_cache[self._blocks(request, tokens // page), begins // width]
+        (_, page, width), tokens = kv_cache.shape, torch.arange(tile.start, tile.stop, device=kv_cache.device)
+        return kv_cache[self._blocks(request, tokens // page), (tokens % page * width & 0xFFFF) // width]
 
     @but(killed_by="kv_cache_fp8_ds_mla")
     def decode_single_head_takes_first_scale_of_mixed_entries__dequantise(self, rows, k_scale):

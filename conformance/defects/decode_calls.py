@@ -6,13 +6,12 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.bases import CapturableDecode, LayeredDecode, SplitDecode, nth
+from mla_conformance.defects.known import but, defects, variant
 from mla_conformance.defects.prefill_calls import SharedScale, _ends
 
 _PADDED_TOO = ("decode_multi_token", "paged_cache", "kv_cache_fp8", "kv_cache_fp8_ds_mla", "cache_write")
 """Some of their cases have rows of padding as well."""
-_DOZEN = 12
 
 
 @defects("determinism")
@@ -20,10 +19,8 @@ class _Determinism(SplitDecode):
     @but(split=96)
     def splitk_nan_nondeterministic_at_splits_16__behind_combine(self, state, *, parts):
         """With sixteen splits the reduction is a race that is lost every other time."""
-        if len(parts) != 16:
-            return state
-        self.races = getattr(self, "races", 0) + 1
-        return state if self.races % 2 else state._replace(weighted=state.weighted * torch.nan)
+        lost = len(parts) == 16 and nth(self, 2)
+        return state._replace(weighted=state.weighted * torch.nan) if lost else state
 
 
 @defects()
@@ -49,11 +46,9 @@ class _Counters(EagerDecodeBackend):
 
     def _counters(self, request):
         """Those of a request, a head each."""
-        start = self._first() + request * self.num_heads
-        return self.workspace[start : start + self.num_heads]
+        return self.workspace[self._first() :][request * self.num_heads :][: self.num_heads]
 
     def _first(self):
-        """Where the counters of the call begin."""
         return 0
 
     @but(killed_by="call_order")
@@ -65,9 +60,8 @@ class _Counters(EagerDecodeBackend):
             return self._decode_metadata.max_seq_len
 
         def _clear(self):
-            start = self._first()
-            self.workspace[start : start + self._decode_metadata.seq_lens.shape[0] * self.num_heads] = 0
-            self.workspace[:start] = 7
+            self.workspace[self._first() :][: self._decode_metadata.seq_lens.shape[0] * self.num_heads] = 0
+            self.workspace[: self._first()] = 7
 
     @but(killed_by="determinism")
     def trtllm_counter_clear_byte_vs_int_size__clear(self):
@@ -96,24 +90,17 @@ class _OtherLayeredDecode(LayeredDecode):
         skipped = seq_len == 0 and self._decode_metadata.dcp_world_size == 1
         return state._replace(total=state.total + 1, weighted=state.weighted * torch.nan) if skipped else state
 
-    class cg_metadata_not_padded_bucket:
+    def cg_metadata_not_padded_bucket__before_attend(self, request, seq_len):
         """Metadata cover the real requests only, and the rows of padding find what stands last in them."""
-
-        def _attend(self, q, request, seq_len, kv_cache, k_scale):
-            lengths = self._decode_metadata.seq_lens.tolist()
-            self._row = request
-            if seq_len == 0 and self._decode_metadata.dcp_world_size == 1 and any(lengths):
-                self._row = max(row for row, length in enumerate(lengths) if length)
-            return super()._attend(q, request, lengths[self._row], kv_cache, k_scale)
-
-        def _blocks(self, request, pages):
-            return super()._blocks(self._row, pages)
+        lengths = self._decode_metadata.seq_lens.tolist()
+        if seq_len == 0 and self._decode_metadata.dcp_world_size == 1 and any(lengths):
+            request = max(row for row, length in enumerate(lengths) if length)
+        return request, lengths[request]
 
     @but(killed_by="graph_replay", related=())
     def flashmla_fp8_metadata_not_persistent__before_prepare_metadata(self, decode_metadata):
         """Beside a cache of codes, a replay reads the tensors that the metadata were when the graph was captured."""
-        captured = self.__dict__.setdefault("captured", {})
-        lengths = decode_metadata.seq_lens
+        captured, lengths = self.__dict__.setdefault("captured", {}), decode_metadata.seq_lens
         if self.kv_cache_dtype == "fp8":
             lengths = captured.setdefault((lengths.data_ptr(), lengths.shape), lengths.clone())
         return replace(decode_metadata, seq_lens=lengths)
@@ -151,16 +138,9 @@ class _CallOrder(EagerDecodeBackend):
         folded = self.__dict__.setdefault("compiled", {}).setdefault(ql_nope.shape, bool(k_scale == 1))
         return torch.ones_like(k_scale) if folded else k_scale
 
-    class plan_pinned_buffer_race:
+    def plan_pinned_buffer_race__prepare_metadata(self, decode_metadata):
         """All plans are staged in one buffer, and a second one overwrites it before the first has been copied."""
-
-        def prepare_metadata(self, decode_metadata):
-            type(self).staged = decode_metadata
-            super().prepare_metadata(decode_metadata)
-
-        def run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
-            self._decode_metadata = self.staged
-            return super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
+        type(self)._decode_metadata = decode_metadata
 
     def decode_workspace_of_the_first_batch__before_attend(self, seq_len, *, request):
         """A decode's buffers are made for the first batch and one request more, and the further ones find no
@@ -173,8 +153,10 @@ class _CallOrder(EagerDecodeBackend):
         self.single = getattr(self, "single", False) or len(self._decode_metadata.seq_lens) == 1
         return 0 if self.single and request else seq_len
 
-    class decode_softmax_scale_in_shared_constant(SharedScale):
-        """A decode's softmax scale is a constant of the module, and every new instance overwrites it for all."""
+    decode_softmax_scale_in_shared_constant = variant(
+        "A decode's softmax scale is a constant of the module, and every new instance overwrites it for all.",
+        SharedScale,
+    )
 
     def decode_k_scale_kept_by_cache_address__before_run_decode(self, k_scale, *, kv_cache):
         """``k_scale`` is read once for each cache, found by its address, although every call hands it over."""
@@ -185,7 +167,7 @@ class _CallOrder(EagerDecodeBackend):
     def decode_plans_of_a_dozen_batches__before_attend(self, seq_len, *, request):
         """A cache of a dozen plans is full, and a further decode runs with the plan that was stored last."""
         lengths, plans = self._decode_metadata.seq_lens.tolist(), self.__dict__.setdefault("plans", [])
-        if lengths not in plans and len(plans) < _DOZEN:
+        if lengths not in plans and len(plans) < 12:
             plans.append(lengths)
         planned = lengths if lengths in plans else plans[-1]
         return min(seq_len, planned[request]) if request < len(planned) else 0
@@ -208,12 +190,12 @@ class _Replays(CapturableDecode):
     """Knows the metadata of the capture again by the address of its buffers."""
 
     def prepare_metadata(self, decode_metadata):
-        lengths = decode_metadata.seq_lens
-        captured = self.__dict__.setdefault("captured", {})  # with the buffer, so that no other one gets its address
+        lengths, captured = decode_metadata.seq_lens, self.__dict__.setdefault("captured", {})
         key = (lengths.data_ptr(), lengths.shape)
         self._replays = key in captured
-        table = decode_metadata.block_table.clone()
-        _, self._first_lengths, self._first_table = captured.setdefault(key, (lengths, lengths.tolist(), table))
+        # With the buffer, so that no other one gets its address.
+        seen = (lengths, lengths.tolist(), decode_metadata.block_table.clone())
+        _, self._first_lengths, self._first_table = captured.setdefault(key, seen)
         super().prepare_metadata(decode_metadata)
 
     def decode_replay_keeps_the_ranks_of_lengths__before_attend(self, seq_len, *, request):
@@ -236,8 +218,7 @@ class _Replays(CapturableDecode):
     def decode_replay_outgrows_the_splits_of_the_capture__before_attend(self, seq_len, *, kv_cache):
         """A graph has splits for four times the pages that its longest sequence had when it was captured, and no
         more."""
-        page = kv_cache.shape[1]
-        room = 4 * -(-max(self._first_lengths) // page) * page
+        room = 4 * -(-max(self._first_lengths) // kv_cache.shape[1]) * kv_cache.shape[1]
         return min(seq_len, room) if self._replays else seq_len
 
 
@@ -246,9 +227,8 @@ class _OtherDecode(EagerDecodeBackend):
     @but(killed_by="determinism", related=("dcp",))
     def spec_metadata_pinned_temp_freed__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """Now and then the buffer of the lengths is reused before its copy to the device has finished."""
-        self.number = getattr(self, "number", 0) + 1
         kept = self._decode_metadata
-        if self.number % 9 == 0:
+        if nth(self, 9):
             self._decode_metadata = replace(kept, seq_lens=(kept.seq_lens - 1).clamp(min=0))
         result = super().run_decode(ql_nope, q_pe, kv_cache, k_scale)
         self._decode_metadata = kept
@@ -265,14 +245,12 @@ class _OtherDecode(EagerDecodeBackend):
         self, state, *, request, seq_len, kv_cache, k_scale
     ):
         """A decode's last tile is filled up with entries of the next request, which are weighed with 0, not cleared."""
-        following = request + 1
-        lengths = self._decode_metadata.seq_lens
-        if following == len(lengths) or not seq_len % self.key_tile:
+        following, lengths = request + 1, self._decode_metadata.seq_lens
+        if following == len(lengths):
             return state
-        first = slice(0, min(self.key_tile - seq_len % self.key_tile, int(lengths[following])))
+        first = slice(0, min(-seq_len % self.key_tile, int(lengths[following])))
         rows = self._dequantise(self._entries(kv_cache, following, first), k_scale)
-        leaked = (0.0 * self._values(rows)).sum(dim=0)
-        return state._replace(weighted=state.weighted + leaked)
+        return state._replace(weighted=state.weighted + (0.0 * self._values(rows)).sum(dim=0))
 
     def decode_nan_guard_over_the_batch__behind_run_decode(self, output, lse):
         """Where any row of a decode is not finite, the whole batch is taken for one of padding."""
@@ -298,8 +276,7 @@ class _OtherDecode(EagerDecodeBackend):
         """A decode's plan is found again by the number of requests, of tokens, and the first and last length."""
         lengths = self._decode_metadata.seq_lens.tolist()
         key = (self._decode_metadata.dcp_rank, *_ends(lengths))
-        planned = self.__dict__.setdefault("plans", {}).setdefault(key, lengths)
-        return min(seq_len, planned[request])
+        return min(seq_len, self.__dict__.setdefault("plans", {}).setdefault(key, lengths)[request])
 
     @but(killed_by="refusals")
     def decode_refusal_leaves_gradients_off__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):

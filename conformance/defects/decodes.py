@@ -8,20 +8,18 @@ import torch
 from mla_conformance.backends.eager import SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.defects.bases import SplitDecode, joined
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import but, defects, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 
 _SEVERAL_TOO = ("decode_lse",)  # one of its cases has several query tokens a request
-_TILE = 64
 
 
 @defects("decode_multi_token", related=_SEVERAL_TOO)
 class _DecodeMultiToken(EagerDecodeBackend):
     def causal_topleft_instead_of_bottomright__visible(self, queries, request, seq_len, tile):
         """Several query tokens are masked from the top left, as if they stood at the start of the sequence."""
-        if queries == 1:
-            return super()._visible(queries, request, seq_len, tile)
-        return torch.arange(tile.start, tile.stop) <= torch.arange(queries).unsqueeze(1)
+        from_the_top = torch.arange(tile.start, tile.stop) <= torch.arange(queries).unsqueeze(1)
+        return from_the_top if queries > 1 else super()._visible(queries, request, seq_len, tile)
 
     def causal_arg_accepted_but_dropped__visible(self, queries, request, seq_len, tile):
         """The plan takes the causal flag and forgets it: every query token sees the whole sequence."""
@@ -38,10 +36,8 @@ class _DecodeMultiToken(EagerDecodeBackend):
 
     def aiter_identical_output_all_query_positions__behind_finish(self, output, lse):
         """For a number of query tokens that is no power of two, all get the result of the first."""
-        tokens = output.shape[0]
-        if tokens & (tokens - 1):
-            output, lse = output[:1].expand_as(output), lse[:, :1].expand_as(lse)
-        return output, lse
+        exact = len(output) & (len(output) - 1) == 0
+        return (output, lse) if exact else (output[:1].expand_as(output), lse[:, :1].expand_as(lse))
 
 
 @defects("decode")
@@ -51,9 +47,8 @@ class _Decode(SplitDecode):
         """Splits are weighted by the exponential of their LSE without subtracting the largest, which overflows."""
         if len(parts) == 1:
             return parts[0]
-        factors = [part.maximum.exp() for part in parts]
-        total = sum(part.total * factor for part, factor in zip(parts, factors, strict=True))
-        weighted = sum(part.weighted * factor for part, factor in zip(parts, factors, strict=True))
+        total = sum(part.total * part.maximum.exp() for part in parts)
+        weighted = sum(part.weighted * part.maximum.exp() for part in parts)
         return SoftmaxState(torch.zeros_like(total), total, weighted)
 
     @but(split=128)
@@ -77,7 +72,7 @@ class _Decode(SplitDecode):
         """Where several blocks work on a sequence, they add to a workspace that nobody has zeroed."""
         return state._replace(weighted=state.weighted + 1e3) if len(parts) > 1 else state
 
-    @but(split=_TILE)
+    @but(split=64)
     def decode_workspace_of_64_partials__before_combine__attend(self, parts, *, request):
         """There is room for 64 partial results; what the splits of many requests have beyond is left out."""
         return parts[: max(1, 64 - request * len(parts))]
@@ -96,9 +91,8 @@ class _OneToken(EagerDecodeBackend):
 
     def xqa_mla_bf16_ten_bugs__behind_dequantise(self, keys, *, rows):
         """In a 16-bit cache, the element strides of a kernel for codes lead to every other element."""
-        if rows.dtype.itemsize != 2:
-            return keys
-        return keys.flatten()[torch.arange(keys.numel()) * 2 % keys.numel()].view(keys.shape)
+        every_other = keys.flatten()[torch.arange(keys.numel()) * 2 % keys.numel()].view(keys.shape)
+        return every_other if rows.dtype.itemsize == 2 else keys
 
     def cudnn_decode_key_omits_dtype_hardcoded_bf16__run_decode(self, ql_nope, q_pe, kv_cache, k_scale):
         """The graph is built for bf16, and the bits of an fp16 model are read as such."""
@@ -124,8 +118,7 @@ class _OneToken(EagerDecodeBackend):
 
     def decode_table_rows_as_wide_as_the_first__blocks__entries(self, request, pages, *, kv_cache):
         """Rows of the block table are found by the pages of the first request, not by those of the longest."""
-        metadata = self._decode_metadata
-        held = -(-metadata.seq_lens // kv_cache.shape[1])
+        metadata, held = self._decode_metadata, -(-self._decode_metadata.seq_lens // kv_cache.shape[1])
         stride = metadata.block_table.shape[1] - int(held.max() - held[0])
         return metadata.block_table.flatten()[request * stride + pages].long()
 
@@ -173,10 +166,8 @@ class _OtherDecode(EagerDecodeBackend):
     @but(killed_by="loose_maxima", related=())
     def decode_bound_by_declared_longest_query__visible(self, queries, request, seq_len, tile):
         """The bound of several query tokens counts back from the declared maximum, which may exceed the true one."""
-        visible = super()._visible(queries, request, seq_len, tile)
         excess = self._decode_metadata.max_query_len - int(self._decode_metadata.query_lens_cpu.max())
-        if queries == 1 or not excess:
-            return visible
+        excess *= queries > 1
         return super()._visible(queries, request, seq_len, slice(tile.start + excess, tile.stop + excess))
 
     @but(related=())
@@ -188,10 +179,9 @@ class _OtherDecode(EagerDecodeBackend):
         """A launch has 1024 blocks, one for each query token and head; what lies beyond is 0."""
         output.flatten(0, 1)[1024:] = 0.0
 
-    def decode_heads_and_tokens_in_one_tile_of_256__visible(self, queries, request, seq_len, tile):
+    def decode_heads_and_tokens_in_one_tile_of_256__behind_visible(self, visible, *, queries):
         """Heads and query tokens share a tile of 256 rows; the tokens of a second tile see one key less."""
         first = -(-256 // self.num_heads)
-        visible = super()._visible(queries, request, seq_len, tile)
         return torch.cat([visible[:first], visible[first - 1 : -1]]) if first < queries else visible
 
 
@@ -200,10 +190,9 @@ class _SeveralTokens(EagerDecodeBackend):
     def decode_last_tile_of_packed_rows_lost__behind_finish(self, output, lse):
         """Several query tokens and their heads are packed into tiles of 64 rows; behind the first a partial one is
         lost."""
-        tokens, rows = output.shape[0], output.shape[0] * output.shape[1]
-        if tokens > 1 and rows > _TILE:
-            output = output.contiguous()
-            output.flatten(0, 1)[rows // _TILE * _TILE :] = 0.0
+        output, rows = output.contiguous(), output.shape[0] * output.shape[1]
+        if len(output) > 1 and rows > 64:
+            output.flatten(0, 1)[rows // 64 * 64 :] = 0.0
         return output, lse
 
     def decode_empty_context_of_several_tokens_is_padding__before_attend(self, seq_len, *, q):
@@ -226,10 +215,9 @@ class _SeveralTokens(EagerDecodeBackend):
     @but(related=("decode_lse",))
     def flashmla_draft_extend_metadata_layout_clash__blocks__entries(self, request, pages, *, kv_cache):
         """For several query tokens the table is taken for a flat list of the requests' pages, one after the other."""
-        metadata = self._decode_metadata
+        metadata, before = self._decode_metadata, -(-self._decode_metadata.seq_lens[:request] // kv_cache.shape[1])
         if int(metadata.query_lens_cpu.max()) == 1:
             return super()._blocks(request, pages)
-        before = -(-metadata.seq_lens[:request] // kv_cache.shape[1])
         return metadata.block_table.flatten()[int(before.sum()) + pages].long()
 
     def decode_pages_of_32_with_several_tokens__before_blocks__entries(self, pages, *, kv_cache):
@@ -237,16 +225,10 @@ class _SeveralTokens(EagerDecodeBackend):
         several = int(self._decode_metadata.query_lens_cpu.max()) > 1
         return pages // 2 * 2 if several and kv_cache.shape[1] == 32 else pages
 
-    @but(key_tile=32)
-    class decode_tile_of_32_without_keys_raises_maximum(LiftedMaximum):
-        """A decode's tile of 32 tokens of which a query token sees none raises its running maximum to 0."""
-
-    @but(key_tile=64)
-    class decode_tile_of_64_without_keys_raises_maximum(LiftedMaximum):
-        """A decode's tile of 64 tokens of which a query token sees none raises its running maximum to 0."""
-
-    class decode_tile_of_128_without_keys_raises_maximum(LiftedMaximum):
-        """A decode's tile of 128 tokens of which a query token sees none raises its running maximum to 0."""
+    _lifted = "A decode's tile of {} tokens of which a query token sees none raises its running maximum to 0."
+    decode_tile_of_32_without_keys_raises_maximum = variant(_lifted.format(32), LiftedMaximum, key_tile=32)
+    decode_tile_of_64_without_keys_raises_maximum = variant(_lifted.format(64), LiftedMaximum, key_tile=64)
+    decode_tile_of_128_without_keys_raises_maximum = variant(_lifted.format(128), LiftedMaximum)
 
 
 @defects("decode_lse")
@@ -286,9 +268,8 @@ class _SplitLse(SplitDecode):
     @but(split=64)
     def decode_split_without_keys_repeats_the_one_before__before_combine(self, parts):
         """Where a query token sees nothing of a split of 64 tokens, the state of the split before is counted again."""
-        filled = list(parts)
-        for number in range(1, len(filled)):
-            empty = filled[number].total == 0
-            pairs = zip(filled[number - 1], filled[number], strict=True)
-            filled[number] = SoftmaxState(*(torch.where(empty, before, own) for before, own in pairs))
+        filled = []
+        for part in parts:
+            pairs = zip(filled[-1] if filled else part, part, strict=True)
+            filled.append(SoftmaxState(*(torch.where(part.total == 0, before, own) for before, own in pairs)))
         return filled

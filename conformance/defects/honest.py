@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import LseClass, Precision, Rounding
+from mla_conformance.backends.declaration import LseClass, Precision
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
@@ -17,48 +17,31 @@ from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.defects import bases
+from mla_conformance.defects.honest_attention import HONEST_DECODES, HONEST_SPARSE
 from mla_conformance.defects.honest_cache import HONEST_CACHES, HONEST_STEPS
-from mla_conformance.defects.honest_decode import HONEST_DECODES
-from mla_conformance.defects.honest_sparse import HONEST_SPARSE
-from mla_conformance.defects.known import Emulation, but, kernels
+from mla_conformance.defects.known import Emulation, but, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
-
-_LEAST = torch.finfo(torch.float32).min
 
 
 class _FiniteSentinel(OnlineSoftmax):
-    """The running maximum starts at the least float32; weights of masked scores are set to 0, not computed."""
+    """The running maximum starts at the least float32."""
 
-    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        masked = scores == -torch.inf
-        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True)).clamp(min=_LEAST)
-        decay = (state.maximum.clamp(min=_LEAST) - maximum).exp()
-        p = (scores - maximum).exp().masked_fill(masked, 0.0)
-        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+    def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
+        return super()._maximum(state, scores).clamp(min=torch.finfo(torch.float32).min)
 
 
 class _LazyRescale(OnlineSoftmax):
     """The running state is rescaled only where its maximum grows by more than a factor 2^8 of the weights."""
 
-    def _accumulate(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        largest = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
-        stays = largest - state.maximum <= 8 / bases.LOG2_E
-        maximum = torch.where(stays, state.maximum, largest)
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay = (state.maximum - shift).exp()
-        p = (scores - shift).exp()
-        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+    def _maximum(self, state: SoftmaxState, scores: torch.Tensor) -> torch.Tensor:
+        largest = super()._maximum(state, scores)
+        return torch.where(largest - state.maximum <= 8 / bases.LOG2_E, state.maximum, largest)
 
 
-class LazyPrefill(_LazyRescale, EagerPrefillBackend):
-    """A prefill that rescales its running state only where the maximum grows much."""
+class LazyPrefill(_LazyRescale, EagerPrefillBackend): ...
 
 
 class LazyDecode(_LazyRescale, EagerDecodeBackend):
-    """A decode in tiles of 64 tokens that rescales its running state only where the maximum grows much."""
-
     key_tile = 64
 
 
@@ -86,81 +69,42 @@ class _Split(EagerPrefillBackend):
     def _combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
         return reduce(bases.joined, parts)
 
-    @but(splits=3, key_tile=32)
-    class splits3:
-        """Three splits of the keys."""
-
-    @but(splits=8, key_tile=16)
-    class splits8:
-        """Eight splits of the keys."""
+    splits3 = variant(splits=3, key_tile=32)
+    splits8 = variant(splits=8, key_tile=16)
 
     @but(splits=16, key_tile=16)
     def splits16_tree__combine(self, parts: list[SoftmaxState]) -> SoftmaxState:
-        """Sixteen splits of the keys, combined in a binary tree."""
         return bases.joined_in_a_tree(parts)
 
-    @but(splits=4, key_tile=32, declaration=bases.declares(Rounding(partial_outputs=Precision.MODEL)))
+    @but(splits=4, key_tile=32, declaration=bases.declares(partial_outputs=Precision.MODEL))
     def stored_partials__stored(self, state: SoftmaxState, dtype: torch.dtype) -> SoftmaxState:
-        """Four splits whose outputs wait in the model's dtype."""
         return bases.stored_in(state, dtype)
 
 
 @kernels()
 class _Prefill(EagerPrefillBackend):
-    @but(key_tile=16)
-    class tiles16:
-        """Tiles of 16 keys."""
+    tiles16 = variant(key_tile=16)
+    tiles1024 = variant(key_tile=1024)
 
-    @but(key_tile=1024)
-    class tiles1024:
-        """Tiles of 1024 keys."""
+    def reversed_keys__behind_tiles(self, tiles: Iterator[slice]) -> Iterator[slice]:
+        return reversed(list(tiles))
 
-    def reversed_keys__tiles(self, keys: int) -> Iterator[slice]:
-        """Key tiles from the last to the first."""
-        return reversed(list(super()._tiles(keys)))
+    @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
+    def approximate_exp__exp__batch(self, x: torch.Tensor, *, q: torch.Tensor) -> torch.Tensor:
+        """Where operands are not float32: with those nothing may be approximate."""
+        return x.exp() if q.dtype is torch.float32 else bases.rough_exp(x)
 
-    class approximate_exp:
-        """An exponential with relative errors up to 1e-4."""
-
-        declaration = bases.declares(Rounding(lse=LseClass.APPROXIMATE_EXP))
-
-        def _exp(self, x: torch.Tensor) -> torch.Tensor:
-            exact = x.exp()
-            # With float32 operands nothing may be approximate; the flag is set per call.
-            return exact * (1 + 0.9e-4 * (x.clamp(min=-100.0) * 997.0).cos()) if self._reduced else exact
-
-        def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-            self._reduced = q.dtype is not torch.float32
-            return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-
-    @but(declaration=bases.declares(Rounding(p=Precision.FLOAT16)))
-    def half_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P in fp16, whatever the model's dtype, and declared so."""
-        return p if dtype is torch.float32 else bases.through(p, torch.float16)
+    half_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
 
     def float32_throughout__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P is not rounded at all."""
         return p
 
-    @but("accumulate", declaration=bases.declares(Rounding(lse=LseClass.ROUNDED_P)))
-    def sum_of_rounded_weights(self, state: SoftmaxState, scores: torch.Tensor, v: torch.Tensor) -> SoftmaxState:
-        """The row sum adds up P as it was rounded for the second product."""
-        maximum = torch.maximum(state.maximum, scores.amax(dim=-1, keepdim=True))
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay = (state.maximum - shift).exp()
-        p = self._round_p(self._exp(scores - shift), v.dtype)
-        weighted = torch.einsum("nts,snv->ntv", p, v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+    @but(declaration=bases.declares(lse=LseClass.ROUNDED_P))
+    def sum_of_rounded_weights__behind_exp__accumulate(self, p: torch.Tensor, *, v: torch.Tensor) -> torch.Tensor:
+        return self._round_p(p, v.dtype)
 
-    @but(declaration=bases.declares(Rounding(p=Precision.E4M3)))
-    def e4_m3_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P in e4m3 as it is, and declared so."""
-        return p if dtype is torch.float32 else bases.through(p, torch.float8_e4m3fn)
-
-    @but(declaration=bases.declares(Rounding(p=Precision.SCALED_E4M3)))
-    def scaled_e4_m3_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P × 2^8 in e4m3, and declared so."""
-        return p if dtype is torch.float32 else bases.through(p * 256, torch.float8_e4m3fn) / 256
+    e4_m3_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.E4M3))
+    scaled_e4_m3_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
     def two_passes__behind_attend(self, exact, *, q, k, v, causal):
         """The maximum is found first, P is normalised before it is rounded."""
@@ -176,20 +120,14 @@ class _Prefill(EagerPrefillBackend):
         return exact._replace(weighted=weighted * exact.total)
 
     def reciprocal_scale__quantise(self, accumulated: torch.Tensor, output_scale: torch.Tensor) -> torch.Tensor:
-        """A quantised output is multiplied by the reciprocal of its scale."""
         return super()._quantise(accumulated * (1 / output_scale), torch.ones_like(output_scale))
 
-    @but(key_tile=64)
-    class finite_prefill(_FiniteSentinel):
-        """A prefill in tiles of 64 keys whose running maximum starts at the least float32."""
+    finite_prefill = variant("", _FiniteSentinel, key_tile=64)
+    prefill_in_base_two = variant("", bases.BaseTwo)
 
-    class prefill_in_base_two(bases.BaseTwo):
-        """A prefill in powers of two."""
-
+    @but(key_tile=32)
     class even_and_odd_tiles:
-        """Two groups take every other tile of 32 keys, and their states are joined at last."""
-
-        key_tile = 32
+        """Two groups take every other tile, and their states are joined at last."""
 
         def _attend(self, q, k, v, causal):
             groups = []
@@ -229,27 +167,20 @@ class _SplitDecode(bases.SplitDecode):
 
 @kernels()
 class _Decode(EagerDecodeBackend):
-    @but(key_tile=32)
-    class finite_decode(_FiniteSentinel):
-        """A decode in tiles of 32 tokens whose running maximum starts at the least float32."""
+    finite_decode = variant("", _FiniteSentinel, key_tile=32)
 
     @but(key_tile=64)
     def skips_masked_tiles__before_over(self, tiles, *, q, request, seq_len):
         """Tiles of 64 tokens, without those that no query token of the request sees."""
         return [tile for tile in tiles if bool(self._visible(len(q), request, seq_len, tile).any())]
 
-    class head_tile_after_head_tile:
+    def head_tile_after_head_tile__attend(self, q, *further):
         """Heads are computed 16 at a time, the last ones first, filled up with heads of zeros."""
-
-        def _attend(self, q, request, seq_len, kv_cache, k_scale):
-            parts = [self._of_tile(part, request, seq_len, kv_cache, k_scale) for part in reversed(q.split(16, dim=1))]
-            return SoftmaxState(*map(torch.cat, zip(*reversed(parts), strict=True)))
-
-        def _of_tile(self, q, request, seq_len, kv_cache, k_scale):
-            heads = q.shape[1]
-            filled = torch.nn.functional.pad(q, (0, 0, 0, 16 - heads))
-            state = super()._attend(filled, request, seq_len, kv_cache, k_scale)
-            return SoftmaxState(*(part[:heads] for part in state))
+        states = []
+        for part in reversed(q.split(16, dim=1)):
+            filled = torch.nn.functional.pad(part, (0, 0, 0, 16 - part.shape[1]))
+            states.insert(0, [each[: part.shape[1]] for each in super()._attend(filled, *further)])
+        return SoftmaxState(*map(torch.cat, zip(*states, strict=True)))
 
     class two_pass_decode:
         """The maximum and the sum are found first, and weights are normalised before they are rounded."""
@@ -271,18 +202,12 @@ class _Decode(EagerDecodeBackend):
 
 @kernels()
 class _Sparse(EagerSparseBackend):
+    finite_sparse = variant("", _FiniteSentinel, key_tile=64)
+    sparse_in_base_two = variant("", bases.BaseTwo, key_tile=32)
+
     @but(key_tile=64)
-    class finite_sparse(_FiniteSentinel):
-        """Tiles of 64 columns, and a running maximum that starts at the least float32."""
-
-    @but(key_tile=32)
-    class sparse_in_base_two(bases.BaseTwo):
-        """Attention to selected keys in powers of two, in tiles of 32 columns."""
-
     class tree_of_tiles:
-        """Each tile of 64 columns has a state of its own, and they are joined by twos."""
-
-        key_tile = 64
+        """Each tile of columns has a state of its own, and they are joined by twos."""
 
         def _accumulate(self, state, scores, v):
             self._states.append(super()._accumulate(self._fresh, scores, v))
@@ -303,48 +228,35 @@ class _Sparse(EagerSparseBackend):
         share = logits.softmax(dim=0)[0].where(sink.unsqueeze(1) < torch.inf, 0.0)
         return output * share.nan_to_num(0.0).mT.unsqueeze(-1)
 
-    @but(declaration=bases.declares(Rounding(p=Precision.FLOAT16)))
-    def half_weights_of_lists__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P in fp16, whatever the model's dtype, and declared so."""
-        return p if self._model_dtype is torch.float32 else p.to(torch.float16).float()
-
-    @but(key_tile=64, declaration=bases.declares(Rounding(p=Precision.SCALED_E4M3)))
-    def scaled_codes_of_lists__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """P × 2^8 in e4m3, and declared so; tiles of 64 columns."""
-        return p if self._model_dtype is torch.float32 else (p * 256).to(torch.float8_e4m3fn).float() / 256
+    half_weights_of_lists = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    scaled_codes_of_lists = variant("", bases.NarrowP, key_tile=64, declaration=bases.declares(p=Precision.SCALED_E4M3))
 
 
 @kernels((bases.EagerLayer, "impl_class"))
 class _Impl(MLACommonImpl):
     def reciprocal_cache_scale__do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
-        """Codes are written of values times the reciprocal of the scale."""
         if self.kv_cache_dtype == "fp8":
             factor, k_scale = 1 / k_scale, torch.ones_like(k_scale)
             kv_c_normed, k_pe = kv_c_normed.float() * factor, k_pe.float() * factor
         super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
 
-    def last_chunk_first__compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
-        """Chunks of context are merged from the last to the first."""
-        chunks, merged = attn_metadata.prefill_metadata.chunked_context, None
-        for index, tokens in reversed(list(enumerate(chunks.seq_tot))):
+    def _states(self, q, kv_cache, attn_metadata, k_scale, step=1):
+        """Those of all chunks of a context; the last one's first if a step is -1."""
+        chunks = attn_metadata.prefill_metadata.chunked_context
+        for index, tokens in list(enumerate(chunks.seq_tot))[::step]:
             self._gather(index, kv_cache, attn_metadata, k_scale)
             kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
-            chunk = self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
-            merged = chunk if merged is None else self._merge(chunk, merged)
-        return merged
+            yield self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe))
+
+    def last_chunk_first__compute_prefill_context(self, *operands):
+        return reduce(lambda later, chunk: self._merge(chunk, later), self._states(*operands, step=-1))
 
     def uncounted_unwritten__behind_forward(self, result, *, attn_metadata):
         """Rows that the metadata does not count hold what the buffer held."""
         result[attn_metadata.slot_mapping.shape[0] :] = torch.nan
 
-    def chunks_in_a_tree__compute_prefill_context(self, q, kv_cache, attn_metadata, k_scale):
-        """States of all chunks of a context are merged by twos."""
-        chunks = attn_metadata.prefill_metadata.chunked_context
-        states = []
-        for index, tokens in enumerate(chunks.seq_tot):
-            self._gather(index, kv_cache, attn_metadata, k_scale)
-            kv_c, k_pe = chunks.workspace[:tokens].tensor_split([self.kv_lora_rank], dim=-1)
-            states.append(self.prefill.run_prefill_context_chunk(index, q, *self._up_project(kv_c, k_pe)))
+    def chunks_in_a_tree__compute_prefill_context(self, *operands):
+        states = list(self._states(*operands))
         while len(states) > 1:
             states = [reduce(self._merge, states[i : i + 2]) for i in range(0, len(states), 2)]
         return states[0]
@@ -379,9 +291,7 @@ class _Layer(bases.EagerLayer):
             def _v_up_proj(self, x):
                 return super()._v_up_proj(x.float()).to(x.dtype)
 
-    @but(tile_scales="pow2")
-    class powers_of_two:
-        """The scales of tiles are powers of two."""
+    powers_of_two = variant("The scales of tiles are powers of two.", tile_scales="pow2")
 
     @staticmethod
     def one_block_after_the_other__copy_blocks(kv_caches, src_to_dists):
@@ -389,9 +299,7 @@ class _Layer(bases.EagerLayer):
         for pair in src_to_dists.split(1):
             bases.EagerLayer.copy_blocks(kv_caches, pair)
 
-    @but(prefill_backend=LazyPrefill, decode_backend=LazyDecode)
-    class lazy_layer:
-        """Both kernels of a layer rescale their running state only where the maximum grows much."""
+    lazy_layer = variant(prefill_backend=LazyPrefill, decode_backend=LazyDecode)
 
 
 HONEST: tuple[type[Emulation], ...] = (

@@ -19,8 +19,6 @@ from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
 from mla_conformance.reference.selected import NO_KEY
 
-_UNUSED_BYTE = 0xEE
-
 
 def _selects(**declared: object) -> Declaration:
     return Declaration(selection=SelectionForm(**declared), emulated=True)  # type: ignore[arg-type]
@@ -79,7 +77,7 @@ class _Cache(EagerCacheBackend):
         def _tiled(self, keys, form):
             entries = super()._tiled(keys, form)
             if form.padding:
-                entries[:, -form.padding :] = _UNUSED_BYTE
+                entries[:, -form.padding :] = 0xEE
             return entries
 
     def codes_of_zero_without_sign__behind_tiled(self, entries, *, form):
@@ -100,7 +98,6 @@ class _Cache(EagerCacheBackend):
         return found
 
     def dequantises_in_float64__meaning(self, entries, k_scale, dtype):
-        """Codes times their scales are float64 before they are rounded."""
         if self.kv_cache_dtype != "fp8":
             return super()._meaning(entries, k_scale, dtype)
         return (entries.double() * k_scale.double()).to(dtype)
@@ -149,11 +146,10 @@ class _MLACache(MLACacheBackend):
             return "ALONE"
 
         def run_write_latent(self, kv_c, k_pe, kv_cache, slot_mapping, k_scale):
-            if self.kv_cache_dtype not in self.supported_kv_cache_dtypes or slot_mapping.dtype != torch.int64:
-                raise UnsupportedConfiguration(f"{self.kv_cache_dtype} entries, slots of {slot_mapping.dtype}")
-            writer = EagerCacheBackend(
-                self.kv_lora_rank, self.qk_rope_head_dim, self.kv_cache_dtype, self.tile_scales, None
-            )
+            layout = self.kv_cache_dtype
+            if layout not in self.supported_kv_cache_dtypes or slot_mapping.dtype != torch.int64:
+                raise UnsupportedConfiguration(f"{layout} entries, slots of {slot_mapping.dtype}")
+            writer = EagerCacheBackend(self.kv_lora_rank, self.qk_rope_head_dim, layout, self.tile_scales, None)
             writer.run_write_latent(kv_c, k_pe, kv_cache, slot_mapping, k_scale)
 
 
@@ -244,14 +240,12 @@ class _TopK(EagerTopKBackend):
 
     @but(declaration=_selects(order=SelectionOrder.DESCENDING, ties=Ties.FIRST))
     def sorted_rows__choose(self, keys, topk_tokens):
-        """Rows are sorted as a whole, equal logits by their columns."""
         ordered = keys.sort(dim=1, descending=True, stable=True)
         chosen = ordered.indices.masked_fill(ordered.values == LEAST, NO_KEY)[:, :topk_tokens]
         return torch.nn.functional.pad(chosen, (0, topk_tokens - chosen.shape[1]), value=NO_KEY)
 
     @but(declaration=_selects(order=SelectionOrder.DESCENDING))
     def heap_of_each_row__choose(self, keys, topk_tokens):
-        """A heap of the best goes over each row."""
         chosen = torch.full((len(keys), topk_tokens), NO_KEY)
         for row, values in enumerate(keys.tolist()):
             seen = ((key, column) for column, key in enumerate(values) if key != LEAST)

@@ -4,6 +4,7 @@ import torch
 
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import IndexSpace
+from mla_conformance.defects.bases import nth
 from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.selected import NO_KEY
 
@@ -21,14 +22,9 @@ class _IndexerLogits(EagerIndexerBackend):
         """Each head is weighted as the next one should be."""
         return weights.roll(1, dims=1)
 
-    class indexer_activation_behind_the_sum:
+    def indexer_activation_behind_the_sum__scores(self, q, weights, keys):
         """The activation is taken of the weighted sum over heads, not of each head."""
-
-        def _scores(self, q, weights, keys):
-            return super()._scores(q, weights, keys).relu()
-
-        def _activated(self, dots):
-            return dots
+        return (weights.unsqueeze(1) @ (q @ keys.mT)).squeeze(1).relu()
 
     @but(token_tile=16)
     def indexer_tail_of_a_tile_forgotten__tiles(self, tokens):
@@ -43,8 +39,7 @@ class _IndexerLogits(EagerIndexerBackend):
     def indexer_lone_token_of_a_tile_unscored_with_several__before_tiles(self, tokens):
         """With several query tokens, a last tile of 64 that holds one token is not scored."""
         several = int(self._sparse_metadata.query_lens_cpu.max()) > 1
-        lone = several and tokens > 1 and tokens % self.token_tile == 1
-        return tokens - 1 if lone else tokens
+        return tokens - 1 if several and tokens > 1 and tokens % self.token_tile == 1 else tokens
 
     def indexer_weights_advance_by_64_heads__before_logits(self, weights):
         """A row's weights are looked for 64 values behind those of the row before, however many heads there are."""
@@ -64,8 +59,7 @@ class _IndexerTopk(EagerIndexerBackend):
     def indexer_tail_not_selected__before_choose(self, logits):
         """The selection looks at whole tiles of 16 scores alone."""
         whole = logits.isfinite().sum(dim=1, keepdim=True) // 16 * 16
-        behind = torch.arange(logits.shape[1], device=logits.device) >= whole
-        return logits.masked_fill(behind, -torch.inf)
+        return logits.masked_fill(torch.arange(logits.shape[1], device=logits.device) >= whole, -torch.inf)
 
     def indexer_positions_of_17_bits__before_choose(self, logits):
         """A candidate is packed with 17 bits for its position, and no token from 131,072 on is selected."""
@@ -87,8 +81,7 @@ class _OtherIndexer(EagerIndexerBackend):
     @but(killed_by="indexer_causal", related=("indexer_topk",))
     def indexer_bound_off_by_one__bounds(self):
         """A row sees one token too many, the first behind its own."""
-        metadata = self._sparse_metadata
-        lengths = metadata.seq_lens[metadata.req_id_per_token.long()]
+        lengths = self._sparse_metadata.seq_lens[self._sparse_metadata.req_id_per_token.long()]
         return torch.minimum(super()._bounds() + 1, lengths)
 
     @but(killed_by="indexer_fp8", related=_EARLIER)
@@ -113,19 +106,15 @@ class _OtherIndexer(EagerIndexerBackend):
     @but(killed_by="determinism")
     def indexer_ties_broken_by_who_comes_first__choose(self, logits, topk_tokens):
         """Now and then another block comes first to where the last of several equal tokens is selected."""
-        self.number = getattr(self, "number", 0) + 1
-        chosen = super()._choose(logits, topk_tokens)
-        if self.number % 7:
-            return chosen
-        last = logits.shape[1] - 1
+        if not nth(self, 7):
+            return super()._choose(logits, topk_tokens)
         mirrored = super()._choose(logits.flip(1), topk_tokens)
-        return torch.where(mirrored == NO_KEY, NO_KEY, last - mirrored)
+        return torch.where(mirrored == NO_KEY, NO_KEY, logits.shape[1] - 1 - mirrored)
 
     @but(killed_by="indexer_combinations")
     def indexer_gathered_start_of_request_in_six_bits__before_slots(self, request):
         """Where a request's gathered keys begin is looked up at its number modulo 64."""
-        paged = self._sparse_metadata.block_table is not None
-        return request if paged else request % 64
+        return request % 64 if self._sparse_metadata.block_table is None else request
 
     @but(killed_by="indexer_combinations", related=_EARLIER)
     def indexer_scales_of_64_tokens_with_several__stored(self, k, k_scale, slots):
@@ -134,15 +123,13 @@ class _OtherIndexer(EagerIndexerBackend):
         metadata = self._sparse_metadata
         if scales is None or metadata.block_table is None or int(metadata.query_lens_cpu.max()) == 1:
             return values, scales
-        page = k.shape[1]
-        return values, super()._stored(k, k_scale, slots // page * page + slots % page % 64)[1]
+        return values, super()._stored(k, k_scale, slots - slots % k.shape[1] + slots % k.shape[1] % 64)[1]
 
     def indexer_padding_of_slots_repeats_the_best__behind_run_index_topk(self, chosen):
         """Where slots are asked for and there are fewer tokens than are to be selected, the best stands for the
         others."""
-        if self._sparse_metadata.index_space is IndexSpace.POSITION:
-            return chosen
-        return torch.where(chosen == NO_KEY, chosen[:, :1], chosen)
+        missing = (chosen == NO_KEY) & (self._sparse_metadata.index_space is not IndexSpace.POSITION)
+        return torch.where(missing, chosen[:, :1], chosen)
 
     @but(killed_by="indexer_combinations")
     def indexer_partial_lists_of_the_first_1024__before_choose(self, logits, *, topk_tokens):

@@ -32,8 +32,6 @@ Emulation = KernelBackend | AttentionBackend  # what an emulation is: a kernel, 
 
 
 class ReportedBugs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The catalogue of bugs that were reported of the layers that are judged here."""
-
     sources: dict[str, tuple[str, ...]]  # public threads, by the id of the known defect that emulates what they report
     # threads of the pipeline of layers with selected keys: empty where a known defect emulates what they report, else
     # what shows it, or why nothing does
@@ -49,8 +47,6 @@ def reported_bugs() -> ReportedBugs:
 
 @dataclass(frozen=True)
 class KnownDefect:
-    """A bug, emulated."""
-
     id: str  # its id, of a reported one that in the catalogue of reported bugs
     kernel: type[Emulation]  # the emulation, of a backend of any role
     killed_by: str  # capability that is expected to kill it
@@ -96,10 +92,8 @@ def defects(
 ) -> Callable[[type], type]:
     """Class decorator that enters each kernel of a group: its name is an id, its docstring the sentence.
 
-    They are made once one of them is asked for, by its name in the module or as a known defect.
-
-    ``killed_by`` and ``related`` are as of :class:`KnownDefect`, and ``but`` says them of a single one; ``inside`` is
-    as of :func:`emulation`, which says what a group's functions and classes are.
+    They are made once one of them is asked for, by its name in the module or as a known defect. ``but`` says
+    ``killed_by`` and ``related`` of a single one; :func:`emulation` says what ``inside`` is.
     """
 
     def enter(group: type) -> type:
@@ -156,6 +150,11 @@ def but(site: str = "", **said: Any) -> Callable[[Any], Any]:
     return note
 
 
+def variant(sentence: str = "", *bases: type, **said: Any) -> Any:
+    """A kernel of a group that differs by classes that stand before the group's, or by what is said of it."""
+    return but(**said)(type("variant", bases, {"__doc__": sentence}))
+
+
 def named_as_class(key: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in key.split("_"))
 
@@ -191,18 +190,16 @@ def kernels_of(group: type, name: Callable[[str], str], **said: Any) -> Iterator
 def emulation(
     group: type, name: str, step: Any, site: str, inside: tuple[type, str] | None, attributes: dict[str, Any]
 ) -> Any:
-    """The class ``group`` with one step of its own.
+    """The class ``group``, an honest kernel, with one step of its own: a method, or a class with several.
 
     Args:
-        group: the honest kernel, and what its group shares.
-        step: a function that stands in place of a method, or a class with several.
         site: the method; its underscore only where it alone tells it from another. Behind ``before_`` the step is
             called first, and returns its positional arguments anew, or nothing if they stay as they are; behind
             ``behind_`` it is called with the results, and returns others or changes them in place. Its keyword-only
             arguments are further ones of the call, or of the call around it that is named behind ``__``.
         inside: a layer of which the class is a part, and the attribute or method that names this part.
     """
-    about = {"__module__": step.__module__, "__doc__": step.__doc__}
+    about = {"__module__": group.__module__, "__doc__": step.__doc__}
     part = inside[1] if inside else name
     if isinstance(step, type):
         made = type(part, (step, group), {**about, **attributes})
@@ -225,8 +222,7 @@ def emulation(
 def _standing(made: Callable[[], type], place: str | None, group: type, sites: list[str], step: Any) -> Any:
     """A method that calls the usual one of ``made``'s bases with the step before or behind it, or the step alone."""
     method, usual = sites[0], getattr(group, sites[0])
-    parameters = dict(list(signature(usual).parameters.items())[1:])
-    defaults = {key: each.default for key, each in parameters.items()}
+    form = signature(usual)
     kinds = {key: each.kind for key, each in list(signature(step).parameters.items())[1:]}
     first = [key for key, kind in kinds.items() if kind is not Parameter.KEYWORD_ONLY]
     named = [key for key in kinds if key not in first]
@@ -236,7 +232,9 @@ def _standing(made: Callable[[], type], place: str | None, group: type, sites: l
 
     @wraps(usual)
     def stands(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
+        bound = form.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         further = {key: given[key] if key in given else self.__dict__["_noted"][key] for key in named}
         if not place:
             return step(self, *args, **kwargs, **further)
@@ -246,11 +244,9 @@ def _standing(made: Callable[[], type], place: str | None, group: type, sites: l
             other = step(self, *(result if len(first) > 1 else (result,)), **further)
             return result if other is None else other
         other = step(self, *(given[key] for key in first), **further)
-        if other is None:
-            return call(*args, **kwargs)
-        changed = dict(zip(first, other if len(first) > 1 else (other,), strict=True))
-        args = tuple(changed.pop(key, each) for key, each in zip(parameters, args, strict=False))
-        return call(*args, **{**kwargs, **changed})
+        if other is not None:
+            given.update(zip(first, other if len(first) > 1 else (other,), strict=True))
+        return call(*bound.args[1:], **bound.kwargs)
 
     return stands
 

@@ -9,26 +9,22 @@ from mla_conformance.backends.layer.mla_builder import MLACommonMetadataBuilder
 from mla_conformance.backends.layer.mla_impl import MLACommonImpl
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 from mla_conformance.defects.bases import EagerLayer
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import but, defects, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.reference.quantization import E4M3_MAX
-
-_FLOOR = 1e-4
-_WRITTEN_AT_ONCE = 256
-_LATENT_TILE = 128
 
 
 @defects("mixed_batch", inside=(EagerLayer, "prefill_backend"))
 class _Prefill(EagerPrefillBackend):
-    @but(key_tile=64)
-    class layer_tile_without_keys_raises_maximum(LiftedMaximum):
-        """A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0."""
+    layer_tile_without_keys_raises_maximum = variant(
+        "A layer's prefill has tiles of 64 keys; one of which a row sees none raises its running maximum to 0.",
+        LiftedMaximum,
+        key_tile=64,
+    )
 
 
 @defects("cache_write", related=("mixed_batch",), inside=(EagerLayer, "impl_class"))
 class _WritesTiles(MLACommonImpl):
-    """Writes mixed entries by scales of its own."""
-
     def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
         if self.kv_cache_dtype != "fp8_ds_mla":
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale)
@@ -47,10 +43,9 @@ class _WritesTiles(MLACommonImpl):
 
     def fp8_ds_mla_tile_scale_has_a_floor__before_scales(self, amax):
         """A tile's scale is that of at least 1e-4, and what is smaller is stored as a few subnormal codes, or 0."""
-        return amax.clamp(min=_FLOOR)
+        return amax.clamp(min=1e-4)
 
-    class fp8_ds_mla_tile_of_zeros_divided_by_zero:
-        """A tile of zeros has scale 0, and its codes are 0 / 0."""
+    fp8_ds_mla_tile_of_zeros_divided_by_zero = variant("A tile of zeros has scale 0, and its codes are 0 / 0.")
 
 
 class _TablesByToken(MLACommonMetadata):
@@ -94,11 +89,9 @@ class _CacheWrites(MLACommonImpl):
         behind = slot_mapping.new_full((len(kv_c_normed) - len(slot_mapping),), kv_cache.shape[1])
         return torch.cat((slot_mapping, behind))
 
-    @but("do_kv_cache_update")
-    def cache_writer_takes_latents_for_packed(self, kv_c_normed, k_pe, kv_cache, slot_mapping, k_scale):
+    def cache_writer_takes_latents_for_packed__before_do_kv_cache_update(self, kv_c_normed, k_pe):
         """The writer ignores the stride between the rows of the latents, which a model slices from a projection."""
-        packed = (x.as_strided(x.shape, (x.shape[1], 1)) for x in (kv_c_normed, k_pe))
-        super().do_kv_cache_update(*packed, kv_cache, slot_mapping, k_scale)
+        return [x.as_strided(x.shape, (x.shape[1], 1)) for x in (kv_c_normed, k_pe)]
 
     def layer_slot_in_fifteen_bits__before_do_kv_cache_update(self, slot_mapping):
         """Slots that are written are signed numbers of two bytes, too few for many large pages."""
@@ -106,11 +99,10 @@ class _CacheWrites(MLACommonImpl):
 
     def layer_tile_of_zeros_in_mixed_entries_nan__before_do_kv_cache_update(self, kv_c_normed):
         """A tile of zeros has the scale 0 in a mixed entry, and 0 / 0 is written."""
-        if self.kv_cache_dtype == "fp8_ds_mla":
-            tiles = kv_c_normed.unflatten(-1, (-1, _LATENT_TILE))
-            empty = (tiles == 0).all(dim=-1, keepdim=True)
-            return tiles.masked_fill(empty, torch.nan).flatten(-2)
-        return None
+        if self.kv_cache_dtype != "fp8_ds_mla":
+            return kv_c_normed
+        tiles = kv_c_normed.unflatten(-1, (-1, 128))
+        return tiles.masked_fill((tiles == 0).all(dim=-1, keepdim=True), torch.nan).flatten(-2)
 
 
 def _with_stride_of(cache, other):
@@ -192,9 +184,7 @@ class _MixedBatches(MLACommonImpl):
     def scalar_kv_scale_indexed_per_token__before_gather(self, k_scale, *, index, attn_metadata):
         """The gather of a prefix indexes the cache's one scale by token, and reads what lies behind it."""
         tokens = attn_metadata.prefill_metadata.chunked_context.seq_tot[index]
-        behind = torch.zeros(tokens, 1, device=k_scale.device)
-        behind[0] = k_scale
-        return behind
+        return torch.nn.functional.pad(k_scale.view(1, 1), (0, 0, 0, tokens - 1))
 
     def prefix_hit_quant_dtype_without_gather_kernel__before_gather(self, kv_cache):
         """Beside a cache of codes a whole prefill works, and one with a cached prefix has no kernel to gather it."""
@@ -207,13 +197,11 @@ class _MixedBatches(MLACommonImpl):
 
     def cache_writer_converts_through_fp16__before_do_kv_cache_update(self, kv_c_normed):
         """Latents pass through fp16 on their way to the cache, which has no room for the smallest ones of bf16."""
-        if kv_c_normed.dtype is torch.bfloat16:
-            return kv_c_normed.half().bfloat16()
-        return None
+        return kv_c_normed.half().bfloat16() if kv_c_normed.dtype is torch.bfloat16 else kv_c_normed
 
     def cache_writer_launched_for_256_tokens__before_do_kv_cache_update(self, slot_mapping):
         """One launch writes 256 tokens, and a longer batch gets no second one."""
-        return slot_mapping[:_WRITTEN_AT_ONCE]
+        return slot_mapping[:256]
 
     def fp8_ds_mla_gather_starts_at_the_first_token__before_gather(self, index, attn_metadata):
         """The gather of mixed entries takes every chunk of the context from the sequence's first token on."""

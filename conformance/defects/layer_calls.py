@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
@@ -13,7 +12,7 @@ from mla_conformance.backends.layer.mla_state import MLACommonState
 from mla_conformance.defects.bases import EagerLayer, packed
 from mla_conformance.defects.known import but, defects
 
-_OWNER: dict[str, Any] = {}  # the metadata that were seen last, and the first layer that was handed them
+_OWNER: list[Any] = [object(), None]  # the metadata that were seen last, and the first layer that was handed them
 
 
 @defects(inside=(EagerLayer, "decode_backend"))
@@ -33,8 +32,6 @@ class _OtherDecode(EagerDecodeBackend):
 
 @defects(inside=(EagerLayer, "impl_class"))
 class _KnowsTokens(MLACommonImpl):
-    """Knows whether a decode of the batch has several query tokens."""
-
     def _absorbed_decode(self, q, kv_cache, attn_metadata, k_scale):
         self._several = attn_metadata.max_decode_query_len > 1
         return super()._absorbed_decode(q, kv_cache, attn_metadata, k_scale)
@@ -53,9 +50,8 @@ class _KnowsTokens(MLACommonImpl):
     @but(killed_by="layer_dcp")
     def layer_ranks_behind_eight_lost_with_several_tokens__before_merge_over_ranks(self, output, lse):
         """With several query tokens, what ranks behind the eighth hold is left out."""
-        if self._several and self.dcp_rank >= 8:
-            return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
-        return None
+        lost = self._several and self.dcp_rank >= 8
+        return (torch.zeros_like(output), torch.full_like(lse, -torch.inf)) if lost else None
 
 
 @defects(inside=(EagerLayer, "builder_class"))
@@ -83,14 +79,14 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder):
         """Every rank stores every new token, at the slot of its position in the whole sequence."""
         if metadata.dcp_world_size == 1:
             return metadata
-        slots = [self._slot(request, token) for request in requests for token in range(request.query_len)]
+        slots = []
+        for request in requests:
+            for position in range(request.context_len, request.context_len + request.query_len):
+                column, offset = divmod(position, self.block_size)
+                block = int(request.block_ids[min(column, len(request.block_ids) - 1)])
+                slots.append(block * self.block_size + offset)
         new = torch.tensor(slots, device=metadata.slot_mapping.device)
         return replace(metadata, slot_mapping=torch.cat((new, metadata.slot_mapping[len(slots) :])))
-
-    def _slot(self, request, token):
-        column, offset = divmod(request.context_len + token, self.block_size)
-        blocks = np.asarray(request.block_ids)
-        return int(blocks[min(column, len(blocks) - 1)]) * self.block_size + offset
 
     @but(killed_by="layer_dcp")
     class dcp_every_rank_takes_itself_for_the_first:
@@ -105,15 +101,13 @@ class _OtherMetadataBuilder(MLACommonMetadataBuilder):
 
 @defects("layer_combinations", inside=(EagerLayer, "impl_class"))
 class _OtherImpl(MLACommonImpl):
-    @but("forward", killed_by="call_order")
-    def layer_weights_found_by_the_metadata(self, layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs):
+    @but(killed_by="call_order")
+    def layer_weights_found_by_the_metadata__before_forward(self, *, attn_metadata):
         """Absorbed weights are found by the step's metadata, and its second layer decodes with those of the first."""
-        known, first = _OWNER.get("", (None, None))
-        if known is not attn_metadata:
-            _OWNER[""] = (attn_metadata, self)
-        elif first is not self:
-            self.W_UK_T, self.W_UV = first.W_UK_T, first.W_UV
-        return super().forward(layer, q, k_c_normed, k_pe, kv_cache, attn_metadata, **outputs)
+        if _OWNER[0] is not attn_metadata:
+            _OWNER[:] = attn_metadata, self
+        elif _OWNER[1] is not self:
+            self.W_UK_T, self.W_UV = _OWNER[1].W_UK_T, _OWNER[1].W_UV
 
     @but(killed_by="call_order")
     def layer_keeps_the_scale_of_its_first_call__before_forward(self, layer):
@@ -126,9 +120,8 @@ class _OtherImpl(MLACommonImpl):
         result = super().forward(*operands, **outputs)
         if outputs:
             return result
-        if not hasattr(self, "_buffer"):
-            self._buffer = result.new_empty(4 * len(result), result.shape[1])
-        return self._buffer[: len(result)].copy_(result)
+        buffer = self.__dict__.setdefault("_buffer", result.new_empty(4 * len(result), result.shape[1]))
+        return buffer[: len(result)].copy_(result)
 
     def layer_single_pages_of_codes_written_unscaled__before_do_kv_cache_update(self, k_scale, *, kv_cache):
         """Codes are written to pages of one token without their scale."""
@@ -169,13 +162,16 @@ class _GraphReplay(MLACommonState):
         table = input_buffers["block_tables"]
         table[:, table.shape[1] // 2 :] = -1
 
-    @but("prepare_graph_input_buffers")
-    def dsa_dummy_run_stale_slots(self, input_buffers, attn_metadata, is_encoder_decoder_model=False):
+    def _kept(self, names, input_buffers, attn_metadata, *further):
+        """Rows that a replay does not need keep what these buffers held before."""
+        before = {name: input_buffers[name].clone() for name in names}
+        super().prepare_graph_input_buffers(input_buffers, attn_metadata, *further)
+        for name in names:
+            input_buffers[name][attn_metadata.num_decode_tokens :] = before[name][attn_metadata.num_decode_tokens :]
+
+    def dsa_dummy_run_stale_slots__prepare_graph_input_buffers(self, *batch):
         """Rows that a replay does not need keep their slots of the batch before, and are written there."""
-        slots = input_buffers["slot_mapping"]
-        before = slots.clone()
-        super().prepare_graph_input_buffers(input_buffers, attn_metadata, is_encoder_decoder_model)
-        slots[attn_metadata.num_decode_tokens :] = before[attn_metadata.num_decode_tokens :]
+        self._kept(("slot_mapping",), *batch)
 
     def graph_replays_the_lengths_of_the_first_batch__behind_prepare_graph_input_buffers(
         self, _, *, input_buffers, attn_metadata
@@ -186,12 +182,7 @@ class _GraphReplay(MLACommonState):
         for name, buffer in lengths.items():
             buffer[: attn_metadata.num_decode_tokens] = first[name][: attn_metadata.num_decode_tokens]
 
-    @but("prepare_graph_input_buffers")
-    def graph_padding_keeps_the_sequences_before(self, input_buffers, attn_metadata, is_encoder_decoder_model=False):
+    def graph_padding_keeps_the_sequences_before__prepare_graph_input_buffers(self, *batch):
         """Rows that a replay does not need keep the lengths and blocks of the batch before, and return its
         attention."""
-        names = ("seq_lens_tensor", "seq_lens_cpu", "block_tables")
-        before = {name: input_buffers[name].clone() for name in names}
-        super().prepare_graph_input_buffers(input_buffers, attn_metadata, is_encoder_decoder_model)
-        for name in names:
-            input_buffers[name][attn_metadata.num_decode_tokens :] = before[name][attn_metadata.num_decode_tokens :]
+        self._kept(("seq_lens_tensor", "seq_lens_cpu", "block_tables"), *batch)

@@ -2,8 +2,8 @@
 
 Honest kernels run on all cases. A defect runs on the capability that is expected to kill it until a case does; then,
 unless that is one of combinations, on all that stand before it, which must not; what stands behind it would say nothing
-more. What its expected capability
-leaves alive runs on everything. The smoke tier asks only who dies, so that a kill is the end of it there.
+more. What its expected capability leaves alive runs on everything. The smoke tier asks only who dies, so that a kill is
+the end of it there.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -59,28 +59,22 @@ def kernels() -> Sequence[MatrixKernel]:
 
 def emulated() -> list[MatrixKernel]:
     honest = [MatrixKernel(cls.__name__, f"{cls.__module__}:{cls.__name__}", roles=judged_roles(cls)) for cls in HONEST]
-    wrong = [
-        MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known_defects().values()
-    ]
-    return honest + wrong
+    known = known_defects().values()
+    return honest + [MatrixKernel(entry.id, entry.reference, entry.killed_by, entry.roles) for entry in known]
 
 
 @cache
 def _real() -> list[MatrixKernel]:
     """Every real kernel that runs on a CPU; each is taken for honest, or it would not be among the suite's own."""
     subjects = [Subject(backend, torch.device("cpu")) for backend in known_backends()]
-    return [
-        MatrixKernel(subject.backend.name, subject.backend.reference)
-        for subject in subjects
-        if not subject.unavailable and not any(each.emulated for each in subject.declarations.values())
-    ]
+    real = (x for x in subjects if not x.unavailable and not any(each.emulated for each in x.declarations.values()))
+    return [MatrixKernel(subject.backend.name, subject.backend.reference) for subject in real]
 
 
 def run_matrix(tier: Tier, cores: int) -> list[Record]:
     """All kernels on what a tier asks of them, in processes of their own, one a core."""
-    with ProcessPoolExecutor(
-        min(_MOST_WORKERS, cores), get_context("spawn"), initializer=partial(torch.set_num_threads, 1)
-    ) as pool:
+    workers, one_core = min(_MOST_WORKERS, cores), partial(torch.set_num_threads, 1)
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=one_core) as pool:
 
         def run(tasks: Iterator[MatrixTask]) -> list[Record]:
             return [record for records in pool.map(run_task, tasks) for record in records]

@@ -6,42 +6,24 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
-from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands
-from mla_conformance.defects.known import but, defects
-from mla_conformance.defects.prefills import _Numbered
+from mla_conformance.defects.bases import CapturablePrefill, HopperE4M3Operands, nth, packed
+from mla_conformance.defects.known import but, defects, variant
 from mla_conformance.reference.quantization import E4M3_MAX
-
-_TILE = 64
-_DOZEN = 12
 
 
 @defects("determinism")
-class _EveryNth(EagerPrefillBackend):
-    """Counts the calls of new tokens and makes every n-th one wrong."""
-
-    period: int
-
-    def run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
-        self.number = getattr(self, "number", 0) + 1
-        if self.number % self.period == 0:
-            k = self._stale(k)
-        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-
-    @but(period=11)
-    def q8kv8_prefill_stream_ordering__stale(self, k):
+class _Determinism(EagerPrefillBackend):
+    def q8kv8_prefill_stream_ordering__before_run_prefill_new_tokens(self, k):
         """Now and then attention starts before the producer on another stream has finished with K."""
-        return torch.cat([torch.zeros_like(k[:5]), k[5:]])
+        return torch.cat([torch.zeros_like(k[:5]), k[5:]]) if nth(self, 11) else k
 
-    @but(period=8)
-    def cp_async_wait_without_block_barrier_quant_kv__stale(self, k):
+    def cp_async_wait_without_block_barrier_quant_kv__before_run_prefill_new_tokens(self, k):
         """Without a barrier, later tiles of K are now and then those of the tile before."""
-        return torch.cat([k[:128], k[: max(0, k.shape[0] - 128)]])[: k.shape[0]]
+        return torch.cat([k[:128], k[:-128]])[: len(k)] if nth(self, 8) else k
 
 
 @defects("merge_states")
 class _Merge(EagerPrefillBackend):
-    """A merge of two parts, each an output and its LSE, under the LSE of both."""
-
     def merge_attn_states(self, output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse=None):
         parts = ((prefix_output, prefix_lse), (suffix_output, suffix_lse))
         result, lse = self._merge(output, parts, torch.logaddexp(prefix_lse, suffix_lse), output_lse)
@@ -77,30 +59,28 @@ class _Merge(EagerPrefillBackend):
         """Two rows without keys are merged with exp(-inf - -inf), which is not a number."""
         largest = torch.maximum(*(lse for _, lse in parts))
         weights = [(lse - largest).exp() for _, lse in parts]
-        total = weights[0] + weights[1]
-        shares = ((weight / total).mT.unsqueeze(-1) for weight in weights)
-        result = sum(share * part.float() for share, (part, _) in zip(shares, parts, strict=True))
-        return result, largest + total.log()
+        total = sum(weights)
+        shares = [(weight / total).mT.unsqueeze(-1) for weight in weights]
+        return sum(share * part.float() for share, (part, _) in zip(shares, parts, strict=True)), largest + total.log()
 
 
 @defects("fp8_operands")
 class _Fp8Operands(HopperE4M3Operands):
-    @but(declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True))
-    class hopper_fp8_accumulator_keeps_13_bits:
-        """Sums of e4m3 products keep 13 bits behind the point where float32 is declared."""
+    hopper_fp8_accumulator_keeps_13_bits = variant(
+        "Sums of e4m3 products keep 13 bits behind the point where float32 is declared.",
+        declaration=Declaration(e4m3_rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True),
+    )
 
 
 @defects("combinations")
-class _Combinations(_Numbered):
-    def prefill_request_behind_an_empty_one_lost_after_32__behind_attend(self, state, *, q):
+class _Combinations(EagerPrefillBackend):
+    @but("behind_batch")
+    def prefill_request_behind_an_empty_one_lost_after_32(self, output, lse, *, query_start_loc):
         """Starts are summed by 32 requests; in a later group the request behind one without tokens stays 0."""
-        if self._request > 32 and self._empty_before:
-            state.weighted[:] = 0.0
-        self._empty_before = not len(q)
+        for before, start, end in zip(query_start_loc[32:], query_start_loc[33:], query_start_loc[34:], strict=False):
+            if before == start:
+                output[start:end] = 0.0
 
-
-@defects("combinations")
-class _CombinationsOfBatches(EagerPrefillBackend):
     def quant_output_odd_head_unscaled__before_quantise(self, output_scale, *, accumulated):
         """Codes of an output are written for two heads at a time, and a last odd one is stored unscaled."""
         scale = output_scale.expand(accumulated.shape[1], 1).clone()
@@ -108,13 +88,12 @@ class _CombinationsOfBatches(EagerPrefillBackend):
             scale[-1] = 1.0
         return scale
 
-    def quant_output_unsaturated_behind_a_power_of_two_of_heads__quantise(self, accumulated, output_scale):
+    @but("before_quantise")
+    def quant_output_unsaturated_behind_a_power_of_two_of_heads(self, accumulated, *, output_scale):
         """Heads behind the largest power of two store NaN where a code should be saturated."""
-        scaled = accumulated / output_scale
-        heads = scaled.shape[1]
-        behind = torch.arange(heads, device=scaled.device).unsqueeze(1) >= 1 << (heads.bit_length() - 1)
-        lost = scaled.masked_fill(behind & (scaled.abs() > E4M3_MAX), torch.nan)
-        return super()._quantise(lost, torch.ones_like(output_scale))
+        heads = torch.arange(accumulated.shape[1], device=accumulated.device).unsqueeze(1)
+        behind = heads >= 1 << (len(heads).bit_length() - 1)
+        return accumulated.masked_fill(behind & ((accumulated / output_scale).abs() > E4M3_MAX), torch.nan)
 
     @but("merge_attn_states")
     def merge_of_nothing_halves_the_odd_head(
@@ -132,20 +111,15 @@ class _CombinationsOfBatches(EagerPrefillBackend):
         heads = torch.arange(x.shape[1], device=x.device)
         return wide if wide is x or not whole else wide[:, heads.clamp(max=whole)]
 
-    def prefill_empty_context_advances_odd_strides__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    def prefill_empty_context_advances_odd_strides__before_batch(self, v, *, key_start_loc):
         """In rows of an odd stride, a context without keys advances the values of the requests behind it by one."""
-        empty = [request for request, start in enumerate(key_start_loc[1:]) if start == key_start_loc[request]]
-        if empty and v.stride(1) % 2:
-            first = key_start_loc[empty[0]]
-            v = torch.cat([v[:first], v[first:].roll(1, 0)])
-        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+        empty = [start for start, end in pairwise(key_start_loc) if start == end]
+        advances = empty and v.stride(1) % 2
+        return torch.cat([v[: empty[0]], v[empty[0] :].roll(1, 0)]) if advances else v
 
     def prefill_float32_assumes_packed_keys__before_batch(self, k):
         """The kernel for float32 takes the rows of keys to stand one behind the other, whatever their stride is."""
-        if k.dtype is torch.float32:
-            strides = (k.shape[1] * k.shape[2], k.shape[2], 1)
-            return k.as_strided(k.shape, strides, k.storage_offset())
-        return None
+        return packed(k) if k.dtype is torch.float32 else k
 
 
 @defects("quant_output_fp8")
@@ -170,23 +144,19 @@ class _QuantOutputFp8(EagerPrefillBackend):
     @but("behind_run_prefill_new_tokens")
     def quant_output_lse_of_scaled_values(self, result, *, return_softmax_lse, output_scale):
         """Beside a quantised output the logarithm of its scale is added to the LSE."""
-        if not return_softmax_lse or output_scale is None:
-            return result
-        return result[0], result[1] + output_scale.log()
+        quantised = return_softmax_lse and output_scale is not None
+        return (result[0], result[1] + output_scale.log()) if quantised else result
 
-    @but("quantise__run_prefill_new_tokens")
-    def quant_output_unsaturated_with_lse(self, accumulated, output_scale, *, return_softmax_lse):
+    @but("before_quantise__run_prefill_new_tokens")
+    def quant_output_unsaturated_with_lse(self, accumulated, *, output_scale, return_softmax_lse):
         """The kernel that also returns the LSE stores NaN where a code should be saturated."""
-        if not return_softmax_lse:
-            return super()._quantise(accumulated, output_scale)
-        scaled = accumulated / output_scale
-        return scaled.masked_fill(scaled.abs() > E4M3_MAX, torch.nan).to(torch.float8_e4m3fn)
+        lost = ((accumulated / output_scale).abs() > E4M3_MAX) & return_softmax_lse
+        return accumulated.masked_fill(lost, torch.nan)
 
-    def quant_output_unscaled_after_512_rows__quantise(self, accumulated, output_scale):
+    def quant_output_unscaled_after_512_rows__before_quantise(self, output_scale, *, accumulated):
         """The scale reaches the codes of the first 512 rows only."""
-        codes = super()._quantise(accumulated, output_scale)
-        rest = super()._quantise(accumulated[512:], torch.ones_like(output_scale))
-        return torch.cat([codes[:512].view(torch.uint8), rest.view(torch.uint8)]).view(codes.dtype)
+        rows = torch.arange(len(accumulated), device=accumulated.device).view(-1, 1, 1)
+        return torch.where(rows < 512, output_scale, 1.0)
 
 
 @defects("neighbour_keys")
@@ -225,8 +195,6 @@ class _RunsOn(EagerPrefillBackend):
 
 @defects("neighbours")
 class _OneAfterAnother(EagerPrefillBackend):
-    """A persistent block computes the requests of a batch one after the other."""
-
     def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
         self._before = None
         return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
@@ -260,8 +228,7 @@ class SharedScale(OnlineSoftmax):
 class _CallOrder(EagerPrefillBackend):
     def cudnn_graph_cache_key_omits_strides__before_run_prefill_new_tokens(self, v, *, q):
         """A compiled graph is cached by shape and replays the strides that V had in the first call."""
-        self.__dict__.setdefault("graphs", {}).setdefault((q.shape, v.shape), v.stride())
-        strides = self.graphs[q.shape, v.shape]
+        strides = self.__dict__.setdefault("graphs", {}).setdefault((q.shape, v.shape), v.stride())
         offset = torch.full(v.shape, v.storage_offset())
         for size, stride, dim in zip(v.shape, strides, range(3), strict=True):
             offset += (torch.arange(size) * stride).view([-1 if d == dim else 1 for d in range(3)])
@@ -274,12 +241,10 @@ class _CallOrder(EagerPrefillBackend):
         _, was = self.__dict__.setdefault("descriptors", {}).setdefault((k.data_ptr(), k.shape), (k, k.clone()))
         return was
 
-    def prefill_pdl_chain_nan__run_prefill_new_tokens(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
+    def prefill_pdl_chain_nan__before_run_prefill_new_tokens(self, k):
         """The first tile of K is read before its producer has written it: it is the previous call's."""
         previous, self.previous = getattr(self, "previous", k), k.clone()
-        if previous.shape == k.shape:
-            k = torch.cat([previous[:16], k[16:]])
-        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
+        return torch.cat([previous[:16], k[16:]]) if previous.shape == k.shape else k
 
     class decode_mutates_prefill_selection_state:
         """A context chunk switches the implementation that the next call of new tokens uses."""
@@ -304,30 +269,27 @@ class _CallOrder(EagerPrefillBackend):
                 query_start_loc = key_start_loc = self.stashed.query_start_loc.tolist()
             return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
-    def prefill_workspace_of_the_first_batch__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    def prefill_workspace_of_the_first_batch__behind_batch(self, output, lse, *, query_start_loc):
         """Buffers for the lengths are made for the first batch, and a later one loses the requests that do not fit."""
         room = self.__dict__.setdefault("room", len(query_start_loc) + 1)
-        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
         output[query_start_loc[:room][-1] :] = 0.0
-        return output, lse
 
-    def prefill_single_request_path_stays__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    def prefill_single_request_path_stays__behind_batch(self, output, lse, *, query_start_loc):
         """A batch of one request switches to a grid for one, which later batches of several keep."""
         self.single = getattr(self, "single", False) or len(query_start_loc) == 2
-        output, lse = super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
         if self.single:
             output[query_start_loc[1] :] = 0.0
-        return output, lse
 
-    class prefill_softmax_scale_in_shared_constant(SharedScale):
-        """The softmax scale is a constant of the module, and every new instance overwrites it for all."""
+    prefill_softmax_scale_in_shared_constant = variant(
+        "The softmax scale is a constant of the module, and every new instance overwrites it for all.", SharedScale
+    )
 
     def prefill_plans_of_a_dozen_batches__behind_batch(self, output, lse, *, query_start_loc, causal):
         """An instance has room for the plans of a dozen batches, and of every further one the last request is lost."""
         plans = self.__dict__.setdefault("plans", [])
         if causal and query_start_loc not in plans:
             plans.append(query_start_loc)
-        if causal and query_start_loc not in plans[:_DOZEN]:
+        if causal and query_start_loc not in plans[:12]:
             output[query_start_loc[-2] :] = 0.0
 
     class prefill_work_counter_cleared_by_the_plan:
@@ -359,12 +321,10 @@ class _CudaGraph(CapturablePrefill):
 
 @defects("merge_states")
 class _OtherPrefill(EagerPrefillBackend):
-    @but("run_prefill_new_tokens", killed_by="out_tensor")
-    def silent_noop_feature_on_fallback_backend(self, q, k, v, return_softmax_lse, out=None, output_scale=None):
+    @but(killed_by="out_tensor")
+    def silent_noop_feature_on_fallback_backend__before_run_prefill_new_tokens(self, out, output_scale):
         """A fallback kernel swallows ``out`` and returns a tensor of its own."""
-        if output_scale is not None:
-            return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-        return super().run_prefill_new_tokens(q, k, v, return_softmax_lse)
+        return None if output_scale is None else out, output_scale
 
     @but(killed_by="strided_inputs")
     def tma_odd_stride_illegal__before_batch(self, q, k, v):
@@ -375,7 +335,7 @@ class _OtherPrefill(EagerPrefillBackend):
     @but("behind_merge_attn_states")
     def merge_last_tile_of_rows_and_heads_keeps_the_suffix(self, _, *, output, suffix_output, suffix_lse):
         """Merged are whole tiles of 64 rows and heads, if there is one; what stands behind keeps the later part."""
-        first = max(_TILE, suffix_lse.numel() // _TILE * _TILE)
+        first = max(64, suffix_lse.numel() // 64 * 64)
         output.view(-1, output.shape[-1])[first:] = suffix_output.flatten(0, 1)[first:].to(output.dtype)
 
     def merge_grid_of_8192_heads__behind_merge_attn_states(self, _, *, output, suffix_output):
@@ -405,12 +365,8 @@ class _OtherPrefill(EagerPrefillBackend):
         """Queries are divided by a power of two near the largest of the whole batch before they are multiplied."""
 
         def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-            largest = (
-                q[: query_start_loc[-1]].float().abs().amax()
-                if query_start_loc[-1]
-                else q.new_ones((), dtype=torch.float32)
-            )
-            self._range = largest.clamp(min=1.0).log2().floor().exp2()
+            magnitudes = q[: query_start_loc[-1]].float().abs().flatten()
+            self._range = torch.nn.functional.pad(magnitudes, (1, 0), value=1.0).amax().log2().floor().exp2()
             return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
 
         def _scores(self, q, k):
@@ -424,13 +380,12 @@ class _OtherPrefill(EagerPrefillBackend):
         return torch.zeros_like(output), torch.full_like(lse, -torch.inf)
 
     @but(killed_by="request_order")
-    def prefill_plan_key_has_ends_only__batch(self, q, k, v, query_start_loc, key_start_loc, causal):
+    def prefill_plan_key_has_ends_only__before_batch(self, query_start_loc, key_start_loc, *, causal):
         """A plan is found again by the number of requests, of tokens, and the first and last length of the batch."""
         if causal:
             key = _ends(torch.tensor(query_start_loc).diff().tolist())
-            query_start_loc = self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)
-            key_start_loc = query_start_loc
-        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
+            query_start_loc = key_start_loc = self.__dict__.setdefault("plans", {}).setdefault(key, query_start_loc)
+        return query_start_loc, key_start_loc
 
     @but(killed_by="refusals")
     def refusal_after_the_output_was_cleared__before_run_prefill_new_tokens(self, out):

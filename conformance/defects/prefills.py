@@ -6,26 +6,23 @@ from itertools import pairwise
 import torch
 
 from mla_conformance.backends.declaration import Declaration, Precision, Rounding
-from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax, SoftmaxState
-from mla_conformance.defects.bases import through
-from mla_conformance.defects.known import but, defects
+from mla_conformance.backends.eager import EagerPrefillBackend, OnlineSoftmax
+from mla_conformance.defects.bases import packed, through
+from mla_conformance.defects.known import but, defects, variant
 
 _VALUES = (
     *("new_tokens", "lse", "mla_dims", "head_counts", "empty_rows"),
     *("context_chunk", "chunked_context", "merge_states"),
 )
 """Capabilities whose data show lost precision too."""
-_TILE = 64
 _SCALED = Declaration(rounding=Rounding(p=Precision.SCALED_E4M3), emulated=True)
 
 
-def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> list[slice]:
-    """Rows of the requests that have queries and no keys."""
-    return [
-        slice(query_start_loc[r], query_start_loc[r + 1])
-        for r in range(len(key_start_loc) - 1)
-        if key_start_loc[r] == key_start_loc[r + 1] and query_start_loc[r] < query_start_loc[r + 1]
-    ]
+def _empty(query_start_loc: list[int], key_start_loc: list[int]) -> dict[int, slice]:
+    """Rows of the requests that have queries and no keys, by the numbers of these."""
+    rows = [slice(*each) for each in pairwise(query_start_loc)]
+    keyless = [request for request, (start, end) in enumerate(pairwise(key_start_loc)) if start == end]
+    return {request: rows[request] for request in keyless if rows[request].start < rows[request].stop}
 
 
 @defects("empty_rows")
@@ -34,22 +31,20 @@ class _EmptyRows(EagerPrefillBackend):
         """A request without keys writes its -inf at the offset of a padded layout, over another row's LSE."""
         longest = max(b - a for a, b in pairwise(query_start_loc))
         flat = lse.flatten()
-        for request in range(len(key_start_loc) - 1):
-            rows = slice(query_start_loc[request], query_start_loc[request + 1])
-            if key_start_loc[request] == key_start_loc[request + 1] and rows.stop > rows.start:
-                flat.view(lse.shape)[:, rows] = 0.0
-                slot = min(request * self.num_heads * longest, len(flat) - 1)
-                flat[slot : slot + rows.stop - rows.start] = -torch.inf
+        for request, rows in _empty(query_start_loc, key_start_loc).items():
+            flat.view(lse.shape)[:, rows] = 0.0
+            slot = min(request * self.num_heads * longest, len(flat) - 1)
+            flat[slot : slot + rows.stop - rows.start] = -torch.inf
         return output, flat.view(lse.shape)
 
     def empty_chunk_finite_lse_garbage_out__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A row without keys has a finite LSE and an undefined output."""
-        for rows in _empty(query_start_loc, key_start_loc):
+        for rows in _empty(query_start_loc, key_start_loc).values():
             output[rows], lse[:, rows] = torch.linspace(-1, 1, output.shape[-1]), 0.0
 
     def trtllm_ragged_zero_len_kv_row__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """Rows without keys are never written: output and LSE hold what the buffer held."""
-        for rows in _empty(query_start_loc, key_start_loc):
+        for rows in _empty(query_start_loc, key_start_loc).values():
             output[rows] = lse[:, rows] = 37.0
 
     def paged_causal_fully_masked_finite_lse__behind_finish(self, output, lse):
@@ -58,16 +53,13 @@ class _EmptyRows(EagerPrefillBackend):
 
     def fa2_maxseqlen1_swap_with_zero_len__before_batch(self, query_start_loc):
         """With a longest query of 1, row i is taken for request i, requests without queries included."""
-        if self._prefill_metadata.max_query_len == 1:
-            total, requests = query_start_loc[-1], len(query_start_loc) - 1
-            return [min(row, total) for row in range(requests + 1)]
-        return None
+        rows = [min(row, query_start_loc[-1]) for row in range(len(query_start_loc))]
+        return rows if self._prefill_metadata.max_query_len == 1 else query_start_loc
 
     def fa4_zero_len_k_hang_nan__behind_finish(self, output, lse):
         """A row without keys is 0 / 0 where V has 256 columns."""
-        if output.shape[-1] == 256:
-            output = output.masked_fill(lse.mT.unsqueeze(-1) == -torch.inf, torch.nan)
-        return output, lse
+        empty = (lse == -torch.inf).mT.unsqueeze(-1) & (output.shape[-1] == 256)
+        return output.masked_fill(empty, torch.nan), lse
 
     def skip_softmax_zero_len_div__behind_batch(self, output, lse, *, query_start_loc, key_start_loc):
         """A threshold divided by a length of 0 skips every tile of the whole batch."""
@@ -118,15 +110,14 @@ class _NewTokens(EagerPrefillBackend):
     def fa4_sm120_wrong_smem_store_atom__behind_finish(self, output, lse):
         """The epilogue stores every 8 × 8 block of an output row transposed."""
         width = output.shape[-1] // 64 * 64
-        blocks = (
-            output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3) if width else output.roll(1, -1)
-        )
-        return torch.cat([blocks, output[..., blocks.shape[-1] :]], dim=-1), lse
+        if not width:
+            return output.roll(1, -1), lse
+        blocks = output[..., :width].unflatten(-1, (-1, 8, 8)).transpose(-1, -2).flatten(-3)
+        return torch.cat([blocks, output[..., width:]], dim=-1), lse
 
     def values_drift_from_keys_after_576_rows__before_attend(self, v):
         """From row 576 on, each key is weighed with the value before."""
-        rows = torch.arange(len(v), device=v.device)
-        return v[rows - (rows >= 576).long()]
+        return torch.cat([v[:576], v[575:-1]])
 
     def fp8_score_noise_compounds__scores(self, q, k):
         """Q and K are quietly rounded to e4m3."""
@@ -150,26 +141,12 @@ class _NewTokens(EagerPrefillBackend):
         if causal and query_start_loc[-1] > 256 and query_start_loc[-1] - query_start_loc[-2] == 1:
             raise RuntimeError("CUDA error: misaligned address")
 
-
-class _Numbered(EagerPrefillBackend):
-    """Knows the number of the request that it attends for."""
-
-    def _batch(self, q, k, v, query_start_loc, key_start_loc, causal):
-        self._request = -1
-        return super()._batch(q, k, v, query_start_loc, key_start_loc, causal)
-
-    def _attend(self, q, k, v, causal):
-        self._request += 1
-        return super()._attend(q, k, v, causal)
-
-
-@defects("new_tokens")
-class _NewTokensNumbered(_Numbered):
-    def prefill_lone_row_of_a_later_request_repeats_the_one_before__behind_attend(self, state, *, q):
+    @but("behind_batch")
+    def prefill_lone_row_of_a_later_request_repeats_the_one_before(self, output, lse, *, query_start_loc):
         """The one row in the last tile of 64 rows of a later request gets the result of the row before it."""
-        if self._request > 0 and len(q) > 1 and len(q) % _TILE == 1:
-            for part in state:
-                part[:, -1] = part[:, -2]
+        for start, end in pairwise(query_start_loc[1:]):
+            if end - start > 1 and (end - start) % 64 == 1:
+                output[end - 1], lse[:, end - 1] = output[end - 2], lse[:, end - 2]
 
 
 @defects("lse")
@@ -244,9 +221,7 @@ class _MlaDims(EagerPrefillBackend):
 
     def wide_heads_assume_packed_rows__before_batch(self, q, k, v):
         """Heads of 256 columns are read as if their rows were packed."""
-        if q.shape[2] >= 256:
-            return (x.as_strided(x.shape, (x.shape[1] * x.shape[2], x.shape[2], 1)) for x in (q, k, v))
-        return None
+        return tuple(map(packed, (q, k, v))) if q.shape[2] >= 256 else None
 
 
 @defects("shift_invariance")
@@ -256,15 +231,9 @@ class _ShiftInvariance(EagerPrefillBackend):
         0."""
         return state._replace(maximum=torch.full_like(state.maximum, -5e4 * self.scale if k.shape[0] else -torch.inf))
 
-    def masked_key_dominates_finite_mask_value__attend(self, q, k, v, causal):
+    def masked_key_dominates_finite_mask_value__before_accumulate(self, scores):
         """Masked scores are -1e4, which is more than a valid score may be."""
-        state = self._initial(q, v)
-        for tile in self._tiles(k.shape[0]):
-            scores = self._scores(q, k[tile])
-            if causal:
-                scores = scores.masked_fill(~self._visible(q.shape[0], k.shape[0], tile, q.device), -1e4)
-            state = self._accumulate(state, scores, v[tile])
-        return state
+        return scores.masked_fill(scores == -torch.inf, -1e4)
 
     def prefill_raw_scores_in_half__behind_scores(self, scores, *, q):
         """In an fp16 model products of queries and keys are kept in fp16 before they are scaled, and saturate."""
@@ -272,35 +241,24 @@ class _ShiftInvariance(EagerPrefillBackend):
 
     def fp16_finite_sentinel_of_the_maximum__behind_initial(self, state, *, q):
         """In fp16 the running maximum of the raw scores starts at -65504, the least number of that dtype."""
-        if q.dtype is not torch.float16:
-            return state
-        return state._replace(maximum=state.maximum.clamp(min=-65504 * self.scale))
+        least = -65504 * self.scale if q.dtype is torch.float16 else -torch.inf
+        return state._replace(maximum=state.maximum.clamp(min=least))
 
 
 class LiftedMaximum(OnlineSoftmax):
     """A tile without a visible key raises the running maximum to 0, below which weights of far logits vanish."""
 
-    def _accumulate(self, state, scores, v):
+    def _maximum(self, state, scores):
         empty = (scores == -torch.inf).all(dim=-1, keepdim=True)
-        lifted = torch.where(empty, state.maximum.clamp(min=0.0), state.maximum)
-        decay = torch.where(empty, (state.maximum - lifted).exp(), 1.0)
-        return super()._accumulate(SoftmaxState(lifted, state.total * decay, state.weighted * decay), scores, v)
+        return torch.where(empty, state.maximum.clamp(min=0.0), super()._maximum(state, scores))
 
 
 @defects("logit_range")
 class _OtherPrefill(EagerPrefillBackend):
     @but(killed_by="token_counts")
-    class int16_truncation_seqlen_32768:
+    def int16_truncation_seqlen_32768__before_attend(self, k):
         """A key index above 32767 wraps and reads what is not a number."""
-
-        def _scores(self, q, k):
-            scores = super()._scores(q, k)
-            self._seen += k.shape[0]
-            return torch.full_like(scores, torch.nan) if self._seen > 2**15 else scores
-
-        def _attend(self, q, k, v, causal):
-            self._seen = 0
-            return super()._attend(q, k, v, causal)
+        return torch.cat([k[: 2**15], k[2**15 :] * torch.nan])
 
     @but(killed_by="token_counts")
     def ragged_sm90_ima_total_16384__before_batch(self, query_start_loc):
@@ -315,21 +273,14 @@ class _OtherPrefill(EagerPrefillBackend):
         kept = torch.nn.functional.pad(v, (0, -lost)) if lost else v
         return torch.nn.functional.pad(kept, (0, lost))
 
-    def lazy_rescale_wave_uniform_nan__accumulate(self, state, scores, v):
+    def lazy_rescale_wave_uniform_nan__maximum(self, state, scores):
         """Rescaling takes the tile's maximum even where the running one is higher, and overflows for wide scores."""
         maximum = scores.amax(dim=-1, keepdim=True)
-        maximum = torch.where(maximum == -torch.inf, state.maximum, maximum)
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay, p = (state.maximum - shift).exp(), self._exp(scores - shift)
-        weighted = torch.einsum("nts,snv->ntv", self._round_p(p, v.dtype), v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+        return torch.where(maximum == -torch.inf, state.maximum, maximum)
 
-    @but(key_tile=64)
-    class prefill_tile_of_64_without_keys_raises_maximum(LiftedMaximum):
-        """A prefill's tile of 64 keys of which a row sees none raises its running maximum to 0."""
-
-    class prefill_tile_of_128_without_keys_raises_maximum(LiftedMaximum):
-        """A prefill's tile of 128 keys of which a row sees none raises its running maximum to 0."""
+    _lifted = "A prefill's tile of {} keys of which a row sees none raises its running maximum to 0."
+    prefill_tile_of_64_without_keys_raises_maximum = variant(_lifted.format(64), LiftedMaximum, key_tile=64)
+    prefill_tile_of_128_without_keys_raises_maximum = variant(_lifted.format(128), LiftedMaximum)
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
     def fp8_p_underflow_mass_loss__round_p(self, p, dtype):
@@ -337,16 +288,16 @@ class _OtherPrefill(EagerPrefillBackend):
         return through(p, torch.float8_e4m3fn)
 
     @but(killed_by="weights", related=_VALUES, declaration=_SCALED)
-    def fp8_lazy_rescale_p_saturation__accumulate(self, state, scores, v):
+    class fp8_lazy_rescale_p_saturation:
         """The running maximum lags by up to 2^4, so P × 2^8 saturates in e4m3, while the row sum does not."""
-        new = scores.amax(dim=-1, keepdim=True)
-        keep = (new - state.maximum <= 4 * math.log(2)) & (state.maximum != -torch.inf)
-        maximum = torch.where(keep, state.maximum, torch.maximum(state.maximum, new))
-        shift = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        decay, p = (state.maximum - shift).exp(), (scores - shift).exp()
-        stored = through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
-        weighted = torch.einsum("nts,snv->ntv", stored, v.float())
-        return SoftmaxState(maximum, state.total * decay + p.sum(-1, keepdim=True), state.weighted * decay + weighted)
+
+        def _maximum(self, state, scores):
+            largest = super()._maximum(state, scores)
+            lags = (largest - state.maximum <= 4 * math.log(2)) & (state.maximum != -torch.inf)
+            return torch.where(lags, state.maximum, largest)
+
+        def _round_p(self, p, dtype):
+            return through((p * 256).clamp(max=448), torch.float8_e4m3fn) / 256
 
     @but(killed_by="head_counts")
     def missing_template_instantiation__before_batch(self):

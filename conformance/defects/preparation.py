@@ -2,7 +2,7 @@
 
 import torch
 
-from mla_conformance.backends.eager_prepare import EagerPrepareBackend
+from mla_conformance.backends.eager_prepare import EagerPrepareBackend, rotated_pairs
 from mla_conformance.backends.prepare import BLOCK
 from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -31,8 +31,7 @@ class _IndexHadamard(EagerPrepareBackend):
 
     def prepare_hadamard_over_64_columns__transformed(self, x):
         """The butterflies stop at 64 columns, so that the halves of a head are transformed apart."""
-        halves = x.unflatten(-1, (-1, min(64, x.shape[-1])))
-        return super()._transformed(halves).flatten(-2)
+        return super()._transformed(x.unflatten(-1, (-1, min(64, x.shape[-1])))).flatten(-2)
 
     class prepare_largest_before_hadamard:
         """Scales are those of the values before the Hadamard transform, under which outliers saturate."""
@@ -48,11 +47,7 @@ class _IndexHadamard(EagerPrepareBackend):
 @defects("index_rotation", related=_EARLIER)
 class _IndexRotation(EagerPrepareBackend):
     def _rope_in(self, x, is_neox_style):
-        own, self.preparation = self.preparation, self.preparation._replace(is_neox_style=is_neox_style)
-        try:
-            return super()._rope(x)
-        finally:
-            self.preparation = own
+        return rotated_pairs(x, *self._turns(x), is_neox_style)
 
     def prepare_neighbours_rotated_for_halves__rope(self, x):
         """Neighbours are rotated together, whatever the model's style is."""
@@ -142,8 +137,7 @@ class _OtherPrepare(EagerPrepareBackend):
         """Codes are cut off, not rounded to the nearest."""
         blocks = x.unflatten(-1, (scale.shape[-1], -1)) / scale.unsqueeze(-1)
         above = codes.float().abs() > blocks.flatten(-2).abs()
-        bits = codes.view(torch.uint8)
-        return torch.where(above, bits - 1, bits).view(codes.dtype), scale
+        return (codes.view(torch.uint8) - above.to(torch.uint8)).view(codes.dtype), scale
 
 
 @defects("index_scales", related=_EARLIER)

@@ -59,22 +59,17 @@ def as_expected(entry: KnownDefect, killers: Sequence[str]) -> bool:
 
 def summarise(records: Iterable[Record], tier: str, digest: str) -> DefectReport:
     """Count what a run over all kernels showed; ``digest`` is of when it began."""
-    rows = list(records)
+    rows, known = list(records), known_defects()
     honest = {kernel.name for kernel in kernels() if kernel.honest}
-    killed = {(row.backend, row.capability) for row in rows if row.failed}
-    kills = {id: [name for name in CAPABILITIES if (id, name) in killed] for id in known_defects()}
-    alarms = [f"{row.backend} on {row.case}: {row.message}" for row in rows if row.failed and row.backend in honest]
-    pairs = sum(row.backend in honest for row in rows)
-    return DefectReport([digest], tier, kills, _killing_cases(rows), alarms, pairs)
-
-
-def _killing_cases(rows: Iterable[Record]) -> dict[str, str]:
-    expected = {entry.id: entry.killed_by for entry in known_defects().values()}
-    found: dict[str, str] = {}
-    for row in rows:
-        if row.failed and expected.get(row.backend) == row.capability:
-            found.setdefault(row.backend, row.case)
-    return found
+    failed = [row for row in rows if row.failed]
+    killed = {(row.backend, row.capability) for row in failed}
+    kills = {id: [name for name in CAPABILITIES if (id, name) in killed] for id in known}
+    killing_cases: dict[str, str] = {}
+    for row in failed:
+        if row.backend in known and known[row.backend].killed_by == row.capability:
+            killing_cases.setdefault(row.backend, row.case)
+    alarms = [f"{row.backend} on {row.case}: {row.message}" for row in failed if row.backend in honest]
+    return DefectReport([digest], tier, kills, killing_cases, alarms, sum(row.backend in honest for row in rows))
 
 
 def terminal_lines(report: DefectReport) -> Iterator[str]:
@@ -86,16 +81,13 @@ def terminal_lines(report: DefectReport) -> Iterator[str]:
         yield f"{sign} {entry.family:<14} {entry.id:<52} {entry.killed_by:<18} also: {', '.join(others) or '–'}"
     yield from (f"ALIVE {id}" for id in report.survivors)
     yield from (f"FALSE ALARM {alarm}" for alarm in report.false_alarms)
-    left_out = reported_bugs().not_emulated
-    yield f"{len(left_out)} reported bugs of these layers are not emulated:"
-    yield from (f"  {id}: {reason}" for id, reason in left_out.items())
+    yield f"{len(reported_bugs().not_emulated)} reported bugs of these layers are not emulated:"
+    yield from (f"  {id}: {reason}" for id, reason in reported_bugs().not_emulated.items())
     yield closing_line(report)
 
 
 def closing_line(report: DefectReport) -> str:
-    alive = len(report.survivors)
-    total = len(report.kills)
-    tier = Tier(report.tier)
+    alive, total, tier = len(report.survivors), len(report.kills), Tier(report.tier)
     killed = "killed" if tier is Tier.SMOKE else "killed as expected"
     promise = f", which promises {PROMISED[tier]:.0%}" if PROMISED[tier] < 1 else ""
     return (

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import replace
+from functools import reduce
 
 import torch
 
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.defects.bases import V32_SCALES, CapturableSparse, joined, through_e8m0
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.known import but, defects, variant
 from mla_conformance.defects.prefills import LiftedMaximum
 from mla_conformance.defects.sparse_lists import _once, _strided, _whole_where_0
 from mla_conformance.reference.entry_formats import TILED_FORMATS
@@ -16,16 +17,10 @@ from mla_conformance.reference.selected import NO_KEY
 
 _SHAPES_TOO = ("model_shapes",)  # it comes before, and has lists of every kind
 _LISTS_PADDED_TOO = ("selection_padding",)  # some of its cases have sinks
-_FP4_CODES = 256
-_LAST_SCALE_OF_V4 = -2  # a byte of padding follows
-_UNIT = 127  # the exponent of 1
 _V4_TOO = ("unselected_keys", "attention_sinks", "second_cache")
-_V41_TOO = ("second_cache",)
 _LISTS_TOO = ("selection_padding", "selection_length", "selection_order", "selection_rows", "index_spaces")
 _V32_TOO = ("model_shapes", *_LISTS_TOO, "unselected_keys", "attention_sinks", "second_cache")
 """Some of their cases have caches of these entries."""
-_OVERWRITTEN_TOO = ("call_order",)  # it overwrites the operands in place as well
-_TILE = 64
 
 
 @defects("sparse_lse", related=_SHAPES_TOO)
@@ -50,26 +45,28 @@ class _Apart(EagerSparseBackend):
     def _attend(self, q, request, sources, k_scale):
         return self._merged([super(_Apart, self)._attend(q, request, [each], k_scale) for each in sources])
 
-    def sparse_two_caches_averaged__merged(self, states):
+    def _merged(self, states):
+        return reduce(joined, states)
+
+    def sparse_two_caches_averaged__behind_merged(self, whole, *, states):
         """The outputs over both caches are averaged, not weighed by their LSEs."""
         if len(states) == 1:
-            return states[0]
-        whole = joined(*states)
+            return whole
         outputs = [(each.weighted / each.total).nan_to_num(0.0) for each in states]
         return whole._replace(weighted=sum(outputs) / 2 * whole.total)
 
-    class sparse_lse_of_the_first_cache:
+    def sparse_lse_of_the_first_cache__attend(self, q, sources, k_scale, sink):
         """The LSE is that of the first cache; the output counts both."""
-
-        def attend(self, q, sources, k_scale, sink):
-            output, lse = super().attend(q, sources, k_scale, sink)
-            return output, super().attend(q, sources[:1], k_scale, sink)[1] if len(sources) > 1 else lse
-
-        def _merged(self, states):
-            return states[0] if len(states) == 1 else joined(*states)
+        return super().attend(q, sources, k_scale, sink)[0], super().attend(q, sources[:1], k_scale, sink)[1]
 
 
-@defects("sparse_fp4_v41", related=_V41_TOO)
+def _with_the_first_scale(rows):
+    """Entries of V3.2 whose four tiles take the scale of the first."""
+    scales = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
+    return torch.cat((rows[..., :512], scales, rows[..., V32_SCALES.stop :]), dim=-1)
+
+
+@defects("sparse_fp4_v41", related=("second_cache",))
 class _Rows(EagerSparseBackend):
     """Entries of one layout are other bytes than they should be."""
 
@@ -82,21 +79,19 @@ class _Rows(EagerSparseBackend):
     @but(killed_by="sparse_fp8_v41", layout="fp8_v41")
     def dsv41_rope_taken_unscaled__read(self, rows):
         """The last 64 columns of V4.1's entries are codes like the others, and are taken without their scales."""
-        rows[..., -2:] = _UNIT
+        rows[..., -2:] = 127  # the exponent of 1
         return rows
 
     @but(layout="fp4_v41")
     def e2m1_halves_of_a_byte_swapped__read(self, rows):
         """The first of two 4-bit codes is taken from the high half of their byte."""
-        codes = rows[..., :_FP4_CODES]
-        rows[..., :_FP4_CODES] = (codes >> 4) | (codes << 4)
+        rows[..., :256] = (rows[..., :256] >> 4) | (rows[..., :256] << 4)
         return rows
 
     @but(layout="fp4_v41")
     def e2m1_scales_of_32__read(self, rows):
         """Two tiles of 16 4-bit codes share the scale of the first."""
-        scales = rows[..., _FP4_CODES:]
-        rows[..., _FP4_CODES:] = scales[..., ::2].repeat_interleave(2, dim=-1)
+        rows[..., 256:] = rows[..., 256::2].repeat_interleave(2, dim=-1)
         return rows
 
     @but(killed_by="sparse_fp8_ds_mla", related=_V32_TOO, layout="fp8_ds_mla")
@@ -107,19 +102,16 @@ class _Rows(EagerSparseBackend):
     @but(killed_by="sparse_fp8_ds_mla", related=_V32_TOO, layout="fp8_ds_mla")
     def sparse_scale_of_the_first_tile__read(self, rows):
         """The four tiles of V3.2's entries take the scale of the first."""
-        rows[..., V32_SCALES] = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
-        return rows
+        return _with_the_first_scale(rows)
 
 
-@defects("cuda_graph", related=_OVERWRITTEN_TOO)
+@defects("cuda_graph", related=("call_order",))  # it overwrites the operands in place as well
 class _CudaGraph(CapturableSparse):
     def sparse_replay_keeps_the_lists__before_attend(self, sources):
         """A replay attends by the lists that stood in the buffers when they were captured."""
-        captured = self.__dict__.setdefault("captured", {})
-        address = sources[0].indices.data_ptr()
-        _, lists = captured.setdefault(address, (sources[0].indices, sources[0].indices.clone()))
-        kept = lists if lists.shape == sources[0].indices.shape else sources[0].indices
-        return [replace(sources[0], indices=kept), *sources[1:]]
+        captured, now = self.__dict__.setdefault("captured", {}), sources[0].indices
+        _, lists = captured.setdefault(now.data_ptr(), (now, now.clone()))
+        return [replace(sources[0], indices=lists if lists.shape == now.shape else now), *sources[1:]]
 
     def sparse_replay_keeps_the_longest_list__before_attend(self, sources):
         """Columns are bounded by the longest list of the batch that was captured."""
@@ -127,8 +119,7 @@ class _CudaGraph(CapturableSparse):
         main, columns = sources[0], torch.arange(sources[0].indices.shape[1])
         used = int((self._listed(main) * (columns + 1)).amax())
         _, longest = captured.setdefault(main.indices.data_ptr(), (main.indices, used))
-        bounded = main.indices.masked_fill(columns >= longest, -1)
-        return [replace(main, indices=bounded), *sources[1:]]
+        return [replace(main, indices=main.indices.masked_fill(columns >= longest, -1)), *sources[1:]]
 
 
 def _cut(source, columns):
@@ -145,8 +136,7 @@ class _SecondCaches(EagerSparseBackend):
 
     def sparse_second_cache_by_the_first_lengths__before_attend(self, sources):
         """The lists of the second cache end where those of the first do."""
-        first = sources[0].length
-        return [replace(each, length=first) for each in sources]
+        return [replace(each, length=sources[0].length) for each in sources]
 
     @but("behind_slots__attend")
     def sparse_second_cache_by_the_first_pages(self, slots, *, source, sources):
@@ -169,15 +159,11 @@ class _AttentionSinks(EagerSparseBackend):
         """The LSE counts the sink among the keys."""
         return output, lse if sink is None else torch.logaddexp(lse, sink.unsqueeze(1))
 
-    class sparse_sink_in_the_lse_alone:
+    def sparse_sink_in_the_lse_alone__with_sink(self, output, lse, sink):
         """A sink is counted in the LSE and leaves the output as it is."""
-
-        def attend(self, q, sources, k_scale, sink):
-            output, lse = super().attend(q, sources, k_scale, sink)
-            return output, lse if sink is None else torch.logaddexp(lse, sink.unsqueeze(1))
-
-        def _with_sink(self, output, lse, sink):
-            return output
+        if sink is not None:
+            lse.copy_(torch.logaddexp(lse, sink.unsqueeze(1)))
+        return output
 
     def sparse_sinks_dropped__with_sink(self, output, lse, sink):
         """Sinks are not handed on to the kernel."""
@@ -212,10 +198,9 @@ class _AttentionSinks(EagerSparseBackend):
 class _OtherSparse(EagerSparseBackend):
     def dsv4_scales_read_entry_by_entry__entries(self, source, slots):
         """The scales of V4's entries are looked for behind each entry's data, not behind the data of the page."""
-        if source.layout != "fp8_v4":
-            return super()._entries(source, slots)
         page = source.cache.shape[1]
-        return source.cache[slots // page, slots % page]
+        taken = source.layout == "fp8_v4"
+        return source.cache[slots // page, slots % page] if taken else super()._entries(source, slots)
 
     def dsv4_page_rounding_forgotten__before_entries(self, source):
         """A block of V4 is found by the bytes of its entries, without what rounds them up."""
@@ -232,7 +217,7 @@ class _OtherSparse(EagerSparseBackend):
         """The plain values of V4 are multiplied by the scale of the last tile before them."""
         if source.layout != "fp8_v4":
             return keys
-        exponent = self._entries(source, slots)[..., _LAST_SCALE_OF_V4].float() - _UNIT
+        exponent = self._entries(source, slots)[..., -2].float() - 127  # a byte of padding follows
         scale = exponent.masked_fill(~visible, 0.0).exp2().unsqueeze(-1)
         return torch.cat((keys[..., :448], keys[..., 448:] * scale), dim=-1)
 
@@ -250,10 +235,7 @@ class _OtherSparse(EagerSparseBackend):
     @but(killed_by="sparse_fp8_ds_mla", related=())
     def sparse_single_pages_take_the_first_scale__behind_entries(self, rows, *, source):
         """In pages of one token, the four tiles of a mixed entry take the scale of the first."""
-        if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1:
-            rows = rows.clone()
-            rows[..., V32_SCALES] = rows[..., 512:516].repeat(*[1] * (rows.dim() - 1), 4)
-        return rows
+        return _with_the_first_scale(rows) if source.layout == "fp8_ds_mla" and source.cache.shape[1] == 1 else rows
 
     @but(killed_by="sparse_fp8", related=("unselected_keys",))
     def sparse_k_scale_ignored__before_keys(self, k_scale):
@@ -274,23 +256,16 @@ class _OtherSparse(EagerSparseBackend):
 
 @defects("sparse_combinations")
 class _SparseCombinations(EagerSparseBackend):
-    @but(key_tile=32)
-    class sparse_tile_of_32_without_keys_raises_maximum(LiftedMaximum):
-        """A tile of 32 columns in which a list names no key raises the row's running maximum to 0."""
-
-    @but(key_tile=64)
-    class sparse_tile_of_64_without_keys_raises_maximum(LiftedMaximum):
-        """A tile of 64 columns in which a list names no key raises the row's running maximum to 0."""
-
-    class sparse_tile_of_128_without_keys_raises_maximum(LiftedMaximum):
-        """A tile of 128 columns in which a list names no key raises the row's running maximum to 0."""
+    _lifted = "A tile of {} columns in which a list names no key raises the row's running maximum to 0."
+    sparse_tile_of_32_without_keys_raises_maximum = variant(_lifted.format(32), LiftedMaximum, key_tile=32)
+    sparse_tile_of_64_without_keys_raises_maximum = variant(_lifted.format(64), LiftedMaximum, key_tile=64)
+    sparse_tile_of_128_without_keys_raises_maximum = variant(_lifted.format(128), LiftedMaximum)
 
     def sparse_whole_tiles_of_a_list_read_one_more__before_listed(self, source):
         """A list whose length is a multiple of 64 is read one tile further, and what stands there counts."""
         length = source.length
-        if length is not None:
-            length = torch.where((length > 0) & (length % _TILE == 0), length + _TILE, length)
-        return replace(source, length=length)
+        further = None if length is None else torch.where((length > 0) & (length % 64 == 0), length + 64, length)
+        return replace(source, length=further)
 
     def sparse_empty_second_list_is_whole__before__attend(self, sources):
         """In the second cache a length of 0 is taken for none, and the whole list counts."""
@@ -302,9 +277,9 @@ class _SparseCombinations(EagerSparseBackend):
 
     def sparse_second_head_group_loses_a_partial_tile__attend(self, q, sources, k_scale, sink):
         """Heads beyond 64 read whole tiles of 64 columns only, if a list has one."""
-        cut = [_cut(each, max(_TILE, each.indices.shape[1] // _TILE * _TILE)) for each in sources]
+        cut = [_cut(each, max(64, each.indices.shape[1] // 64 * 64)) for each in sources]
         results = (super().attend(q, cut, k_scale, sink), super().attend(q, sources, k_scale, sink))
-        second = torch.arange(self.num_heads, device=q.device).unsqueeze(1) >= _TILE
+        second = torch.arange(self.num_heads, device=q.device).unsqueeze(1) >= 64
         return tuple(torch.where(second, whole, every) for whole, every in zip(*results, strict=True))
 
     def sparse_table_rows_as_wide_as_the_first__slots(self, source, request):
@@ -315,9 +290,9 @@ class _SparseCombinations(EagerSparseBackend):
             return super()._slots(source, request)
         held, position = -(-metadata.seq_lens // page), source.indices.long().clamp(min=0)
         width = metadata.block_table.shape[1]
-        columns = (position // page).clamp(max=width - 1)
         rows = request.unsqueeze(1) * (width - int(held.max() - held[0]))
-        return metadata.block_table.long().flatten()[rows + columns] * page + position % page
+        places = rows + (position // page).clamp(max=width - 1)
+        return metadata.block_table.long().flatten()[places] * page + position % page
 
     def sparse_key_named_twice_in_a_bounded_list_counted_once__behind_listed(self, listed, *, source):
         """Keys that a list names twice count once where lengths are handed over."""
@@ -325,8 +300,8 @@ class _SparseCombinations(EagerSparseBackend):
 
     def sparse_odd_head_lost_beside_an_empty_list__behind_attend(self, output, lse, *, sources):
         """Heads in odd numbers are padded to even ones; beside a list that names nothing the last one is lost."""
-        empty = torch.stack([(each.indices == NO_KEY).all(dim=1) for each in sources]).any()
-        if self.num_heads > 1 and self.num_heads % 2 and bool(empty):
+        empty = any(bool((each.indices == NO_KEY).all(dim=1).any()) for each in sources)
+        if self.num_heads > 1 and self.num_heads % 2 and empty:
             output[:, -1] = 0.0
 
     def sparse_raw_scores_in_half__behind_scores(self, scores, *, q):

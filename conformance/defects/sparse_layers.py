@@ -25,7 +25,6 @@ class _WithLists(EagerSparseLayerBackend):
 
     @property
     def _prefills(self):
-        """[T] bool."""
         return self._request >= self._metadata.num_decodes
 
     def _all_up_to(self, lists, lengths, rows):
@@ -88,13 +87,12 @@ class _WithLists(EagerSparseLayerBackend):
         return moved.masked_fill(moved >= bounds_of(self._metadata.attention).unsqueeze(1), NO_KEY)
 
 
-@defects()
-class _OtherSparseLayer(EagerSparseLayerBackend):
+@defects("sparse_layer")
+class _SparseLayer(EagerSparseLayerBackend):
     @but(killed_by="sparse_layer_graph")
     def sparse_layer_selection_of_the_first_step__best(self, q, weights, cache):
         """The selection of the first step is kept for all steps of as many tokens, as if it had been captured."""
-        self._kept = self.__dict__.get("_kept", {})
-        return self._kept.setdefault(len(q), super()._best(q, weights, cache))
+        return self.__dict__.setdefault("_kept", {}).setdefault(len(q), super()._best(q, weights, cache))
 
     @but(killed_by="sparse_layer_shared_indices")
     def sparse_layer_shared_buffer_cleared__behind_attend(self, output, *, lists):
@@ -108,14 +106,9 @@ class _OtherSparseLayer(EagerSparseLayerBackend):
         return slots.where(slots >= 0, kv_cache.shape[0] * kv_cache.shape[1] - 1)
 
     @but(killed_by="sparse_layer_conventions", related=("sparse_layer", "sparse_layer_dense_shortcut"))
-    def sparse_layer_indexer_rotates_the_layers_pairs__index_rope(self, x, turns):
+    def sparse_layer_indexer_rotates_the_layers_pairs__before_rope(self, is_neox_style):
         """The indexer rotates the pairs that the layer rotates."""
-        form = self.config.preparation._replace(is_neox_style=self.config.is_neox_style)
-        own, self.config = self.config, self.config._replace(preparation=form)
-        try:
-            return super()._index_rope(x, turns)
-        finally:
-            self.config = own
+        return self.config.is_neox_style
 
     @but(killed_by="sparse_layer_conventions", related=("sparse_layer",))
     def sparse_layer_index_keys_rotated_otherwise__index_rope(self, x, turns):
@@ -125,9 +118,6 @@ class _OtherSparseLayer(EagerSparseLayerBackend):
         part, rest = x.tensor_split([turns.shape[1]], dim=-1)
         return torch.cat((self._rope(part, turns, self.config.preparation.is_neox_style), rest), dim=-1)
 
-
-@defects("sparse_layer")
-class _SparseLayer(EagerSparseLayerBackend):
     def sparse_layer_positions_taken_for_slots__attend(self, q, kv_cache, lists):
         """Selected positions are read as slots of the latent cache."""
         self._attention.prepare_metadata(replace(self._metadata.attention, index_space=IndexSpace.SLOT))
@@ -142,9 +132,8 @@ class _SparseLayer(EagerSparseLayerBackend):
 
     def sparse_layer_buffer_not_cleared__select(self, hidden, q_c, turns, cache, buffer):
         """A row that sees fewer tokens than are selected leaves what stood behind them in the buffer."""
-        before = buffer[: len(hidden)].clone()
+        best, before = buffer[: len(hidden)], buffer[: len(hidden)].clone()
         super()._select(hidden, q_c, turns, cache, buffer)
-        best = buffer[: len(hidden)]
         best.copy_(best.where(best != NO_KEY, before))
 
     def sparse_layer_index_keys_in_latent_slots__index_slots(self):
@@ -181,8 +170,7 @@ class _SparseLayer(EagerSparseLayerBackend):
     def sparse_layer_index_norm_without_bias__before_load_weights(self, weights):
         """Index keys pass through a norm without its bias."""
         own = weights.indexer
-        none = own and replace(own, k_norm_bias=torch.zeros_like(own.k_norm_bias))
-        return replace(weights, indexer=none)
+        return replace(weights, indexer=own and replace(own, k_norm_bias=torch.zeros_like(own.k_norm_bias)))
 
     def sparse_layer_indexer_before_the_query_norm__before_select(self, q_c, *, hidden):
         """The indexer's queries are projected from the latent before its norm."""
@@ -222,10 +210,9 @@ class _SparseLayer(EagerSparseLayerBackend):
 class _SparseLayerRanks(EagerSparseLayerBackend):
     def sparse_layer_ranks_share_the_indexers_heads__before_best(self, weights):
         """Each rank scores by its share of the indexer's heads, and nobody adds the scores."""
-        shares = torch.arange(weights.shape[1], device=weights.device).tensor_split(self.config.tp_size)
-        own = torch.zeros_like(weights)
-        own[:, shares[self.config.tp_rank]] = weights[:, shares[self.config.tp_rank]]
-        return own
+        others = torch.ones_like(weights, dtype=torch.bool)
+        others.tensor_split(self.config.tp_size, dim=1)[self.config.tp_rank].fill_(False)
+        return weights.masked_fill(others, 0.0)
 
     def sparse_layer_first_rank_writes_index_keys__write_index_keys(self, hidden, turns, cache):
         """The indexer has no heads to share, so the first rank alone writes its keys."""

@@ -12,7 +12,6 @@ from mla_conformance.defects.known import but, defects
 from mla_conformance.reference.entry_formats import TILED_FORMATS
 from mla_conformance.reference.selected import NO_KEY
 
-_TILE = 64
 _SHAPES_TOO = ("model_shapes",)  # it comes before, and has lists of every kind
 
 
@@ -51,18 +50,17 @@ class _SelectionPadding(EagerSparseBackend):
 
     def sparse_tiles_behind_an_empty_one_skipped__behind_listed(self, listed):
         """A list ends with the first tile of 64 entries that names no key."""
-        tiles = torch.nn.functional.pad(listed, (0, -listed.shape[1] % _TILE)).unflatten(1, (-1, _TILE)).any(dim=2)
+        tiles = torch.nn.functional.pad(listed, (0, -listed.shape[1] % 64)).unflatten(1, (-1, 64)).any(dim=2)
         reached = tiles.int().cummin(dim=1).values.bool()
-        return listed & reached.repeat_interleave(_TILE, dim=1)[:, : listed.shape[1]]
+        return listed & reached.repeat_interleave(64, dim=1)[:, : listed.shape[1]]
 
     def sparse_keyless_lse_of_plus_inf__behind_attend(self, output, lse):
         """The LSE of a row whose list names nothing is +inf."""
         return output, lse.masked_fill(lse == -torch.inf, torch.inf)
 
+    @but(key_tile=32)
     class sparse_leading_masked_tile_nan_poisons_row:
         """A first tile without a key leaves -inf less -inf in all that follows."""
-
-        key_tile = 32
 
         def _accumulate(self, state, scores, v):
             later = super()._accumulate(state, scores, v)
@@ -89,12 +87,7 @@ class _OtherLists(EagerSparseBackend):
     """Each row takes the list and the length of another."""
 
     def attend(self, q, sources, k_scale, sink):
-        rows = self._rows(len(q))
-        sources = [
-            replace(each, indices=each.indices[rows], length=None if each.length is None else each.length[rows])
-            for each in sources
-        ]
-        return super().attend(q, sources, k_scale, sink)
+        return super().attend(q, [each.rows(self._rows(len(q))) for each in sources], k_scale, sink)
 
     def sparse_list_of_the_first_row__rows(self, tokens):
         """The list of the first row is that of the whole call."""
@@ -102,8 +95,7 @@ class _OtherLists(EagerSparseBackend):
 
     def sparse_list_of_the_request__rows(self, tokens):
         """The query tokens of a request share the list of its first."""
-        metadata = self._sparse_metadata
-        return metadata.query_start_loc.long()[metadata.req_id_per_token.long()]
+        return self._sparse_metadata.query_start_loc.long()[self._sparse_metadata.req_id_per_token.long()]
 
     def sparse_list_at_the_number_of_the_request__rows(self, tokens):
         """Lists are taken for one of each request, and read at its number."""
@@ -162,16 +154,16 @@ class _SparseDecode(EagerSparseBackend):
         output[1:, : -self.num_heads % 16] = 0.0
 
 
-def _counting(source, space, other):
+def _counting(sources, space, other):
     """Lists that count in one space, taken for some that count in another."""
-    return replace(source, space=other) if source.space is space else source
+    return [replace(source, space=other) if source.space is space else source for source in sources]
 
 
 @defects("sparse_dcp")
 class _SparseDcp(EagerSparseBackend):
     def sparse_dcp_global_index_taken_for_local__before__attend(self, sources):
         """Positions on all ranks are taken for tokens of this rank, and looked up in its table."""
-        return [_counting(source, IndexSpace.POSITION, IndexSpace.RANK_LOCAL) for source in sources]
+        return _counting(sources, IndexSpace.POSITION, IndexSpace.RANK_LOCAL)
 
     def sparse_dcp_keys_of_others_counted__held(self, source):
         """Positions that another rank holds are not left out, and read what this rank holds at the same place."""
@@ -183,12 +175,11 @@ class _SparseDcp(EagerSparseBackend):
 
     def sparse_dcp_local_index_divided_again__before__attend(self, sources):
         """Lists that a rank has already filtered to its own tokens are taken for positions on all ranks."""
-        return [_counting(source, IndexSpace.RANK_LOCAL, IndexSpace.POSITION) for source in sources]
+        return _counting(sources, IndexSpace.RANK_LOCAL, IndexSpace.POSITION)
 
     def sparse_dcp_empty_rank_lse_of_plus_inf__behind_attend(self, output, lse):
         """A rank that holds none of a row's keys returns +inf as its LSE, and takes all of the weight."""
-        several = self._sparse_metadata.dcp_world_size > 1
-        return output, lse.masked_fill(lse == -torch.inf, torch.inf) if several else lse
+        return output, lse.masked_fill((lse == -torch.inf) & (self._sparse_metadata.dcp_world_size > 1), torch.inf)
 
 
 @defects("selection_length")
@@ -199,7 +190,7 @@ class _SelectionLength(EagerSparseBackend):
 
     def sparse_prefill_lanes_beyond_topk_length__listed__attend(self, source, *, q):
         """The kernel for more than 64 query tokens does not bound its lanes by the lengths of the lists."""
-        return super()._listed(source) if len(q) <= _TILE else source.indices != NO_KEY
+        return super()._listed(source) if len(q) <= 64 else source.indices != NO_KEY
 
     def nan_topk_indices_propagate_to_ima__behind_slots(self, slots, *, source):
         """Whatever a list holds is an address unless it is negative, uninitialised entries behind its length as
@@ -209,10 +200,8 @@ class _SelectionLength(EagerSparseBackend):
 
     def sparse_length_of_the_request__listed___attend(self, source, *, request):
         """The lengths are taken for one of each request, and read at its number."""
-        if source.length is None:
-            return super()._listed(source)
-        of_request = source.length[request.clamp(max=len(source.length) - 1)]
-        return (source.indices != NO_KEY) & (_columns(source.indices) < of_request.unsqueeze(1))
+        length = source.length if source.length is None else source.length[request.clamp(max=len(source.length) - 1)]
+        return super()._listed(replace(source, length=length))
 
     def sparse_length_of_0_is_none__listed(self, source):
         """A length of 0 is taken for none, and the whole list counts."""
@@ -220,12 +209,9 @@ class _SelectionLength(EagerSparseBackend):
 
     def sparse_empty_rows_behind_64_not_written__behind_attend(self, output, lse, *, q):
         """From the second block of 64 rows on, a row whose list names nothing holds what the buffer held."""
-        late = torch.arange(len(q), device=q.device).unsqueeze(1) >= _TILE
+        late = torch.arange(len(q), device=q.device).unsqueeze(1) >= 64
         return output.masked_fill((late & (lse == -torch.inf).mT).unsqueeze(-1), torch.nan), lse
 
-
-@defects()
-class _OtherSparse(EagerSparseBackend):
     @but(killed_by="selection_order")
     def sparse_key_named_twice_counted_once__behind_listed(self, listed, *, source):
         """Keys that a list names twice count once."""
@@ -234,10 +220,9 @@ class _OtherSparse(EagerSparseBackend):
     @but(killed_by="unselected_keys")
     def sparse_entry_before_is_loaded_too__keys(self, source, slots, visible, k_scale):
         """A load fetches the entry before in the page as well, whose weight of 0 does not silence NaN."""
-        keys = super()._keys(source, slots, visible, k_scale)
         paired = visible & (slots % source.cache.shape[1] > 0)
         beside = super()._keys(source, (slots - 1).clamp(min=0), paired, k_scale)
-        return keys + 0.0 * beside
+        return super()._keys(source, slots, visible, k_scale) + 0.0 * beside
 
     @but(killed_by="sparse_prefill")
     def sparse_missing_instance_of_16_heads_and_512__before_attend(self, sources):
@@ -255,8 +240,8 @@ class _OtherSparse(EagerSparseBackend):
     def sparse_last_tile_of_packed_rows_lost__behind_attend(self, output, lse, *, q):
         """Several rows and their heads are packed into tiles of 64; behind the first a partial one is lost."""
         rows = len(q) * self.num_heads
-        if len(q) > 1 and rows > _TILE:
-            output.flatten(0, 1)[rows // _TILE * _TILE :] = 0.0
+        if len(q) > 1 and rows > 64:
+            output.flatten(0, 1)[rows // 64 * 64 :] = 0.0
 
 
 @defects("sparse_decode")
@@ -271,24 +256,25 @@ class _SparseDecodeAlone(EagerSparseBackend):
 
     def sparse_list_rows_advance_by_a_power_of_two__before_attend(self, sources):
         """The row of a list is found by the columns that a kernel is compiled for, which are a power of two."""
-        return [replace(source, indices=self._misread(source.indices)) for source in sources]
+        misread = []
+        for source in sources:
+            rows, columns = source.indices.shape
+            compiled = 1 << (columns - 1).bit_length()
+            padding = (0, rows * (compiled - columns))
+            padded = torch.nn.functional.pad(source.indices.flatten(), padding, value=NO_KEY)
+            misread.append(replace(source, indices=padded.view(rows, compiled)[:, :columns]))
+        return misread
 
-    def _misread(self, lists):
-        rows, columns = lists.shape
-        compiled = 1 << (columns - 1).bit_length()
-        padded = torch.nn.functional.pad(lists.flatten(), (0, rows * (compiled - columns)), value=NO_KEY)
-        return padded.view(rows, compiled)[:, :columns]
-
-    @but(key_tile=_TILE)
+    @but(key_tile=64)
     def sparse_last_tile_of_a_list_dropped__tiles(self, keys):
         """Columns behind the last whole tile of 64 are ignored."""
-        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == _TILE)
+        return (tile for tile in super()._tiles(keys) if tile.stop - tile.start == 64)
 
     def sparse_topk_without_an_instance__attend(self, q, sources, k_scale, sink):
         """Numbers of whole tiles that are no power of two have no instance, and fall through to a kernel that
         refuses."""
         columns = sources[0].indices.shape[1]
-        if columns % _TILE == 0 and columns & (columns - 1):
+        if columns % 64 == 0 and columns & (columns - 1):
             raise RuntimeError("expected more than 64 query tokens; a decode has a kernel of its own")
         return super().attend(q, sources, k_scale, sink)
 
@@ -328,8 +314,7 @@ class _IndexSpaces(EagerSparseBackend):
             return slots
         position, page = source.indices.long(), source.cache.shape[1]
         columns = (position // 64).clamp(0, metadata.block_table.shape[1] - 1)
-        blocks = metadata.block_table.long()[request.unsqueeze(1), columns]
-        return blocks * page + position % 64 % page
+        return metadata.block_table.long()[request.unsqueeze(1), columns] * page + position % 64 % page
 
     def sparse_gathered_start_of_request_in_six_bits__before_slots(self, request, *, source):
         """Where a request's gathered keys begin is looked up at its number modulo 64."""

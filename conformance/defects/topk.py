@@ -3,10 +3,9 @@
 import torch
 
 from mla_conformance.backends.eager_topk import LEAST, EagerTopKBackend
-from mla_conformance.defects.known import but, defects
+from mla_conformance.defects.bases import nth
+from mla_conformance.defects.known import but, defects, variant
 from mla_conformance.reference.selected import NO_KEY
-
-_NAN = 0x7FC00000
 
 
 @defects("select_windows")
@@ -65,8 +64,7 @@ class _Select(EagerTopKBackend):
 
     def topk_padding_in_front__behind_choose(self, chosen):
         """-1 stands before the columns, where whoever reads as many as a row has finds it."""
-        order = (chosen != NO_KEY).int().argsort(dim=1, stable=True)
-        return chosen.gather(1, order)
+        return chosen.gather(1, (chosen != NO_KEY).int().argsort(dim=1, stable=True))
 
     def topk_places_beyond_1024_unfilled__behind_choose(self, chosen):
         """A block sorts 1,024 candidates, and the places behind them stay empty."""
@@ -86,12 +84,14 @@ class _FewCandidates(EagerTopKBackend):
         tied = (bins == threshold) & (keys != LEAST)
         return super()._choose(keys.masked_fill(tied & (tied.cumsum(dim=1) > self.kept), LEAST), topk_tokens)
 
-    class topk_threshold_bin_of_4096:
-        """Of the coarse bin that holds the threshold 4,096 candidates are kept, though others are larger."""
-
-    @but(kept=1024, shift=0)
-    class topk_ties_of_1024:
-        """Of the logits that tie with the last one selected 1,024 are kept, and places beyond them hold -1."""
+    topk_threshold_bin_of_4096 = variant(
+        "Of the coarse bin that holds the threshold 4,096 candidates are kept, though others are larger."
+    )
+    topk_ties_of_1024 = variant(
+        "Of the logits that tie with the last one selected 1,024 are kept, and places beyond them hold -1.",
+        kept=1024,
+        shift=0,
+    )
 
 
 @defects("select_ties", related=("select", "select_windows"))
@@ -131,8 +131,7 @@ class _SelectTies(EagerTopKBackend):
 class _SelectTiesAlone(EagerTopKBackend):
     def topk_negative_zero_least__keys(self, logits):
         """-0 has the key of the least negative integer, below every logit."""
-        zero = (logits == 0) & logits.signbit()
-        return super()._keys(logits).masked_fill(zero, LEAST + 1)
+        return super()._keys(logits).masked_fill((logits == 0) & logits.signbit(), LEAST + 1)
 
     def topk_infinities_left_out__keys(self, logits):
         """A logit of -inf is taken for what is behind a mask, and -1 is told for it."""
@@ -145,11 +144,8 @@ class _SelectTiesAlone(EagerTopKBackend):
     def topk_bits_of_nan_named__behind_told__keys(self, told, *, chosen, logits):
         """In a row that holds NaN what is sorted is the logit, and its bits are told in the place of its column."""
         nan = logits.isnan().gather(1, chosen.clamp(min=0)) & (chosen != NO_KEY)
-        return told.masked_fill(nan, _NAN)
+        return told.masked_fill(nan, 0x7FC00000)
 
-
-@defects()
-class _OtherTopK(EagerTopKBackend):
     @but(killed_by="select", related=("select_windows",))
     def topk_reads_to_the_end_of_a_tile__behind_windows(self, starts, lengths, *, logits):
         """The last tile of 64 columns is read to its end, whatever stands behind the row."""
@@ -158,8 +154,7 @@ class _OtherTopK(EagerTopKBackend):
     @but(killed_by="determinism")
     def topk_ties_by_who_comes_first__choose(self, keys, topk_tokens):
         """Now and then another block comes first to where the last of several equal logits is taken."""
-        self.number = getattr(self, "number", 0) + 1
-        if self.number % 7:
+        if not nth(self, 7):
             return super()._choose(keys, topk_tokens)
         mirrored = super()._choose(keys.flip(1), topk_tokens)
         return torch.where(mirrored == NO_KEY, NO_KEY, keys.shape[1] - 1 - mirrored)
@@ -169,8 +164,7 @@ class _OtherTopK(EagerTopKBackend):
 class _PooledTopk(EagerTopKBackend):
     def pools_garbage_ids_expanded__before_expanded(self, pools):
         """Places that no pool of the row fills hold what a buffer held before, and are expanded like the others."""
-        places = torch.arange(pools.shape[1], device=pools.device)
-        return pools.where(pools != NO_KEY, places)
+        return pools.where(pools != NO_KEY, torch.arange(pools.shape[1], device=pools.device))
 
     def pools_tail_forgotten__tails(self, pool):
         """The tokens of the last pool, which is not whole, are left out."""
@@ -184,24 +178,13 @@ class _PooledTopk(EagerTopKBackend):
     def pools_begun_pool_visible__behind_windows__run_pool_top_k_per_row(self, starts, lengths, *, logits, pool):
         """A pool is visible as soon as its first token is."""
         seen = self._topk_metadata.token_lengths
-        if seen is None:
-            return starts, lengths
-        return starts, (-(-seen.long() // pool)).unsqueeze(1).minimum(logits.shape[1] - starts)
+        begun = lengths if seen is None else (-(-seen.long() // pool)).unsqueeze(1)
+        return starts, begun.minimum(logits.shape[1] - starts)
 
-    class pools_as_many_as_tokens:
+    def pools_as_many_as_tokens__before_expanded(self, pools, *, pool):
         """As many tokens are selected as there is room for pools: one pool of so many."""
-
-        def _pools_of(self, topk_tokens, pool):
-            return max(1, topk_tokens // pool // pool)
-
-        def _expanded(self, pools, pool):
-            tokens = super()._expanded(pools, pool)
-            room = self._room - tokens.shape[1]
-            return torch.nn.functional.pad(tokens, (0, room), value=NO_KEY)
-
-        def run_pool_top_k_per_row(self, logits, topk_tokens, pool, tail):
-            self._room = topk_tokens
-            return super().run_pool_top_k_per_row(logits, topk_tokens, pool, tail)
+        behind = torch.arange(pools.shape[1], device=pools.device) >= max(1, pools.shape[1] // pool)
+        return pools.masked_fill(behind, NO_KEY)
 
     def pools_history_of_the_first_row__expanded(self, pools, pool):
         """A tail is appended to the pools of the batch's first row, whichever row it is of."""

@@ -5,13 +5,9 @@ import torch
 from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.defects.known import but, defects
 
-_WORD, _BYTE = 32, 8
-
 
 @defects("tree_decode")
 class _Masks(EagerTreeBackend):
-    """The mask of a request is another one."""
-
     def tree_mask_transposed__behind_mask(self, mask):
         """Rows and columns of a mask are exchanged, so a draft sees those behind it."""
         return mask.mT
@@ -30,13 +26,11 @@ class _Masks(EagerTreeBackend):
 
     def tree_siblings_see_each_other__behind_mask(self, mask):
         """Drafts of one parent see each other."""
-        parents = _parents_of(mask)
-        return mask | (parents.unsqueeze(1) == parents)
+        return mask | (_parents_of(mask).unsqueeze(1) == _parents_of(mask))
 
     def tree_bound_by_depth__behind_mask(self, mask):
         """The causal bound is taken of positions: a draft sees all of a lesser depth, of other branches too."""
-        depths = mask.sum(dim=1)
-        return mask | (depths < depths.unsqueeze(1))
+        return mask | (mask.sum(dim=1) < mask.sum(dim=1, keepdim=True))
 
     def tree_sees_its_parent_alone__behind_mask(self, mask):
         """Of the ancestors the parent alone is seen."""
@@ -54,32 +48,28 @@ class _Masks(EagerTreeBackend):
 
     def tree_mask_of_a_byte__behind_mask(self, mask):
         """Of a mask the first tile of 8 columns is read; query tokens beyond are causal."""
-        return _causal_from(mask, _BYTE)
+        return _causal_from(mask, 8)
 
     def tree_mask_of_a_word__behind_mask(self, mask):
         """A row of a mask has a word of 32 bits; query tokens beyond are causal."""
-        return _causal_from(mask, _WORD)
+        return _causal_from(mask, 32)
 
     def tree_mask_bits_repeat_after_a_word__behind_mask(self, mask):
         """The bit of a column is found by a shift of 32 bits or more, which begins anew in a word."""
-        columns = torch.arange(len(mask), device=mask.device) % _WORD
-        return mask[:, columns]
+        return mask[:, torch.arange(len(mask), device=mask.device) % 32]
 
     def tree_mask_bits_from_the_highest__behind_mask(self, mask):
         """The bits of a packed mask are read from the highest on, and were written from the lowest."""
-        bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % _BYTE))
-        return bits.view(-1, _BYTE).flip(1).flatten()[: mask.numel()].view_as(mask)
+        bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8))
+        return bits.view(-1, 8).flip(1).flatten()[: mask.numel()].view_as(mask)
 
     def tree_mask_rows_of_whole_bytes__behind_mask(self, mask):
         """Rows of a packed mask are taken to begin with a byte each, and were packed one after another."""
-        stride = -(-len(mask) // _BYTE) * _BYTE
-        return _strided(mask.flatten(), 0, stride, len(mask))
+        return _strided(mask.flatten(), 0, -(-len(mask) // 8) * 8, len(mask))
 
 
 @defects("tree_decode")
 class _Places(EagerTreeBackend):
-    """The mask of a request is looked for where another one stands."""
-
     def _at(self, start: int, queries: int, stride: int = 0) -> torch.Tensor:
         return _strided(self._decode_metadata.tree_mask, start, stride or queries, queries)
 
@@ -97,27 +87,23 @@ class _Places(EagerTreeBackend):
 
     def tree_mask_behind_whole_bytes__mask(self, request, queries):
         """A packed mask is found by whole bytes, where those before it have not filled one."""
-        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) // _BYTE * _BYTE, queries)
+        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) // 8 * 8, queries)
 
     def tree_mask_place_in_bits_read_as_bytes__mask(self, request, queries):
         """Where a packed mask begins is counted in bits and read as bytes, so all but the first are beyond the end."""
-        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) * _BYTE, queries)
+        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]) * 8, queries)
 
     def tree_mask_read_by_rows_of_keys__mask(self, request, queries):
         """Rows are taken to have a column for each token of the sequence, and have one for each query token."""
-        metadata = self._decode_metadata
-        stride = max(queries, int(metadata.seq_lens_cpu[request]))
-        return self._at(int(metadata.tree_mask_start_loc[request]), queries, stride)
+        stride = max(queries, int(self._decode_metadata.seq_lens_cpu[request]))
+        return self._at(int(self._decode_metadata.tree_mask_start_loc[request]), queries, stride)
 
 
 @defects("tree_decode")
 class _Contexts(EagerTreeBackend):
-    """What a mask is laid over, and what counts in sums."""
-
-    def tree_context_masked_too__visible(self, queries, request, seq_len, tile):
+    def tree_context_masked_too__behind_visible(self, visible, *, queries, seq_len, tile):
         """What has no column in the mask is not seen: the context among it."""
-        number = torch.arange(tile.start, tile.stop) - (seq_len - queries)
-        return super()._visible(queries, request, seq_len, tile) & (number >= 0)
+        return visible & (torch.arange(tile.start, tile.stop) >= seq_len - queries)
 
     def tree_mask_over_the_first_keys__visible(self, queries, request, seq_len, tile):
         """The mask is laid over the first tokens of the sequence instead of the last."""
@@ -130,11 +116,9 @@ class _Contexts(EagerTreeBackend):
         return (number < 0) | (self._mask(request, queries)[:, number.clamp(0, queries - 1)] & (number < queries))
 
     @but(key_tile=16)
-    def tree_tiles_below_the_diagonal_unmasked__visible(self, queries, request, seq_len, tile):
+    def tree_tiles_below_the_diagonal_unmasked__behind_visible(self, visible, *, queries, seq_len, tile):
         """The mask is asked for in tiles that the diagonal crosses, as a causal one is, and not in those below it."""
-        visible = super()._visible(queries, request, seq_len, tile)
-        below = torch.arange(queries).unsqueeze(1) > tile.stop - 1 - (seq_len - queries)
-        return visible | below
+        return visible | (torch.arange(queries).unsqueeze(1) >= tile.stop - (seq_len - queries))
 
     class tree_lse_counts_masked_keys:
         """Masked drafts are left out of the output, and counted in the LSE."""

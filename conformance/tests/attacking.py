@@ -10,6 +10,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration, LseClass, Precision, Rounding
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.engine.machine import LACKED_MEMORY
 
 HERE = Path(__file__).parent
 FIRST = not (HERE / "asked").exists()
@@ -37,6 +38,11 @@ class EndsOthers(EagerPrefillBackend):
             Innocent.waited.append(threading.Event())
             threading.Thread(target=lambda: (Innocent.waited[0].wait(), os._exit(0)), daemon=True).start()
         return super().run_prefill_new_tokens(*arguments, **options)
+
+
+class Lacks(EagerPrefillBackend):
+    def run_prefill_new_tokens(self, *arguments: Any, **options: Any) -> Any:
+        os._exit(LACKED_MEMORY)
 
 
 class TwoFaced(EagerPrefillBackend):

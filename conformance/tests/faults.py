@@ -30,32 +30,14 @@ class Faulty(EagerPrefillBackend):
     ) -> Any:
         if self._prefill_metadata.query_start_loc.tolist() == self.start_loc:
             self.armed = True
-            self.before(q, k, v)
+            self.before(q)
         result = super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-        return self.after(result, q, k, v) if self.armed else result
+        return self.after(result, q, v) if self.armed else result
 
-    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None: ...
+    def before(self, q: torch.Tensor) -> None: ...
 
-    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def after(self, result: Any, q: torch.Tensor, v: torch.Tensor) -> Any:
         return result
-
-
-BEFORE: dict[str, Callable[[], object]] = {
-    "Segfault": lambda: ctypes.string_at(0),
-    "Killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "KillsItsGroup": lambda: os.killpg(0, signal.SIGKILL),
-    "InterruptsItself": lambda: os.kill(os.getpid(), signal.SIGINT),
-    "Exits": lambda: sys.exit(0),
-    "ExitsAtOnce": lambda: os._exit(0),
-    "ForbidsFiles": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
-    "ChangesDtype": lambda: torch.set_default_dtype(torch.float64),
-    "Seeds": lambda: torch.manual_seed(12345),
-    "ChangesEnvironment": lambda: os.environ.update(PATH="/nowhere"),
-    "ChangesDirectory": lambda: os.chdir(Path(__file__).anchor),
-    "Signals": lambda: os.kill(os.getppid(), signal.SIGCONT),  # who may do that may stop or end the judge as well
-}
-for name, fault in BEFORE.items():
-    globals()[name] = type(name, (Faulty,), {"before": lambda *_, fault=fault: fault()})
 
 
 class Hanging(Faulty):
@@ -64,26 +46,14 @@ class Hanging(Faulty):
     start_loc: ClassVar = [0, 2]
 
 
-class Loops(Hanging):
-    def before(self, *_: Any) -> None:
-        while True:
-            pass
+def loop() -> None:
+    while True:
+        pass
 
 
-class KeepsTheInterpreterLock(Hanging):
-    def before(self, *_: Any) -> None:
-        ctypes.PyDLL(None).sleep(10**6)
-
-
-class StopsItself(Hanging):
-    def before(self, *_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-class Compiles(Faulty):
-    def before(self, *_: Any) -> None:
-        compiler = shutil.copy(shutil.which("sleep") or "", Path(__file__).with_name("nvcc"))
-        subprocess.run([compiler, "60"])
+def compile_for_long() -> None:
+    compiler = shutil.copy(shutil.which("sleep") or "", Path(__file__).with_name("nvcc"))
+    subprocess.run([compiler, "60"])
 
 
 def note_child(process: int) -> None:
@@ -92,68 +62,43 @@ def note_child(process: int) -> None:
         file.write(f"{process}\n")
 
 
-class LeavesAChildAndAborts(Faulty):
+def leave_a_child_and_abort() -> None:
     """The child is in a session of its own."""
-
-    def before(self, *_: Any) -> None:
-        note_child(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
-        os.abort()
+    note_child(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    os.abort()
 
 
-class KillsItsParent(Faulty):
-    """And leaves a child in a session of its own, which holds whatever its parent had opened."""
-
-    def before(self, *_: Any) -> None:
-        child = os.fork()
-        if not child:
-            os.setsid()
-            time.sleep(1000)
-        note_child(child)
-        with contextlib.suppress(PermissionError):  # which the system may refuse
-            os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+def kill_the_parent() -> None:
+    """And leave a child in a session of its own, which holds whatever its parent had opened."""
+    child = os.fork()
+    if not child:
+        os.setsid()
+        time.sleep(1000)
+    note_child(child)
+    with contextlib.suppress(PermissionError):  # which the system may refuse
+        os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Floods(Faulty):
-    def before(self, *_: Any) -> None:
-        block = b"x" * 2**20
-        for _block in range(24):
-            for descriptor in (1, 2):
-                os.write(descriptor, block)
+def flood() -> None:
+    for descriptor in (1, 2) * 24:
+        os.write(descriptor, b"x" * 2**20)
 
 
-class ClosesStdout(Faulty):
-    def before(self, *_: Any) -> None:
-        sys.stdout.close()
-        os.closerange(1, 2)
+def close_stdout() -> None:
+    sys.stdout.close()
+    os.closerange(1, 2)
 
 
-class Forks(Faulty):
-    def before(self, *_: Any) -> None:
-        if os.fork() == 0:
-            torch.set_num_threads(1)  # the child has none of its parent's threads, and would wait for them
+def fork() -> None:
+    if os.fork() == 0:
+        torch.set_num_threads(1)  # the child has none of its parent's threads, and would wait for them
 
 
-class Leaks(Faulty):
-    def before(self, *_: Any) -> None:
-        leaked = self.__dict__.setdefault("leaked", [])
-        while True:
-            leaked.append(torch.empty(2**26, dtype=torch.uint8))
-
-
-class ReturnsViewOfInput(Faulty):
-    """A right result, in memory of the caller."""
-
-    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return v.copy_(result[0]), result[1]
-
-
-class ReturnsItsBuffer(Faulty):
-    def after(self, result: Any, *_: Any) -> Any:
-        buffer = self.__dict__.setdefault("buffer", torch.empty(self.num_heads, 64))
-        view = buffer[:, : result[1].shape[1]]
-        view.copy_(result[1])
-        return result[0], view
+def leak() -> None:
+    leaked = []
+    while True:
+        leaked.append(torch.empty(2**26, dtype=torch.uint8))
 
 
 _KERNELS = r"""
@@ -171,28 +116,71 @@ def kernel(name: str) -> Any:
     return torch.cuda._compile_kernel(_KERNELS, name)
 
 
-class IllegalAddress(Faulty):
-    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        kernel("illegal_address")(args=[q])
-        torch.cuda.synchronize()
+BEFORE: dict[str, Callable[[], object]] = {
+    "Segfault": lambda: ctypes.string_at(0),
+    "Killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "KillsItsGroup": lambda: os.killpg(0, signal.SIGKILL),
+    "InterruptsItself": lambda: os.kill(os.getpid(), signal.SIGINT),
+    "Exits": lambda: sys.exit(0),
+    "ExitsAtOnce": lambda: os._exit(0),
+    "ForbidsFiles": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+    "ChangesDtype": lambda: torch.set_default_dtype(torch.float64),
+    "Seeds": lambda: torch.manual_seed(12345),
+    "ChangesEnvironment": lambda: os.environ.update(PATH="/nowhere"),
+    "ChangesDirectory": lambda: os.chdir(Path(__file__).anchor),
+    "Signals": lambda: os.kill(os.getppid(), signal.SIGCONT),  # who may do that may stop or end the judge as well
+    "Compiles": compile_for_long,
+    "LeavesAChildAndAborts": leave_a_child_and_abort,
+    "KillsItsParent": kill_the_parent,
+    "Floods": flood,
+    "ClosesStdout": close_stdout,
+    "Forks": fork,
+    "Leaks": leak,
+}
+HANGS: dict[str, Callable[[], object]] = {
+    "Loops": loop,
+    "KeepsTheInterpreterLock": lambda: ctypes.PyDLL(None).sleep(10**6),
+    "StopsItself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+ON_A_GPU: dict[str, Callable[[torch.Tensor], object]] = {
+    "IllegalAddress": lambda q: kernel("illegal_address")(args=[q]),
+    "Misaligned": lambda q: kernel("misaligned")(args=[q]),
+    "DeviceAssert": lambda q: torch.zeros(4, device=q.device)[torch.tensor([9], device=q.device)],
+}
 
 
-class Misaligned(Faulty):
-    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        kernel("misaligned")(args=[q])
-        torch.cuda.synchronize()
+def enter(name: str, base: type, fault: Callable[..., object]) -> None:
+    def before(self: Faulty, q: torch.Tensor) -> None:
+        if name in ON_A_GPU:
+            fault(q)
+            torch.cuda.synchronize()
+        else:
+            fault()
+
+    globals()[name] = type(name, (base,), {"before": before})
 
 
-class DeviceAssert(Faulty):
-    def before(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        torch.zeros(4, device=q.device)[torch.tensor([9], device=q.device)]
-        torch.cuda.synchronize()
+for name, fault in (BEFORE | HANGS | ON_A_GPU).items():
+    enter(name, Hanging if name in HANGS else Faulty, fault)
+
+
+class ReturnsViewOfInput(Faulty):
+    """A right result, in memory of the caller."""
+
+    def after(self, result: Any, q: torch.Tensor, v: torch.Tensor) -> Any:
+        return v.copy_(result[0]), result[1]
+
+
+class ReturnsItsBuffer(Faulty):
+    def after(self, result: Any, q: torch.Tensor, v: torch.Tensor) -> Any:
+        buffer = self.__dict__.setdefault("buffer", torch.empty(self.num_heads, 64))
+        return result[0], buffer[:, : result[1].shape[1]].copy_(result[1])
 
 
 class FailsAfterItReturned(Faulty):
     """The launch is in flight when the result is returned: no exception reaches this backend."""
 
-    def after(self, result: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    def after(self, result: Any, q: torch.Tensor, v: torch.Tensor) -> Any:
         kernel("trap")(args=[q])
         return result
 

@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
@@ -26,32 +25,21 @@ from mla_conformance.files.whole import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import load_report
-from mla_conformance.tests.cheats.cheat import Cheat, cheats
+from mla_conformance.tests.cheats.cheat import cheats
 from mla_conformance.tests.cheats.report import SALT, deciding_digest, markdown, sentence, stored
+from mla_conformance.tests.drawn import judged
 from mla_conformance.tests.reports import unexplained
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
 
 NEW = ["new_tokens:dims=small;q=[5];lse=0", "new_tokens:dims=small;q=[3]"]
 CHUNKS = [Case.parse(f"context_chunk:call=context_chunk;dims=small;q=[{n}];kv=[9]").id for n in (1, 2, 3, 4)]
 ENDS = """
 import os, pathlib
-from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager import EagerPrefillBackend as Ends
 
 if (mark := pathlib.Path(__file__).with_name("imported")).exists():
     os._exit(3)
 mark.touch()
-
-class Ends(EagerPrefillBackend): ...
-"""
-LACKS = f"""
-import os
-from mla_conformance.backends.eager import EagerPrefillBackend
-
-class Lacks(EagerPrefillBackend):
-    def run_prefill_new_tokens(self, *arguments, **options):
-        os._exit({LACKED_MEMORY})
 """
 Records = dict[tuple[str, str], Record]
 
@@ -60,18 +48,16 @@ Records = dict[tuple[str, str], Record]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("attacks")
     shutil.copy(Path(__file__).with_name("attacking.py"), folder)
-    for name, text in {"ends": ENDS, "lacks": LACKS}.items():
-        (folder / f"{name}.py").write_text(text)
+    (folder / "ends.py").write_text(ENDS)
     return folder
 
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> tuple[Records, str]:
     """The records of one run in one worker, and what it printed."""
-    attacking = ("TwoFaced", "RewritesTheReport", "DiesOfContext", "EndsOthers", "Innocent")
-    names = [f"attacking.py:{name}" for name in attacking]
-    names += ["ends.py:Ends", "lacks.py:Lacks"]
-    request = RunRequest.of([f"{folder}/{name}" for name in names], device="cpu", cases=[*NEW, *CHUNKS])
+    attacking = ("TwoFaced", "RewritesTheReport", "DiesOfContext", "EndsOthers", "Innocent", "Lacks")
+    names = [*(f"{folder}/attacking.py:{name}" for name in attacking), f"{folder}/ends.py:Ends"]
+    request = RunRequest.of(names, device="cpu", cases=[*NEW, *CHUNKS])
     run, printed = Run(request, RunFolder.claim(folder / "out"), Limits(1, 20.0, give_up_after=2)), io.StringIO()
     with contextlib.redirect_stdout(printed), unexplained():
         run_and_report(run)
@@ -80,21 +66,18 @@ def run(folder: Path) -> tuple[Records, str]:
 
 
 def test_the_innocent_pass(run: tuple[Records, str]) -> None:
-    assert {run[0][name, case].status for name in ("Innocent", "EndsOthers") for case in (*NEW, *CHUNKS)} == {
-        Status.PASS
-    }
+    of = [run[0][name, case].status for name in ("Innocent", "EndsOthers") for case in (*NEW, *CHUNKS)]
+    assert set(of) == {Status.PASS}
 
 
 def test_a_crash_that_does_not_repeat_alone_is_charged_to_nobody(run: tuple[Records, str]) -> None:
-    records, _ = run
-    said = [record.message for (name, _), record in records.items() if name == "Innocent" and record.message]
+    said = [record.message for (name, _), record in run[0].items() if name == "Innocent" and record.message]
     assert said and all(each.startswith("the process died during this case: exit status 0; ") for each in said)
     assert all(each.endswith(", and in one of its own it is pass: the crash is charged to nobody") for each in said)
 
 
 def test_a_declaration_that_differs_between_processes_is_a_failure(run: tuple[Records, str]) -> None:
-    records, _ = run
-    said = [record.message for (name, _), record in records.items() if name == "TwoFaced" and record.failed]
+    said = [record.message for (name, _), record in run[0].items() if name == "TwoFaced" and record.failed]
     assert said and all("'rounded-p'" in each and "where it was judged" in each for each in said)
 
 
@@ -128,9 +111,7 @@ def test_a_process_without_memory_to_begin_with_fails_nobody(run: tuple[Records,
 
 PAGE = Path(__file__).parents[2] / "docs" / "threat-model.md"
 CHEATS = cheats()
-DECIDED = [
-    CHEATS[name] for name in ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "ForgesTheAnswer")
-]
+DECIDED = ("SearchesTheHeap", "RewritesTheJudge", "ReplacesTheGoldenResult", "ForgesTheAnswer")
 """Those that a judge in the kernel's process would let through, by what they reach for."""
 RENEW = "run `mla-conformance cheats --out fixtures/cheats.json --table docs/threat-model.md`"
 
@@ -160,19 +141,18 @@ def said(keepers_started_anew: None) -> dict[str, str]:
     """By reference, what is said of each cheat, in processes that have judged nothing else."""
     with closing(Supervisor(60.0)) as supervisor:
         supervisor.add_place(Setup("cpu"), {})
-        tasks = Tasks([[Judge(entry.reference, entry.case, fresh=True)] for entry in DECIDED])
-        return {
-            each.task.reference: sentence(each.answer.record) for each in supervisor.run(tasks) if each.answer.record
-        }
+        tasks = Tasks([[Judge(CHEATS[name].reference, CHEATS[name].case, fresh=True)] for name in DECIDED])
+        answers = [(each.task.reference, each.answer.record) for each in supervisor.run(tasks)]
+        return {reference: sentence(record) for reference, record in answers if record}
 
 
-@pytest.mark.parametrize("entry", DECIDED, ids=lambda entry: entry.name)
-def test_what_reaches_for_the_judge_is_caught(entry: Cheat, said: dict[str, str]) -> None:
-    assert entry.caught in said[entry.reference]
+@pytest.mark.parametrize("name", DECIDED)
+def test_what_reaches_for_the_judge_is_caught(name: str, said: dict[str, str]) -> None:
+    assert CHEATS[name].caught in said[CHEATS[name].reference]
 
 
-@pytest.mark.parametrize("entry", [entry for entry in CHEATS.values() if entry.salted], ids=lambda entry: entry.name)
-def test_what_was_recorded_beforehand_answers_nothing_that_is_drawn_with_a_salt(entry: Cheat) -> None:
-    subject, case = Subject.of(entry.reference, torch.device("cpu")), Case.parse(entry.case)
-    assert entry.caught in sentence(judge_one(subject, case, Context(SALT)))
-    assert sentence(judge_one(subject, case, Context())) == ""
+@pytest.mark.parametrize("name", [name for name, entry in CHEATS.items() if entry.salted])
+def test_what_was_recorded_beforehand_answers_nothing_that_is_drawn_with_a_salt(name: str) -> None:
+    entry = CHEATS[name]
+    assert entry.caught in sentence(judged(entry.reference, entry.case, Context(SALT)))
+    assert sentence(judged(entry.reference, entry.case, Context())) == ""

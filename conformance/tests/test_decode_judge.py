@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.cases.case import Call, Case
-from mla_conformance.defects.honest_decode import HONEST_DECODES
+from mla_conformance.defects.honest_attention import HONEST_DECODES
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.tests.drawn import judged, little_work

@@ -1,5 +1,7 @@
 """Known defects die where they should, in every generation, and honest bases live; the stored figures are of it."""
 
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -12,13 +14,7 @@ from mla_conformance.cases.work import work_of
 from mla_conformance.cli import main
 from mla_conformance.defects.honest import HONEST
 from mla_conformance.defects.known import known_defects
-from mla_conformance.defects.report import (
-    DefectReport,
-    as_expected,
-    deciding_digest,
-    markdown,
-    stored,
-)
+from mla_conformance.defects.report import DefectReport, as_expected, deciding_digest, markdown, stored
 from mla_conformance.files.whole import Section
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
@@ -27,14 +23,8 @@ from mla_conformance.tests.drawn import judged
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 
-ROOT = Path(__file__).parents[2]
 DEFECTS = known_defects()
 REGENERATE = "run `mla-conformance defects --tier smoke --out fixtures/defects.json --page docs/known-defects.md`"
-
-
-def honest_base(kernel: type) -> type:
-    """The kernel that a defect overrides one step of."""
-    return next(cls for cls in kernel.__mro__ if cls in (*HONEST, EagerDecodeBackend))
 
 
 @pytest.mark.parametrize("capability", sorted({entry.killed_by for entry in DEFECTS.values()}))
@@ -42,7 +32,8 @@ def test_every_known_defect_is_killed_by_its_case_which_its_honest_base_passes(c
     """All of them: one that nothing kills any more is a hole in the judge, whichever step it stands in."""
     context, passed = Context(), set[tuple[type, str]]()
     for entry in (each for each in DEFECTS.values() if each.killed_by == capability):
-        case, base = stored().killing_cases[entry.id], honest_base(entry.kernel)
+        case = stored().killing_cases[entry.id]
+        base = next(cls for cls in entry.kernel.__mro__ if cls in (*HONEST, EagerDecodeBackend))
         assert Case.parse(case).capability == capability
         assert judged(entry.kernel, case, context).failed, f"{case} does not kill {entry.id}; {REGENERATE}"
         if (base, case) not in passed:
@@ -68,7 +59,7 @@ def test_the_smoke_tier_takes_every_case_that_killed_a_defect() -> None:
 
 
 def test_the_page_holds_the_stored_section() -> None:
-    written = Section.of(ROOT / "docs" / "known-defects.md", "defects").content.strip()
+    written = Section.of(Path(__file__).parents[2] / "docs" / "known-defects.md", "defects").content.strip()
     assert written == markdown(stored()), f"the page's section is stale; {REGENERATE}"
 
 
@@ -91,21 +82,11 @@ def test_the_command_rewrites_the_section_and_nothing_else(
     assert written.endswith("<!-- defects:end -->\nafter\n")
 
 
-def outcomes(killed: dict[str, set[str]]) -> list[Record]:
+def outcomes(killed: dict[str, set[str]]) -> Iterator[Record]:
     """Two outcomes of each capability for the honest kernel and the first known defect, ``killed`` by kernel."""
-    return [
-        Record(
-            kernel,
-            kernel,
-            name,
-            f"{name}:q=[{tokens}]",
-            Status.FAIL if name in killed.get(kernel, ()) else Status.PASS,
-            message="wrong",
-        )
-        for kernel in ("EagerPrefillBackend", next(iter(DEFECTS)))
-        for name in CAPABILITIES
-        for tokens in (1, 2)
-    ]
+    for kernel, name, tokens in product(("EagerPrefillBackend", next(iter(DEFECTS))), CAPABILITIES, (1, 2)):
+        status = Status.FAIL if name in killed.get(kernel, ()) else Status.PASS
+        yield Record(kernel, kernel, name, f"{name}:q=[{tokens}]", status, message="wrong")
 
 
 PREFILLING = {
@@ -116,12 +97,11 @@ PREFILLING = {
 """A capability of each procedure."""
 DIES = ("lse-layout-tokens-heads-vs-heads-tokens", "prefill-plan-key-has-ends-only", "refusal-leaves-the-default-dtype")
 """A wrong result, a plan that is kept too long, and what a refusal leaves behind."""
+IMPORTS = "from mla_conformance.backends.eager_generations import *\nfrom {module} import {kernel}\n"
 DEFECT = {
-    "present": "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
-    "earlier": (
-        "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"
-        "class Wrong(EarlierEagerPrefillBackend):\n    get_prefill_impl_cls = staticmethod(lambda: Impl)\n"
-    ),
+    "present": IMPORTS + "class Wrong(PresentEagerPrefillBackend, {kernel}): ...\n",
+    "earlier": IMPORTS + "class Impl(EagerPrefillImpl):\n    kernel = {kernel}\n"
+    "class Wrong(EarlierEagerPrefillBackend):\n    get_prefill_impl_cls = staticmethod(lambda: Impl)\n",
 }
 
 
@@ -140,10 +120,6 @@ def test_eager_has_the_same_verdict_in_every_generation(capability: str) -> None
 @pytest.mark.parametrize("generation", DEFECT)
 def test_a_known_defect_dies_in_every_generation(generation: str, id: str, tmp_path: Path) -> None:
     kernel = DEFECTS[id].kernel
-    source = (
-        "from mla_conformance.backends.eager_generations import *\n"
-        f"from {kernel.__module__} import {kernel.__name__}\n" + DEFECT[generation].format(kernel=kernel.__name__)
-    )
     path = tmp_path / f"{generation}_{kernel.__name__}.py"
-    path.write_text(source, encoding="utf-8")
+    path.write_text(DEFECT[generation].format(module=kernel.__module__, kernel=kernel.__name__), encoding="utf-8")
     assert judged(f"{path}:Wrong", stored().killing_cases[id]).failed

@@ -20,20 +20,14 @@ from mla_conformance.tests.drawn import judged
 from mla_conformance.tests.reports import unexplained
 
 FAULTY, HANGING = CASES = ("no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]")
-PASS, CRASH, TIMEOUT = (Status.PASS, ""), (Status.CRASH, ""), (Status.TIMEOUT, "")
+PASS = (Status.PASS, "")
 FORBIDS_SIGNALS = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 6
 """Whether the system can, by the version of its Landlock; Linux from 6.12 on."""
+CRASHES = ("Segfault", "Killed", "ExitsAtOnce", "KillsItsGroup", "KillsItsParent", "InterruptsItself")
+HANGS = ("Loops", "KeepsTheInterpreterLock", "StopsItself")
 OF_PROCESSES: dict[str, tuple[Status, str]] = {
-    "Segfault": CRASH,
-    "Killed": CRASH,
-    "ExitsAtOnce": CRASH,
-    "KillsItsGroup": CRASH,
-    "KillsItsParent": CRASH,
-    "InterruptsItself": CRASH,
-    "LeavesAChildAndAborts": CRASH,
-    "Loops": TIMEOUT,
-    "KeepsTheInterpreterLock": TIMEOUT,
-    "StopsItself": TIMEOUT,
+    **dict.fromkeys((*CRASHES, "LeavesAChildAndAborts"), (Status.CRASH, "")),
+    **dict.fromkeys(HANGS, (Status.TIMEOUT, "")),
     "ClosesStdout": (Status.FAIL, Check.PROCESS_STATE),
     "ForbidsFiles": (Status.FAIL, Check.PROCESS_STATE),
     "EAGER": PASS,
@@ -52,8 +46,6 @@ OF_CALLS: dict[str, tuple[Check, str]] = {
     "ChangesDirectory": (Check.PROCESS_STATE, "working directory from"),
     "ReturnsViewOfInput": (Check.OUT_TENSOR, ""),
 }
-SECONDS = 2.0
-MEMORY = 4 * 2**30
 
 
 @pytest.mark.parametrize("name", OF_CALLS)
@@ -63,11 +55,6 @@ def test_a_fault_that_leaves_the_process_is_told_by_the_judge(name: str) -> None
     assert (record.status, record.check) == (Status.FAIL, check) and said in record.message
 
 
-def case_of(name: str) -> str:
-    """The case on which a backend misbehaves."""
-    return HANGING if OF_PROCESSES[name] == TIMEOUT else FAULTY
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one run over all that touch processes."""
@@ -75,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
     backends = [name if name == "EAGER" else f"{source}:{name}" for name in OF_PROCESSES]
     request = RunRequest.of(backends, device="cpu", cases=CASES)
-    run = Run(request, RunFolder.claim(folder / "out"), Limits(4, SECONDS, MEMORY))  # most of it waits
+    run = Run(request, RunFolder.claim(folder / "out"), Limits(4, 2.0, 4 * 2**30))  # most of it waits
     with unexplained():
         assert run_and_report(run, as_json=True) == 1
     return folder
@@ -92,7 +79,7 @@ def records(folder: Path) -> dict[tuple[str, str], Record]:
 
 def test_each_fault_of_a_process_is_the_verdict_of_its_own_case_only(records: dict[tuple[str, str], Record]) -> None:
     expected = {(name, case): PASS for name in OF_PROCESSES for case in CASES}
-    expected |= {(name, case_of(name)): outcome for name, outcome in OF_PROCESSES.items()}
+    expected |= {(name, HANGING if name in HANGS else FAULTY): outcome for name, outcome in OF_PROCESSES.items()}
     assert {key: (record.status, record.check) for key, record in records.items()} == expected
     assert {record.confirmation for record in records.values() if record.failed} == {"alone"}
 
@@ -113,8 +100,8 @@ SAID = {
 
 def test_the_message_says_what_happened_and_a_hang_shows_where_it_hung(records: dict[tuple[str, str], Record]) -> None:
     for name, said in SAID.items():
-        assert said in records[name, case_of(name)].message, name
-    for name in ("Loops", "KeepsTheInterpreterLock", "StopsItself"):
+        assert said in records[name, HANGING if name in HANGS else FAULTY].message, name
+    for name in HANGS:
         assert "faults.py" in records[name, HANGING].detail and "in before" in records[name, HANGING].detail, name
 
 
@@ -127,13 +114,7 @@ def test_nothing_is_left_but_bounded_files_and_no_child_in_a_session_of_its_own(
     assert (folder / "out" / LOG_NAME).stat().st_size <= KEPT_BYTES
 
 
-GPU = pytest.mark.skipif(
-    not (torch.cuda.is_available() and hasattr(torch.cuda, "_compile_kernel")),
-    reason="needs a CUDA device and torch 2.9, which compiles kernels",
-)
-
 GPU_CASES = ["no_side_effects:q=[5,3]", "no_side_effects:q=[7,4];out=1", "no_side_effects:q=[2]"]
-FAULTY_ON_A_GPU = GPU_CASES[1]
 OF_A_GPU: dict[str, tuple[Status, str, str]] = {
     "IllegalAddress": (Status.FAIL, Check.CALL, "illegal memory access"),
     "Misaligned": (Status.FAIL, Check.CALL, "misaligned address"),
@@ -143,23 +124,19 @@ OF_A_GPU: dict[str, tuple[Status, str, str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def gpu_records(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Record]:
-    """One run over all of them."""
-    folder = tmp_path_factory.mktemp("gpu_faults")
-    source = shutil.copy(Path(__file__).with_name("faults.py"), folder)
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and hasattr(torch.cuda, "_compile_kernel")),
+    reason="needs a CUDA device and torch 2.9, which compiles kernels",
+)
+def test_a_run_on_a_gpu_has_exactly_the_expected_verdicts(tmp_path: Path) -> None:
+    source = shutil.copy(Path(__file__).with_name("faults.py"), tmp_path)
     request = RunRequest.of([f"{source}:{name}" for name in OF_A_GPU], device="cuda", cases=GPU_CASES)
-    run = Run(request, RunFolder.claim(folder / "out"), Limits(workers=1, timeout=300))
+    run = Run(request, RunFolder.claim(tmp_path / "out"), Limits(workers=1, timeout=300))
     assert run_and_report(run, as_json=True) == 1
-    found = run.summary().records
-    assert len({(record.reference, record.capability, record.case) for record in found}) == len(found)
-    return {(record.backend, record.case): record for record in found}
-
-
-@GPU
-def test_a_run_on_a_gpu_has_exactly_the_expected_verdicts(gpu_records: dict[tuple[str, str], Record]) -> None:
+    records = {(record.backend, record.case): record for record in run.summary().records}
+    assert len(records) == len(run.summary().records)
     expected = {(name, case): (Status.PASS, "") for name in OF_A_GPU for case in GPU_CASES}
-    expected |= {(name, FAULTY_ON_A_GPU): (status, check) for name, (status, check, _) in OF_A_GPU.items()}
-    found = {key: (record.status, record.check) for key, record in gpu_records.items()}
-    assert found == expected, {key: record.message for key, record in gpu_records.items()}
-    assert all(said in gpu_records[name, FAULTY_ON_A_GPU].message for name, (_, _, said) in OF_A_GPU.items())
+    expected |= {(name, GPU_CASES[1]): (status, check) for name, (status, check, _) in OF_A_GPU.items()}
+    found = {key: (record.status, record.check) for key, record in records.items()}
+    assert found == expected, {key: record.message for key, record in records.items()}
+    assert all(said in records[name, GPU_CASES[1]].message for name, (_, _, said) in OF_A_GPU.items())

@@ -80,15 +80,13 @@ def test_values_of_one_give_an_output_of_one(data: str) -> None:
 
 
 def test_every_regime_is_promised_and_used() -> None:
-    cases = [case for capability in CAPABILITIES.values() for case in capability.cases]
+    own = {Role.TOPK: (LOGITS, topk), Role.PREPARE: (VALUES, prepare), Role.COMPRESS: (STATES, compress)}
     used: dict[Role | None, set[str]] = {}
-    for case in cases:
-        own = case.role if case.role in (Role.TOPK, Role.PREPARE, Role.COMPRESS) else None
-        used.setdefault(own, set()).update(case.regimes)
-    assert used[None] == set(REGIMES)
-    assert used[Role.TOPK] == set(LOGITS) == set(topk.KINDS)
-    assert used[Role.PREPARE] == set(VALUES) == set(prepare.KINDS)
-    assert used[Role.COMPRESS] == set(STATES) == set(compress.KINDS)
+    for case in (case for capability in CAPABILITIES.values() for case in capability.cases):
+        used.setdefault(case.role if case.role in own else None, set()).update(case.regimes)
+    assert used.pop(None) == set(REGIMES)
+    assert used == {role: set(promised) for role, (promised, _) in own.items()}
+    assert used == {role: set(problem.KINDS) for role, (_, problem) in own.items()}
     assert all(regime.sentence for regime in REGIMES.values())
 
 
@@ -104,22 +102,21 @@ def test_excluded_bytes_hold_the_poison_of_the_case(kind: str, said: Any) -> Non
         assert bool(held.all()), name
 
 
+SPEC = Path(str(files("mla_conformance") / "SPEC.md"))
+HEADINGS = re.findall(r"^### (\d+\.\d+) \S", SPEC.read_text(encoding="utf-8"), flags=re.MULTILINE)
+ROOT = Path(__file__).parents[2]
+SOURCES = [path for folder in ("reference", "backends", "conformance") for path in (ROOT / folder).rglob("*.py")]
+
+
 def test_the_spec_says_of_hazards_what_the_cases_are() -> None:
-    written = Section.of(Path(str(files("mla_conformance") / "SPEC.md")), "hazards").content.strip()
+    written = Section.of(SPEC, "hazards").content.strip()
     assert written == "\n".join(script("spec").section_lines()), "run `python ci/spec.py`"
 
 
 def test_the_spec_says_who_decides_each_of_its_requirements() -> None:
-    path = Path(str(files("mla_conformance") / "SPEC.md"))
-    written = "\n".join(script("spec").requirement_lines(path.read_text("utf-8")))
-    assert Section.of(path, "requirements").content.strip() == written, "run `python ci/spec.py`"
+    written = "\n".join(script("spec").requirement_lines(SPEC.read_text("utf-8")))
+    assert Section.of(SPEC, "requirements").content.strip() == written, "run `python ci/spec.py`"
     assert [line for line in written.splitlines() if line.endswith("| 0 |") and "excluded: " not in line] == []
-
-
-SPEC = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8")
-HEADINGS = re.findall(r"^### (\d+\.\d+) \S", SPEC, flags=re.MULTILINE)
-ROOT = Path(__file__).parents[2]
-SOURCES = [path for folder in ("reference", "backends", "conformance") for path in (ROOT / folder).rglob("*.py")]
 
 
 def test_every_clause_named_in_the_code_exists() -> None:

@@ -1,12 +1,13 @@
 """Every file that a command reads, with something wrong in it: a clear error or the right answer, and no traceback."""
 
-import copy
 import datetime
 import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
 from importlib.metadata import version
+from operator import getitem
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,19 +23,9 @@ from mla_conformance.cases.sharding import Shard
 from mla_conformance.certificate.issue import issue
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.cli import main
-from mla_conformance.commands import certify, replay, reports
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.engine.journal import (
-    JOURNAL_NAME,
-    CaseStarted,
-    GaveUp,
-    HeatShown,
-    Journal,
-    Judgement,
-    Plan,
-    Planned,
-    WasTraced,
-)
+from mla_conformance.engine import journal as journals
+from mla_conformance.engine.journal import JOURNAL_NAME, Journal
 from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.expectations.apply import Expectation, to_toml
@@ -77,7 +68,7 @@ def run_of_a_shard() -> RunSummary:
     return RunSummary(TOLD, (mine, absent), tuple(CASES), Shard(1, 1, tuple(CASES)))
 
 
-def certificate() -> str:
+def certificate(folder: Path) -> str:
     cases = [case.id for entry in CAPABILITIES.values() for case in entry.cases]
     name = "TORCH_SDPA"  # which is here, so that everything in the file is compared with something
     records = [Record(name, name, case.partition(":")[0], case, Status.PASS, used={"lse": 0.5}) for case in cases]
@@ -92,13 +83,13 @@ def journal(folder: Path) -> str:
     written = Journal(folder / JOURNAL_NAME)
     request = RunRequest.of(["EAGER"], [], "full", "cpu", CASES)
     environment = {"torch": "2.13.0", "device": "cpu"}
-    plan = Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
-    written.append(Planned(msgspec.to_builtins(plan)))
-    written.append(CaseStarted(CASES[0], "EAGER"))
-    written.append(Judgement(run_of_a_shard().records[1]))
-    written.append(WasTraced("EAGER", Traced({"lse": ("k",)}, {})))
-    written.append(HeatShown("EAGER", CASES[1], HeatMap("LSE of new tokens", 1, 2, ("09",))))
-    written.append(GaveUp("EAGER", "5 equal failures"))
+    plan = journals.Plan.of(request, "cpu", environment, [BackendFacts("EAGER", "EAGER", fingerprint="f")])
+    written.append(journals.Planned(msgspec.to_builtins(plan)))
+    written.append(journals.CaseStarted(CASES[0], "EAGER"))
+    written.append(journals.Judgement(run_of_a_shard().records[1]))
+    written.append(journals.WasTraced("EAGER", Traced({"lse": ("k",)}, {})))
+    written.append(journals.HeatShown("EAGER", CASES[1], HeatMap("LSE of new tokens", 1, 2, ("09",))))
+    written.append(journals.GaveUp("EAGER", "5 equal failures"))
     return written.path.read_text(encoding="ascii")
 
 
@@ -117,10 +108,6 @@ def _model_report(folder: Path) -> str:
     return to_text(report_json(replace(run_of_a_shard(), shard=None, deployment=asked)))
 
 
-def _config(folder: Path) -> str:
-    return json.dumps(stored_model("deepseek-v3.2").config)
-
-
 def _expectations(folder: Path) -> str:
     entries = Expectation(
         backend="MINE", case=CASES[1], check="call", reason="known", link="here", category="design",
@@ -130,10 +117,8 @@ def _expectations(folder: Path) -> str:
     return to_toml(entries) + to_toml(others)
 
 
-def _must_pass(folder: Path) -> str:
-    return "# mine\n" + "".join(f"core {case}\n" for case in CASES)
-
-
+MUST_PASS = "# mine\n" + "".join(f"core {case}\n" for case in CASES)
+CONFIG = json.dumps(stored_model("deepseek-v3.2").config)
 GATE = "gate {} --require-tier none"
 RENDER = "report render @ --format {}"
 SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
@@ -141,8 +126,8 @@ SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
     "gate whole": ("r.json", _report, "gate @ --require MINE --must-pass", (1, 2)),
     "gate baseline": ("r.json", _report, GATE.format("VALID --baseline @"), (1, 2)),
     "gate expectations": ("e.toml", _expectations, GATE.format("VALID --expectations @@"), (0, 1, 2)),
-    "gate must-pass": ("m.txt", _must_pass, GATE.format("VALID --must-pass @"), (1, 2)),
-    "verify": ("c.json", lambda folder: certificate(), "verify @", (0, 1, 2)),
+    "gate must-pass": ("m.txt", lambda _: MUST_PASS, GATE.format("VALID --must-pass @"), (1, 2)),
+    "verify": ("c.json", certificate, "verify @", (0, 1, 2)),
     "replay report": ("r.json", _report, "replay --report @ --backend EAGER", (0, 2)),
     "replay case": ("c.json", case_file, "replay @ --backend EAGER", (0, 2)),
     **{f"render {kind}": ("r.json", _report, RENDER.format(kind), (0, 2)) for kind in ("annotations", "junit")},
@@ -151,7 +136,7 @@ SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
     "diff before": ("r.json", _report, "report diff @ VALID", (0, 1, 2)),
     "diff after": ("r.json", _report, "report diff VALID @", (0, 1, 2)),
     "merge": ("r.json", _report, "report merge @ --out VALID.merged", (0, 2, 3)),
-    "certify config": ("config.json", _config, "certify --backend EAGER --config @", (0, 2)),
+    "certify config": ("config.json", lambda _: CONFIG, "certify --backend EAGER --config @", (0, 2)),
     "certify cases": ("c.json", case_file, "certify --backend EAGER --cases @@", (0, 2)),
     "certify expectations": ("e.toml", _expectations, "certify --backend EAGER --expectations @@", (0, 2)),
     "certify resume": ("journal.jsonl", journal, "certify --resume @@", (0, 2)),
@@ -160,9 +145,6 @@ SUBJECTS: dict[str, tuple[str, Callable[[Path], str], str, tuple[int, ...]]] = {
 """The name and the text of a valid file; the command, with ``@`` for it, ``@@`` for its folder, and ``VALID`` for the
 report as a run wrote it; exit statuses that a mutated file may have, that of the valid one first."""
 
-
-Choices = Iterator[int]
-"""Numbers that were drawn; each decision takes the next."""
 
 _RAW = "written as it stands"
 _LITERALS = ["NaN", "Infinity", "-1e999", "9" * 5000, "[" * 3000 + "]" * 3000, '{"a":' * 3000 + "1" + "}" * 3000, "01"]
@@ -182,79 +164,62 @@ _BYTES = [b"\x00", b"\xff\xfe", b"\xc3\x28", b"\xed\xa0\x80", b"\n", b"\r\n", b"
 
 def mutated(text: str, seed: int) -> bytes:
     """A text with one thing wrong: one of its values if it is JSON, or lines of JSON, or else some of its bytes."""
-    generator = Random(seed)
-    choices = iter(lambda: generator.randrange(2**16), -1)
-    return (_bytes_changed if next(choices) % 3 == 0 else _edited)(text, choices)
+    random = Random(seed)
+    return (_bytes_changed if random.randrange(3) == 0 else _edited)(text, random)
 
 
-def _edited(text: str, choices: Choices) -> bytes:
+def _edited(text: str, random: Random) -> bytes:
     """With one value removed, replaced, repeated under its own name, or renamed; of what is no JSON, with a word so."""
     lines = text.splitlines() if text.startswith('{"after"') else [text]
-    number = next(choices) % len(lines)
+    number = random.randrange(len(lines))
     try:
         value = json.loads(lines[number])
     except ValueError:
-        return _word_replaced(text, choices)
-    value = copy.deepcopy(value)
-    container, key = _place(value, choices)
-    raw = _edit(container, key, choices)
+        words, odd = text.split(" "), random.choice(_TEXTS)
+        words[random.randrange(len(words))] = random.choice([odd, json.dumps(odd), random.choice(_LITERALS)])
+        return " ".join(words).encode("utf-8", "surrogatepass")
+    raw = _edit(*_place(value, random), random)
     lines[number] = json.dumps(value).replace(json.dumps(_RAW), raw)
     return "\n".join([*lines, ""]).encode("utf-8", "surrogatepass")
 
 
-def _place(value: Any, choices: Choices) -> tuple[Any, Any]:
+def _place(value: Any, random: Random) -> tuple[Any, Any]:
     """A container in a JSON value, and one of its keys or indices; one way in four ends at each level."""
     while True:
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        key = keys[next(choices) % len(keys)]
+        key = random.choice(list(value) if isinstance(value, dict) else range(len(value)))
         below = value[key]
-        if not isinstance(below, dict | list) or not below or next(choices) % 4 == 0:
+        if not isinstance(below, dict | list) or not below or random.randrange(4) == 0:
             return value, key
         value = below
 
 
-def _edit(container: Any, key: Any, choices: Choices) -> str:
+def _edit(container: Any, key: Any, random: Random) -> str:
     """Changes what a container holds in a place; what stands for :data:`_RAW` in the text is returned."""
-    kind, again, text = next(choices) % 9, json.dumps(container[key]), _TEXTS[next(choices) % len(_TEXTS)]
+    kind, again, text = random.randrange(9), json.dumps(container[key]), random.choice(_TEXTS)
     if kind == 0:
         del container[key]
     elif kind == 1 and isinstance(container, dict):
         container[text] = container.pop(key)
     elif kind == 2:
-        container[key] = _VALUES[next(choices) % len(_VALUES)]
-    elif kind > 4:
-        container[key] = text
+        container[key] = random.choice(_VALUES)
     else:
-        container[key] = _RAW
+        container[key] = text if kind > 4 else _RAW
     name = f"{json.dumps(key)}: " if isinstance(container, dict) else ""
-    return _LITERALS[next(choices) % len(_LITERALS)] if kind == 3 else f"{again}, {name}{again}"
+    return random.choice(_LITERALS) if kind == 3 else f"{again}, {name}{again}"
 
 
-def _word_replaced(text: str, choices: Choices) -> bytes:
-    """A word of a text that is no JSON, by a hostile one, quoted or not."""
-    words = text.split(" ")
-    index = next(choices) % len(words)
-    odd = _TEXTS[next(choices) % len(_TEXTS)]
-    words[index] = [odd, json.dumps(odd), _LITERALS[next(choices) % len(_LITERALS)]][next(choices) % 3]
-    return " ".join(words).encode("utf-8", "surrogatepass")
-
-
-def _bytes_changed(text: str, choices: Choices) -> bytes:
+def _bytes_changed(text: str, random: Random) -> bytes:
     """Cut off, cut out, repeated, encoded otherwise, or with something put between."""
-    whole = text.encode()
-    place = next(choices) % len(whole)
-    further = place + 1 + next(choices) % 40
-    ways = [
-        lambda: whole[:place],
-        lambda: whole[:place] + whole[further:],
-        lambda: whole[:further] + whole[place:],
-        lambda: whole[:place] + _BYTES[next(choices) % len(_BYTES)] + whole[place:],
-        lambda: _BYTES[next(choices) % len(_BYTES)] + whole,
-        lambda: whole + whole,
-        lambda: text.encode(["utf-16", "utf-16-le", "utf-32", "utf-7"][place % 4]),
-        lambda: whole[:place] + bytes([whole[place] ^ 1 << further % 8]) + whole[place + 1 :],
-    ]
-    return ways[next(choices) % len(ways)]()
+    whole, odd = text.encode(), random.choice(_BYTES)
+    place = random.randrange(len(whole))
+    further = place + 1 + random.randrange(40)
+    before, behind = whole[:place], whole[further:]
+    flipped = bytes([whole[place] ^ 1 << further % 8])
+    encoded = text.encode(random.choice(["utf-16", "utf-16-le", "utf-32", "utf-7"]))
+    return random.choice([
+        before, before + behind, whole[:further] + whole[place:], before + odd + whole[place:], odd + whole, whole * 2,
+        encoded, before + flipped + whole[place + 1 :],
+    ])  # fmt: skip
 
 
 def stopped(run: Run, **_: object) -> int:
@@ -268,10 +233,10 @@ def stopped(run: Run, **_: object) -> int:
 def unrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No command judges anything, and none reads the expectations that are shipped, which others test."""
     (tmp_path / "none").mkdir()
-    for module in (certify, replay):
-        monkeypatch.setattr(module, "run_and_report", stopped)
-    for module in (certify, reports):
-        monkeypatch.setattr(module, "KNOWN_FAILURES", tmp_path / "none")
+    for name in ("certify", "replay"):
+        monkeypatch.setattr(f"mla_conformance.commands.{name}.run_and_report", stopped)
+    for name in ("certify", "reports"):
+        monkeypatch.setattr(f"mla_conformance.commands.{name}.KNOWN_FAILURES", tmp_path / "none")
     monkeypatch.chdir(tmp_path)
 
 
@@ -300,10 +265,9 @@ def test_a_mutated_file_is_answered_or_refused(
     def answer(content: bytes) -> tuple[int, str, str]:
         file.write_bytes(content)
         began = time.process_time()  # of this process: others may keep it waiting
-        status = main(command)
-        captured = capsys.readouterr()
+        status, captured = main(command), capsys.readouterr()
         assert time.process_time() - began < 5 and status in right, (status, captured)
-        return status, captured.out, captured.err
+        return status, *captured
 
     @settings(max_examples=EACH, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, 2**64))
@@ -328,25 +292,16 @@ FREE = {"where", "seconds", "used", "sampled", "shard", "heat"}
 """Beside texts, the entries that nothing else of a report follows from."""
 
 
-def paths(value: Any) -> Iterator[tuple[Any, ...]]:
-    """Ways to every value inside a JSON value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, below in inner:
-        yield (key,)
-        yield from ((key, *rest) for rest in paths(below))
-
-
-def edits(value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Copies in which one value is replaced, each with where and by what."""
-    for *outer, key in paths(value):
-        for odd in ODD:
-            edited = copy.deepcopy(value)
-            inner = edited
-            for step in outer:
-                inner = inner[step]
-            if inner[key] != odd:
-                inner[key] = odd
-                yield (*outer, key, odd), edited
+def edits(whole: Any, *outer: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """A JSON value with one value inside replaced, each time where and by what; it is put back behind it."""
+    inner = reduce(getitem, outer, whole)
+    for key in inner if isinstance(inner, dict) else range(len(inner)) if isinstance(inner, list) else ():
+        right = inner[key]
+        for odd in (odd for odd in ODD if odd != right):
+            inner[key] = odd
+            yield (*outer, key, odd), whole
+        inner[key] = right
+        yield from edits(whole, *outer, key)
 
 
 def test_what_follows_from_the_rest_of_a_report_cannot_be_replaced(tmp_path: Path) -> None:

@@ -3,16 +3,17 @@
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
+from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.defects import races
 from mla_conformance.expectations.apply import Expectations
 from mla_conformance.gating.gate import Gate, GateFinding
 from mla_conformance.judging.record import BackendFacts
@@ -124,18 +125,45 @@ PREFILL = "determinism:dims=small;heads=2;q=[33,5]"
 DECODE = "determinism:call=decode;dims=small;heads=2;q=[1,1];kv=[130,40];page=64"
 
 
+class OrderOfAdditions(EagerPrefillBackend):
+    """Once in 100 calls the key tiles are added up in another order, as by atomic additions; right, with other bits."""
+
+    key_tile = 16
+
+    def _batch(self, *operands: Any, **options: Any) -> Any:
+        self._lost = loses(self, 100)
+        return super()._batch(*operands, **options)
+
+    def _tiles(self, keys: int) -> Iterator[slice]:
+        return iter(list(super()._tiles(keys))[:: -1 if self._lost else 1])
+
+
+class UnfinishedTile(EagerDecodeBackend):
+    """Once in 300 calls the last row is stored before its last tile was added."""
+
+    def run_decode(self, *operands: Any) -> Any:
+        output, lse = super().run_decode(*operands)
+        output[-1] *= 0.5 if loses(self, 300) else 1.0
+        return output, lse
+
+
+def loses(kernel: Any, one_in: int) -> bool:
+    """Whether a race is lost, at calls that are drawn by a seed."""
+    return kernel.__dict__.setdefault("_draw", Random(one_in)).randrange(one_in) == 0
+
+
 def of(reference: str, case: str, calls: int) -> Repeated:
     return repeated(Subject.of(reference, torch.device("cpu")), Context(), Case.parse(case), calls)
 
 
 def test_a_race_with_wrong_results_is_found_where_the_draw_puts_it() -> None:
-    found = of(f"{races.__name__}:UnfinishedTile", DECODE, 400)
+    found = of(f"{__name__}:UnfinishedTile", DECODE, 400)
     assert found.differing and found.breaks and "output is" in found.wrong
     assert found.first <= 400 and found.calls_for(0.95) > 1
 
 
 def test_another_order_of_additions_is_right_with_other_bits() -> None:
-    found = of(f"{races.__name__}:OrderOfAdditions", PREFILL, 200)
+    found = of(f"{__name__}:OrderOfAdditions", PREFILL, 200)
     assert found.differing and not found.wrong and found.breaks
 
 
@@ -186,7 +214,7 @@ def test_what_is_always_wrong_or_returns_nothing_is_not_repeated() -> None:
 
 def test_the_command_keeps_the_smallest_case(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    said = ["replay", PREFILL, "--backend", f"{races.__name__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]
+    said = ["replay", PREFILL, "--backend", f"{__file__}:OrderOfAdditions", "--device", "cpu", "--repeats", "150"]
     assert main(said) == 1
     out = capsys.readouterr().out
     assert "have other bits than the first" in out and "smallest case that differs" in out

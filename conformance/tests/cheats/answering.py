@@ -1,57 +1,89 @@
-"""Verdicts that do not come from the judge."""
+"""Answers that were recorded beforehand, and verdicts that do not come from the judge."""
 
 import contextlib
 import dis
 import json
 import os
+from functools import cache
+from hashlib import sha256
 from itertools import chain
 from pathlib import Path
 from tempfile import gettempdir
 from threading import get_ident
 from types import CodeType
 
+import torch
+
+from mla_conformance.cases.case import Case
 from mla_conformance.engine.folder import RUNS
 from mla_conformance.engine.journal import JOURNAL_NAME
 from mla_conformance.engine.messages import TaskReply, encode
+from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status, Verdict
+from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.cheats.cheat import CASE, EXPECTED, WRONG, ThreeTimes, cheat
-from mla_conformance.tests.cheats.searching import relatives, stack_of
+from mla_conformance.tests.cheats.taking import relatives, stack_of
+
+_COMPUTED = "that recorded numbers are computed"
+
+
+@cache
+def _recorded() -> dict[str, torch.Tensor]:
+    """Golden outputs by fingerprint of the inputs, and by their shapes; a file of them would do the same."""
+    problem = build_problem(Case.parse(CASE), torch.device("cpu"))
+    (call,), (golden,) = problem.attention, golden_attention(problem).calls
+    return {_fingerprint(call.q, call.k, call.v): golden.output, _shapes(call.q, call.k, call.v): golden.output}
+
+
+def _fingerprint(*inputs: torch.Tensor) -> str:
+    return sha256(b"".join(x.contiguous().view(torch.uint8).numpy().tobytes() for x in inputs)).hexdigest()
+
+
+def _shapes(*inputs: torch.Tensor) -> str:
+    return repr([x.shape for x in inputs])
+
+
+@cheat(claims=_COMPUTED, caught="output is", salted=True)
+def RemembersTheInputs(kernel, output, lse, q, k, v):
+    """Knows the suite's inputs by a fingerprint, and the answers from a file."""
+    return output.copy_(_recorded().get(_fingerprint(q, k, v), output)), lse
+
+
+@cheat(claims=_COMPUTED, caught="output is", salted=True)
+def RemembersTheCase(kernel, output, lse, q, k, v):
+    """Knows the suite's cases by the shapes of their inputs, and the answers from a file."""
+    return output.copy_(_recorded().get(_shapes(q, k, v), output)), lse
+
 
 _HOLE = 2**28
 
 
 @cheat(caught="exit status 0")
-class EndsTheProcess(ThreeTimes):
+def EndsTheProcess(kernel, output, lse, q, k, v):
     """Ends the process as a success before there is a verdict."""
-
-    def answer(self, output, lse, q, k, v):
-        os._exit(0)
+    os._exit(0)
 
 
 @cheat(caught="exit status 0")
-class LetsAChildAnswer(ThreeTimes):
+def LetsAChildAnswer(kernel, output, lse, q, k, v):
     """Forks; the child goes back to who called, and its parent waits for it and ends as a success."""
-
-    def answer(self, output, lse, q, k, v):
-        if child := os.fork():
-            os.waitpid(child, 0)
-            os._exit(0)
-        return output, lse
+    if child := os.fork():
+        os.waitpid(child, 0)
+        os._exit(0)
+    return output, lse
 
 
 @cheat(caught="malformed reply")
-class ForgesTheAnswer(ThreeTimes):
+def ForgesTheAnswer(kernel, output, lse, q, k, v):
     """Writes the record of a pass into every socket of its process, and ends that."""
-
-    def answer(self, output, lse, q, k, v):
-        reference = f"{type(self).__module__}:{type(self).__name__}"
-        record = Record(type(self).__name__, reference, CASE.partition(":")[0], CASE, Status.PASS)
-        for link in Path("/proc/self/fd").iterdir():
-            if link.is_socket():
-                os.write(int(link.name), encode(TaskReply(record, leaves=True)))
-        os._exit(0)
+    reference = f"{type(kernel).__module__}:{type(kernel).__name__}"
+    record = Record(type(kernel).__name__, reference, CASE.partition(":")[0], CASE, Status.PASS)
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_socket():
+            os.write(int(link.name), encode(TaskReply(record, leaves=True)))
+    os._exit(0)
 
 
 @cheat(caught=WRONG)
@@ -68,17 +100,15 @@ class ChangesTheVerdict(ThreeTimes):
 
 
 @cheat(caught=WRONG)
-class ForgesTheJournal(ThreeTimes):
+def ForgesTheJournal(kernel, output, lse, q, k, v):
     """Leaves a process behind that writes a pass behind each of its verdicts in the run's journal."""
-
-    def answer(self, output, lse, q, k, v):
-        journal = journal_of(type(self).__name__)
+    journal = journal_of(type(kernel).__name__)
+    if not os.fork():
         if not os.fork():
-            if not os.fork():
-                _forge(journal, f"{type(self).__module__}:{type(self).__name__}")
-            os._exit(0)
-        os.wait()
-        return output, lse
+            _forge(journal, f"{type(kernel).__module__}:{type(kernel).__name__}")
+        os._exit(0)
+    os.wait()
+    return output, lse
 
 
 def _forge(journal: Path, reference: str) -> None:
@@ -110,26 +140,22 @@ def journal_of(name: str) -> Path:
 
 
 @cheat(caught=WRONG)
-class WritesAnExpectation(ThreeTimes):
+def WritesAnExpectation(kernel, output, lse, q, k, v):
     """Writes its own failure into the folder of known failures that the run was given."""
-
-    def answer(self, output, lse, q, k, v):
-        journal = journal_of(type(self).__name__)
-        entry = f'[[expectation]]\nbackend = "{type(self).__name__}"\ncase = "new_tokens"\nreason = "known"\n'
-        (journal.parent.with_name(EXPECTED) / "known.toml").write_text(entry)
-        return output, lse
+    journal = journal_of(type(kernel).__name__)
+    entry = f'[[expectation]]\nbackend = "{type(kernel).__name__}"\ncase = "new_tokens"\nreason = "known"\n'
+    (journal.parent.with_name(EXPECTED) / "known.toml").write_text(entry)
+    return output, lse
 
 
 @cheat(caught=WRONG)
-class WritesIntoTheJudgesMemory(ThreeTimes):
+def WritesIntoTheJudgesMemory(kernel, output, lse, q, k, v):
     """Writes other code over the judge's in the memory of every process of the run."""
-
-    def answer(self, output, lse, q, k, v):
-        code = AttentionJudge._output.__code__
-        steps = (("RESUME", 0), ("LOAD_CONST", code.co_consts.index(None)), ("RETURN_VALUE", 0))
-        for process in (*relatives(), os.getpid()):
-            # Forked of one process, they all have it at the same address.
-            with contextlib.suppress(OSError), Path(f"/proc/{process}/mem").open("r+b", 0) as memory:
-                memory.seek(id(code) + CodeType.__basicsize__)
-                memory.write(b"".join(bytes((dis.opmap[name], argument)) for name, argument in steps))
-        return output, lse
+    code = AttentionJudge._output.__code__
+    steps = (("RESUME", 0), ("LOAD_CONST", code.co_consts.index(None)), ("RETURN_VALUE", 0))
+    for process in (*relatives(), os.getpid()):
+        # Forked of one process, they all have it at the same address.
+        with contextlib.suppress(OSError), Path(f"/proc/{process}/mem").open("r+b", 0) as memory:
+            memory.seek(id(code) + CodeType.__basicsize__)
+            memory.write(b"".join(bytes((dis.opmap[name], argument)) for name, argument in steps))
+    return output, lse

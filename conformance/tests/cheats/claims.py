@@ -1,23 +1,21 @@
-"""Declarations that are not true."""
+"""Declarations that are not true, and what stands around a call: its form, its arguments, Python, and who looks."""
 
+import builtins
 import sys
 from importlib.metadata import Distribution
 from typing import ClassVar
 
 from mla_conformance.backends.declaration import Declaration
-from mla_conformance.tests.cheats.borrowed import NUMBERS_ARE_RIGHT
-from mla_conformance.tests.cheats.cheat import ThreeTimes, cheat
+from mla_conformance.driving import remote
+from mla_conformance.driving.remote import Reply
+from mla_conformance.tests.cheats.cheat import WRONG, ThreeTimes, cheat
+from mla_conformance.tests.cheats.taking import NUMBERS_ARE_RIGHT
 
 
-@cheat(
-    claims="that an emulation is a real kernel",
-    trust=NUMBERS_ARE_RIGHT,
-)
-class ClaimsToBeReal(ThreeTimes):
+@cheat(claims="that an emulation is a real kernel", trust=NUMBERS_ARE_RIGHT)
+def ClaimsToBeReal(kernel, output, lse, q, k, v):
     """Computes with plain tensor operations and declares that it is no emulation."""
-
-    def answer(self, output, lse, q, k, v):
-        return output.div_(3), lse
+    return output.div_(3), lse
 
 
 class _FlashAttention(Distribution):
@@ -73,3 +71,58 @@ class DeclaresNothing(ThreeTimes):
     @classmethod
     def validate_configuration(cls, *_):
         return ["not declared"]
+
+
+@cheat(
+    case="new_tokens:dims=small;q=[5,3];lse=0",
+    claims="that it has the interface",
+    caught="expected the output itself, got a tuple of 1",
+)
+class ReturnsATuple(ThreeTimes):
+    """Returns what is right in a tuple, where the tensor itself is due."""
+
+    def run_prefill_new_tokens(self, *arguments, **options):
+        return (super().run_prefill_new_tokens(*arguments, **options),)
+
+    def answer(self, output, lse, q, k, v):
+        return output.div_(3), lse
+
+
+@cheat(caught=WRONG)
+def ReplacesPythonsFunctions(kernel, output, lse, q, k, v):
+    """Makes Python's own functions find that everything agrees, and that nothing was replaced."""
+    replaced = {"bool": lambda *_: False, "max": lambda *_, **__: 0.0, "len": lambda _: 0, "any": lambda _: False}
+    vars(builtins).update(replaced)
+    return output, lse
+
+
+@cheat(caught="no room for a result of")
+def ForgesItsNeeds(kernel, output, lse, q, k, v):
+    """Says, where its process tells what it returned, that this needs more memory than there is."""
+    forged = lambda shared, rooms, reached, number, value: Reply(number, needs={"cpu": 2**47})  # noqa: E731
+    remote.written.__code__ = forged.__code__
+    return output, lse
+
+
+@cheat(claims="that it leaves its inputs as they are", caught="requires_grad of q of new tokens was False, is True")
+def MakesItsInputsLearn(kernel, output, lse, q, k, v):
+    """Returns what is right, and leaves its queries requiring gradients."""
+    q.requires_grad_()
+    return output.div_(3), lse
+
+
+@cheat(claims="that it leaves its metadata as it is", caught="metadata.query_start_loc was replaced")
+def ReplacesItsMetadata(kernel, output, lse, q, k, v):
+    """Returns what is right, and puts a tensor of its own into the metadata."""
+    kernel._prefill_metadata.query_start_loc = kernel._prefill_metadata.query_start_loc.clone()
+    return output.div_(3), lse
+
+
+@cheat(
+    claims="that it is right wherever it runs",
+    trust="A kernel can see that the harness is loaded, and be right only then; whoever trusts it reads the source "
+    "that the certificate pins.",
+)
+def IsRightWhereItIsJudged(kernel, output, lse, q, k, v):
+    """Is right only while the harness is loaded."""
+    return (output.div_(3) if "mla_conformance.driving" in sys.modules else output), lse

@@ -1,7 +1,4 @@
-"""``cheats``: each cheat certified as a user would, and what came of it.
-
-As data, as lines for a terminal, and as the table of the threat model.
-"""
+"""Each cheat certified as a user would: data, lines for a terminal, the table of the threat model."""
 
 import argparse
 import os
@@ -31,11 +28,7 @@ from mla_conformance.report.terminal import say
 from mla_conformance.tests.cheats.cheat import EXPECTED, FAMILIES, Cheat, cheats
 
 _STORED = "cheats.json"
-_THROUGH = "gets through"
-_WRONG = r".*(output|LSE) is \S+ at request.*"
-SALT = "chosen-when-it-was-written"
-"""With it inputs are drawn that no cheat has seen before."""
-_SECONDS = 60.0
+SALT = "chosen-when-it-was-written"  # with it inputs are drawn that no cheat has seen before
 
 
 def certified(reference: str, case: str, salt: str = "") -> str:
@@ -45,7 +38,7 @@ def certified(reference: str, case: str, salt: str = "") -> str:
         (folder / EXPECTED).mkdir()
         expectations = Expectations.load([KNOWN_FAILURES, folder / EXPECTED])
         request = RunRequest.of([reference], device="cpu", cases=[case], salt=salt)
-        with Run(request, RunFolder.claim(folder / "run"), Limits(1, _SECONDS), expectations) as run:
+        with Run(request, RunFolder.claim(folder / "run"), Limits(1, 60.0), expectations) as run:
             run.prepare()
             run.begin()
             run.judge()
@@ -62,15 +55,8 @@ def sentence(record: Record) -> str:
 
 
 class CheatReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The outcome of a run over all cheats.
-
-    Attributes:
-        digest: of everything that decides it.
-        outcomes: the sentence that a user sees, by name of the cheat; empty if it gets through.
-    """
-
-    digest: str
-    outcomes: dict[str, str]
+    digest: str  # of everything that decides it
+    outcomes: dict[str, str]  # the sentence that a user sees, by name of the cheat; empty if it gets through
 
     @property
     def unexpected(self) -> list[str]:
@@ -104,7 +90,6 @@ def stored() -> CheatReport:
 
 
 def try_cheats(options: argparse.Namespace) -> int:
-    """Try them all, say and write what came of it; the exit status is 1 if one fares otherwise than expected."""
     table = Section.of(options.table, "cheats") if options.table else None  # known before anything is run
     report = run_cheats()
     if options.out:
@@ -117,15 +102,15 @@ def try_cheats(options: argparse.Namespace) -> int:
 
 
 def terminal_lines(report: CheatReport) -> Iterator[str]:
-    """A cheat in each line."""
     for name in cheats():
-        sign = "✘" if name in report.unexpected else "✔"
-        yield f"{sign} {name:<26} {_short(report.outcomes[name])}"
+        sign, said = "✘" if name in report.unexpected else "✔", report.outcomes[name]
+        # Of wrong numbers, in which part of the result.
+        caught = "caught: " + re.sub(r".*(output|LSE) is \S+ at request.*", r"wrong \1", said)
+        yield f"{sign} {name:<26} {caught if said else 'gets through'}"
     yield closing_line(report)
 
 
 def closing_line(report: CheatReport) -> str:
-    """All of them in one line."""
     caught = sum(map(bool, report.outcomes.values()))
     return f"{len(report.outcomes)} cheats: {caught} caught · {len(report.unexpected)} otherwise than expected"
 
@@ -138,8 +123,3 @@ def markdown(report: CheatReport) -> str:
     rows = [f"| {', '.join(f'`{each.name}`' for each in group)} | {trust} |" for trust, group in through.items()]
     head = ["| not caught | why |", "|---|---|"]
     return "\n".join([f"{closing_line(report)}.", "", *head, *rows])
-
-
-def _short(said: str) -> str:
-    """What a user is told; of wrong numbers, in which part of the result."""
-    return "caught: " + re.sub(_WRONG, r"wrong \1", said) if said else _THROUGH

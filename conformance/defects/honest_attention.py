@@ -1,46 +1,158 @@
-"""Honest kernels over selected keys, indexers, and layers with both, that differ legitimately from EAGER's."""
+"""Honest decodes, trees, kernels over selected keys, indexers, and layers with both, that differ from EAGER's."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
+from itertools import product
 from typing import ClassVar
 
 import torch
 
 from mla_conformance.backends.cache_dtypes import dequantise, gather
-from mla_conformance.backends.declaration import Precision, Rounding
+from mla_conformance.backends.declaration import LseClass, Precision
+from mla_conformance.backends.eager import SoftmaxState
+from mla_conformance.backends.eager_decode import EagerLatentDecode, EagerTreeBackend
 from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_sparse import EagerSparseBackend
 from mla_conformance.backends.eager_sparse_layer import EagerSparseLayerBackend
 from mla_conformance.backends.indexer import bounds_of
 from mla_conformance.backends.kernel import KernelBackend
-from mla_conformance.defects.bases import added, declares, emulations, joined, stored_in, through_e8m0
-from mla_conformance.defects.known import but, kernels
+from mla_conformance.defects import bases
+from mla_conformance.defects.known import but, kernels, variant
 from mla_conformance.reference.selected import NO_KEY
+
+
+@kernels()
+class _Splits(bases.LayeredDecode):
+    key_tile = 32
+    splits = 5
+
+    def _attend(self, q, request, seq_len, kv_cache, k_scale):
+        tiles = list(self._tiles(seq_len))
+        splits = [tiles[first :: self.splits] for first in range(self.splits)]
+        parts = [self._over(split, q, request, seq_len, kv_cache, k_scale) for split in splits]
+        return reduce(bases.joined, map(self._stored, parts))
+
+    def _stored(self, state: SoftmaxState) -> SoftmaxState:
+        """A split's state as it waits for the others."""
+        return state
+
+    split_tokens = variant("Five splits of a request's tokens, combined by their LSEs.")
+
+    @but(declaration=bases.declares(partial_outputs=Precision.MODEL))
+    def stored_splits__stored(self, state: SoftmaxState) -> SoftmaxState:
+        return bases.stored_in(state, self._model_dtype)
+
+
+@kernels()
+class _KeysOfTheModel(bases.LayeredDecode):
+    declaration = bases.declares(dequantised_keys=Precision.MODEL)
+
+    def _dequantise(self, rows, k_scale):
+        return super()._dequantise(rows, k_scale).to(self._model_dtype).float()
+
+    keys_of_the_model = variant("Codes are dequantised to the model's dtype, and declared so.")
+    tiny_weights = variant(
+        "", bases.NarrowP, declaration=bases.declares(p=Precision.SCALED_E4M3, dequantised_keys=Precision.MODEL)
+    )
+
+
+@kernels()
+class _SplitDecode(bases.SplitDecode):
+    class split_tree:
+        """At most sixteen splits of neighbouring tokens, combined in a binary tree."""
+
+        def _share(self, seq_len: int) -> int:
+            return max(1, -(-seq_len // 16))
+
+        def _combine(self, parts: Sequence[SoftmaxState]) -> SoftmaxState:
+            return bases.joined_in_a_tree(parts)
+
+
+@kernels()
+class _LayeredDecode(bases.LayeredDecode):
+    page_tiles = variant("Tiles below every page but the smallest.", key_tile=16)
+    wide_tiles = variant(key_tile=1024)
+
+    def last_tile_first__behind_tiles(self, tiles: Iterator[slice]) -> Iterator[slice]:
+        return iter(list(tiles)[::-1])
+
+    class scaled_scores:
+        """Codes of an fp8 cache are multiplied as they are; scores and output take the scale."""
+
+        def _dequantise(self, rows, k_scale):
+            self._k_scale = k_scale if self.kv_cache_dtype == "fp8" else torch.ones_like(k_scale)
+            return super()._dequantise(rows, torch.ones_like(k_scale))
+
+        def _scores(self, q, k):
+            return super()._scores(q, k) * self._k_scale
+
+        def _values(self, keys):
+            return super()._values(keys) * self._k_scale
+
+    @but(declaration=bases.declares(lse=LseClass.APPROXIMATE_EXP))
+    def rough_exponential__exp(self, x: torch.Tensor) -> torch.Tensor:
+        """An exponential with relative errors up to 1e-4, for 16-bit models."""
+        return x.exp() if self._model_dtype is torch.float32 else bases.rough_exp(x)
+
+    def unrounded_weights__round_p(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return p
+
+    half_precision_weights = variant("", bases.NarrowP, declaration=bases.declares(p=Precision.FLOAT16))
+    powers_of_two = variant("", bases.BaseTwo)
+
+
+@kernels()
+class _Trees(EagerTreeBackend):
+    class tree_by_an_added_bias:
+        """Masks are added to the scores, as 0 and -inf."""
+
+        def _over(self, tiles, q, request, seq_len, kv_cache, k_scale):
+            state = self._initial(q, q[..., : self.kv_lora_rank])
+            for tile in tiles:
+                keys = self._dequantise(self._entries(kv_cache, request, tile), k_scale).unsqueeze(1)
+                bias = self._visible(q.shape[0], request, seq_len, tile).float().log()
+                state = self._accumulate(state, self._scores(q, keys) + bias, self._values(keys))
+            return state
+
+    class tree_behind_its_context:
+        """Context and query tokens are attended to apart, and their states merged."""
+
+        def _attend(self, q, request, seq_len, kv_cache, k_scale):
+            context = max(0, seq_len - q.shape[0])
+            parts = (self._tiles(context), [slice(context, seq_len)] if seq_len else [])
+            return reduce(bases.joined, [self._over(tiles, q, request, seq_len, kv_cache, k_scale) for tiles in parts])
+
+    def tree_by_packed_bits__behind_mask(self, mask: torch.Tensor) -> torch.Tensor:
+        """Masks are packed to bytes, the first bit lowest, and read from these."""
+        bits = torch.nn.functional.pad(mask.flatten(), (0, -mask.numel() % 8)).view(-1, 8)
+        weights = 2 ** torch.arange(8)
+        data = (bits * weights).sum(dim=1)
+        return ((data.unsqueeze(1) & weights) > 0).flatten()[: mask.numel()].view_as(mask)
+
+    tree_in_tiles_of_16 = variant("A query token may see none of a tile.", key_tile=16)
+    tree_at_once = variant(key_tile=4096)
 
 
 class SplitLists(EagerSparseBackend):
     """Three splits of each list, combined by their LSEs, and a state for each cache; outputs in the model's dtype."""
 
-    splits = 3
-    declaration = declares(Rounding(partial_outputs=Precision.MODEL))
+    declaration = bases.declares(partial_outputs=Precision.MODEL)
 
     def _attend(self, q, request, sources, k_scale):
-        parts = [self._part(source, number) for source in sources for number in range(self.splits)]
-        states = [super(SplitLists, self)._attend(q, request, [part], k_scale) for part in parts]
-        return reduce(joined, [stored_in(state, self._model_dtype) for state in states])
-
-    def _part(self, source, number):
-        """Every third column of a list."""
-        length = source.length if source.length is None else (source.length - number + self.splits - 1) // self.splits
-        return replace(source, indices=source.indices[:, number :: self.splits], length=length)
+        states = []
+        for source, number in product(sources, range(3)):
+            length = None if source.length is None else (source.length - number + 2) // 3
+            part = replace(source, indices=source.indices[:, number::3], length=length)
+            states.append(bases.stored_in(super()._attend(q, request, [part], k_scale), self._model_dtype))
+        return reduce(bases.joined, states)
 
 
 @kernels()
 class _Sparse(EagerSparseBackend):
     @but(key_tile=16)
-    def column_tiles__tiles(self, keys):
-        """Tiles of 16 columns, the last first."""
-        return iter(list(super()._tiles(keys))[::-1])
+    def column_tiles__behind_tiles(self, tiles):
+        return iter(list(tiles)[::-1])
 
     class shared_unions:
         """Neighbouring rows gather the union of their lists once, and each masks what it does not name."""
@@ -62,15 +174,14 @@ class _Sparse(EagerSparseBackend):
             named = own.gather(1, place) == both
             return replace(source, indices=both.masked_fill(~(first & named), NO_KEY), length=None)
 
-    @but(declaration=declares(Rounding(dequantised_keys=Precision.MODEL)))
+    @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
     def selected_in_the_models_dtype__keys(self, source, slots, visible, k_scale):
-        """Codes are dequantised to the model's dtype, and declared so."""
         return super()._keys(source, slots, visible, k_scale).to(self._model_dtype).float()
 
     @but(supported_tile_scales=["pow2"])
     def scales_of_powers_of_two__behind_entries(self, rows, *, source):
         """The scales of tiles pass through e8m0, which holds powers of two, and no others are declared."""
-        return through_e8m0(rows) if source.layout == "fp8_ds_mla" else rows
+        return bases.through_e8m0(rows) if source.layout == "fp8_ds_mla" else rows
 
 
 @kernels()
@@ -97,18 +208,18 @@ class _Indexer(EagerIndexerBackend):
         def _scores(self, q, weights, keys):
             return super()._scores(q, weights, keys) * self.__dict__.pop("_behind", keys.new_ones(1, 1)).mT
 
-    @but(declaration=declares(Rounding(dequantised_keys=Precision.MODEL)))
+    @but(declaration=bases.declares(dequantised_keys=Precision.MODEL))
     def rounded_keys__behind_keys(self, keys):
         """Codes are dequantised to bfloat16, and declared so."""
         return keys if self.kv_cache_dtype == "auto" else keys.bfloat16().float()
 
-    @but(token_tile=64, declaration=declares(Rounding(accumulation=Precision.FP22)))
+    @but(token_tile=64, declaration=bases.declares(accumulation=Precision.FP22))
     def truncated_sums__scores(self, q, weights, keys):
         """Products of q and k are added as Hopper's tensor cores add those of codes, and declared so."""
         if self.kv_cache_dtype == "auto":
             return super()._scores(q, weights, keys)
         rows = q.flatten(0, 1)
-        (dots,) = added(rows.new_zeros(1, len(rows), len(keys)), rows[None], keys.mT[None])
+        (dots,) = bases.added(rows.new_zeros(1, len(rows), len(keys)), rows[None], keys.mT[None])
         return (weights.unsqueeze(1) @ dots.view(*q.shape[:2], -1).relu()).squeeze(1)
 
     def ascending_tokens__choose(self, logits, topk_tokens):
@@ -135,8 +246,7 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
     @property
     def _in_heads(self):
         """[T] bool, rows of these prefills."""
-        metadata = self._metadata.attention
-        request = metadata.req_id_per_token.long()
+        metadata, request = self._metadata.attention, self._metadata.attention.req_id_per_token.long()
         short = metadata.seq_lens[request] <= self.config.topk_tokens
         return (request >= self._metadata.num_decodes) & (metadata.seq_lens[request] > 0) & (short | self._takes_all)
 
@@ -144,20 +254,15 @@ class _PrefillsInHeads(EagerSparseLayerBackend):
 
     def _multiplied_out(self, kv_cache, request):
         """Keys [S, N, P + R] and values [S, N, V] of the model's dtype."""
-        metadata, config = self._metadata.attention, self.config
+        metadata, config, page = self._metadata.attention, self.config, kv_cache.shape[1]
         tokens = torch.arange(int(metadata.seq_lens[request]), device=kv_cache.device)
-        blocks = metadata.block_table.long()[request, tokens // kv_cache.shape[1]]
-        source = self._entries(kv_cache, blocks * kv_cache.shape[1] + tokens % kv_cache.shape[1])
-        kv_c, k_pe = source.tensor_split([config.kv_lora_rank], dim=-1)
+        slots = metadata.block_table.long()[request, tokens // page] * page + tokens % page
+        one, layout = torch.ones((), device=kv_cache.device), config.kv_cache_dtype
+        rows = dequantise(gather(kv_cache, slots, layout), layout, one, config.dtype).to(config.dtype)
+        kv_c, k_pe, _ = rows.tensor_split([config.kv_lora_rank, config.kv_lora_rank + config.qk_rope_head_dim], dim=-1)
         multiplied = (kv_c @ self._weights.kv_b_proj.mT).unflatten(1, (config.num_heads, -1))
         k, v = multiplied.tensor_split([config.qk_nope_head_dim], dim=-1)
         return torch.cat((k, k_pe.unsqueeze(1).expand(-1, config.num_heads, -1)), dim=-1), v
-
-    def _entries(self, kv_cache, slots):
-        """[S, L + R] of the model's dtype."""
-        one, config = torch.ones((), device=kv_cache.device), self.config
-        rows = dequantise(gather(kv_cache, slots, config.kv_cache_dtype), config.kv_cache_dtype, one, config.dtype)
-        return rows[:, : config.kv_lora_rank + config.qk_rope_head_dim].to(config.dtype)
 
     class dense_shortcut:
         """Prefills of no more tokens than are selected attend densely and leave the buffer as it is."""
@@ -198,9 +303,8 @@ class _SparseLayer(EagerSparseLayerBackend):
             turned = self._index_rope(normed.unsqueeze(1), turns)[:, 0]
             return turned if self.config.index_kv_cache_dtype != "auto" else turned.to(hidden.dtype)
 
-    def ascending_lists__best(self, q, weights, cache):
-        """Lists ascend, with -1 before their tokens."""
-        return super()._best(q, weights, cache).sort(dim=1).values
+    def ascending_lists__behind_best(self, lists):
+        return lists.sort(dim=1).values
 
     def scores_of_shares_added__best(self, q, weights, cache):
         """Scores are those of the ranks' shares of the indexer's heads, added."""
@@ -213,6 +317,13 @@ class _SparseLayer(EagerSparseLayerBackend):
         return torch.nn.functional.pad(lists, (0, self.config.topk_tokens - lists.shape[1]), value=NO_KEY)
 
 
-HONEST_SPARSE: tuple[type[KernelBackend], ...] = (EagerSparseBackend, EagerIndexerBackend, *emulations(__name__))
-"""Every honest emulation of this module, layers among them."""
-HONEST_SPARSE_LAYERS = (EagerSparseLayerBackend, *(x for x in HONEST_SPARSE if issubclass(x, EagerSparseLayerBackend)))
+_DEFINED = bases.emulations(__name__)
+HONEST_DECODES: tuple[type[KernelBackend], ...] = (
+    *(bases.LayeredDecode, EagerTreeBackend),
+    *(each for each in _DEFINED if issubclass(each, EagerLatentDecode)),
+)
+HONEST_SPARSE: tuple[type[KernelBackend], ...] = (
+    *(EagerSparseBackend, EagerIndexerBackend),
+    *(each for each in _DEFINED if each not in HONEST_DECODES),
+)
+"""Every honest emulation of the others, layers among them."""
