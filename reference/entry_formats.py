@@ -26,39 +26,27 @@ SHUFFLE = 16
 
 @dataclass(frozen=True)
 class TiledFormat:
-    """One form.
+    """One form."""
 
-    Attributes:
-        name: by which a configuration calls it.
-        dims: the (L, R) that it holds; a smaller key than ``coded`` + ``plain`` columns leaves zeros behind it.
-        codes: what a code is, a name in :data:`CODE_BITS`; of two in a byte the first column has the low half.
-        coded: columns stored as codes.
-        tile: columns that share a scale.
-        scales: what a scale is, a name in :data:`SCALES`.
-        plain: columns stored as they are, behind the coded ones.
-        plain_codes: whether these are e4m3 codes without a scale, not values of the model's dtype.
-        padding: unused bytes behind the scales.
-        scales_behind_page: whether the scales of a page stand behind the rest of all its entries; otherwise those of
-            an entry stand in it, between codes and plain values.
-        page_multiple: bytes of a page are rounded up to a multiple of this.
-        cache: what holds it: ``latent`` caches, second ones beside them alone (``extra``), an indexer's (``index``),
-            or caches that are written and gathered, and attended to nowhere here (``stored``).
-    """
-
-    name: str
+    name: str  # by which a configuration calls it
+    # the (L, R) that it holds; a smaller key than ``coded`` + ``plain`` columns leaves zeros behind it
     dims: tuple[tuple[int, int], ...]
-    codes: str
-    coded: int
-    tile: int
-    scales: str
-    plain: int = 0
-    padding: int = 0
-    plain_codes: bool = False
+    codes: str  # what a code is, a name in :data:`CODE_BITS`; of two in a byte the first column has the low half
+    coded: int  # columns stored as codes
+    tile: int  # columns that share a scale
+    scales: str  # what a scale is, a name in :data:`SCALES`
+    plain: int = 0  # columns stored as they are, behind the coded ones
+    padding: int = 0  # unused bytes behind the scales
+    plain_codes: bool = False  # whether these are e4m3 codes without a scale, not values of the model's dtype
+    # whether the scales of a page stand behind the rest of all its entries; otherwise those of an entry stand in it,
+    # between codes and plain values
     scales_behind_page: bool = False
     scales_last: bool = False
     shuffled: bool = False
     least_scale: float = 1e-4
-    page_multiple: int = 1
+    page_multiple: int = 1  # bytes of a page are rounded up to a multiple of this
+    # what holds it: ``latent`` caches, second ones beside them alone (``extra``), an indexer's (``index``), or caches
+    # that are written and gathered, and attended to nowhere here (``stored``)
     cache: str = "latent"
 
     @property

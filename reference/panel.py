@@ -38,25 +38,15 @@ _KEYS = 2048
 
 @dataclass(frozen=True)
 class Panel:
-    """Rows of a request and what they see.
+    """Rows of a request and what they see."""
 
-    Attributes:
-        request: whose rows.
-        heads: which heads.
-        rows: which rows of the request.
-        counts: [r] int64, how many keys each of them sees, ascending.
-        blocks: sizes of the pieces.
-        scale: factor of the logits.
-        low: precision of the error terms' products; None without error terms.
-    """
-
-    request: RequestRows
-    heads: slice
-    rows: slice
-    counts: Tensor
-    blocks: Blocks
-    scale: float
-    low: torch.dtype | None
+    request: RequestRows  # whose rows
+    heads: slice  # which heads
+    rows: slice  # which rows of the request
+    counts: Tensor  # [r] int64, how many keys each of them sees, ascending
+    blocks: Blocks  # sizes of the pieces
+    scale: float  # factor of the logits
+    low: torch.dtype | None  # precision of the error terms' products; None without error terms
 
     def zeros(self, shift: Tensor | None) -> RowSums:
         """The sums over no key, relative to e^shift, [h, r, 1] or None for 0."""

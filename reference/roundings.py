@@ -194,30 +194,19 @@ def merged_states(outputs: Sequence[Tensor], lses: Sequence[Tensor], lse: Tensor
 
 
 def merged_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
+    q: Tensor,  # [T, N, D], the judged queries
+    k: Tensor,  # [S, N, D], the keys of each request, its context first
+    v: Tensor,  # [S, N, V]
+    output: Tensor,  # [T, N, V], the golden one
+    lse: Tensor,  # [N, T]
     *,
-    rows: Sequence[slice],
-    keys: Sequence[slice],
+    rows: Sequence[slice],  # the judged rows of each request
+    keys: Sequence[slice],  # its keys
+    # where each chunk of its context ends, counted from its first key; none where nothing is merged
     ends: Sequence[Sequence[int]],
-    scale: float,
+    scale: float,  # factor of the logits
 ) -> MergeTerms:
-    """Of a batch whose contexts are cut into chunks, which all rows of a request see.
-
-    Args:
-        q: [T, N, D], the judged queries.
-        k: [S, N, D], the keys of each request, its context first.
-        v: [S, N, V].
-        output: [T, N, V], the golden one.
-        lse: [N, T].
-        rows: the judged rows of each request.
-        keys: its keys.
-        ends: where each chunk of its context ends, counted from its first key; none where nothing is merged.
-        scale: factor of the logits.
-    """
+    """Of a batch whose contexts are cut into chunks, which all rows of a request see."""
     total, squares = torch.zeros_like(output), torch.zeros_like(output)
     for own, seen, cuts in zip(rows, keys, ends, strict=True):
         if own.stop == own.start or not cuts:

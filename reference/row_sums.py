@@ -54,19 +54,12 @@ class TermSums:
 
 @dataclass(frozen=True)
 class RowSums:
-    """Sums of weights p = e^(score - shift), heads first.
+    """Sums of weights p = e^(score - shift), heads first."""
 
-    Attributes:
-        output: [h, r, V] float64, Σ p·v.
-        totals: [h, r, 1] float64, Σ p; with error terms [h, r, 2], Σ p and Σ p·magnitude.
-        shift: [h, r, 1] float64, or None for 0.
-        terms: sums of the error terms, or None.
-    """
-
-    output: Tensor
-    totals: Tensor
-    shift: Tensor | None
-    terms: TermSums | None
+    output: Tensor  # [h, r, V] float64, Σ p·v
+    totals: Tensor  # [h, r, 1] float64, Σ p; with error terms [h, r, 2], Σ p and Σ p·magnitude
+    shift: Tensor | None  # [h, r, 1] float64, or None for 0
+    terms: TermSums | None  # sums of the error terms, or None
 
     @staticmethod
     def zeros(shape: torch.Size, shift: Tensor | None, with_terms: bool, device: torch.device) -> "RowSums":

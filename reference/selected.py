@@ -265,20 +265,13 @@ class RowsOverLists:
       float64   2D + 2V operations, 2,176 of latents: 36 ps on an H200 (59.7 TFLOP/s in float64);
       terms     2D + 6V operations in bfloat16, 4,224: 5 ps;
       memory    what is gathered for a row serves all of its heads, 50 bytes a column and more: 40 ps for 128 heads.
-
-    Attributes:
-        q: [T, N, D], any float dtype, as are k and v.
-        k: [S, D].
-        v: [S, V].
-        selected: [T, K], numbers of keys, anything below 0 for none.
-        scale: factor of the logits.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    selected: Tensor
-    scale: float
+    q: Tensor  # [T, N, D], any float dtype, as are k and v
+    k: Tensor  # [S, D]
+    v: Tensor  # [S, V]
+    selected: Tensor  # [T, K], numbers of keys, anything below 0 for none
+    scale: float  # factor of the logits
 
     def state(self) -> AttentionState | None:
         """The state of all rows, error terms float32; None where operands are not finite, or sums leave the range."""

@@ -31,23 +31,14 @@ def folded(size: int, rows: slice = slice(None)) -> View:
 
 @dataclass(frozen=True)
 class RequestRows:
-    """Rows of one request whose attention is computed.
+    """Rows of one request whose attention is computed."""
 
-    Attributes:
-        q: [r, N, D], the rows.
-        k: [S, N, D], all keys of the request.
-        v: [S, N, V].
-        rows: where the rows stand among those of all requests.
-        positions: number of each row within its request, ascending.
-        diagonal: what a row sees beyond its own position, less one.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    rows: slice
-    positions: Sequence[int]
-    diagonal: int
+    q: Tensor  # [r, N, D], the rows
+    k: Tensor  # [S, N, D], all keys of the request
+    v: Tensor  # [S, N, V]
+    rows: slice  # where the rows stand among those of all requests
+    positions: Sequence[int]  # number of each row within its request, ascending
+    diagonal: int  # what a row sees beyond its own position, less one
 
     def counts(self) -> Tensor:
         """[r] int64, ascending: row i sees keys 0 … counts[i] - 1."""
@@ -97,17 +88,11 @@ def _index(positions: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of some heads.
+    """Queries of some heads."""
 
-    Attributes:
-        wide: [h, r, D], float32 where that holds the operand and a GPU's kernel reads it, float64 otherwise.
-        factor: [] float64, the scale that their products are still to be multiplied with, or None.
-        low: [h, r, D] their magnitudes, times the scale's, in low precision, or None.
-    """
-
-    wide: Tensor
-    factor: Tensor | None
-    low: Tensor | None
+    wide: Tensor  # [h, r, D], float32 where that holds the operand and a GPU's kernel reads it, float64 otherwise
+    factor: Tensor | None  # [] float64, the scale that their products are still to be multiplied with, or None
+    low: Tensor | None  # [h, r, D] their magnitudes, times the scale's, in low precision, or None
 
     @staticmethod
     def widened(request: RequestRows, heads: slice, rows: slice, scale: float, low: torch.dtype | None) -> "Queries":
@@ -130,18 +115,12 @@ class Queries:
 
 @dataclass(frozen=True)
 class TileKeys:
-    """Keys and values of some heads.
+    """Keys and values of some heads."""
 
-    Attributes:
-        k: [h, c, D], in float32 or float64 as queries are.
-        v: [h, c, V] float64.
-        low_k: [h, c, D], |k| in low precision, or None without error terms.
-        low_v: [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²; or None.
-    """
-
-    k: Tensor
-    v: Tensor
-    low_k: Tensor | None = None
+    k: Tensor  # [h, c, D], in float32 or float64 as queries are
+    v: Tensor  # [h, c, V] float64
+    low_k: Tensor | None = None  # [h, c, D], |k| in low precision, or None without error terms
+    # [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²; or None
     low_v: Tensor | None = None
 
     @staticmethod
@@ -176,17 +155,11 @@ class TileKeys:
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys that are multiplied with each other.
+    """Queries and keys that are multiplied with each other."""
 
-    Attributes:
-        queries: r rows of h heads.
-        keys: c keys of them.
-        seen: [r] int64, how many of the keys each row sees, or None for all.
-    """
-
-    queries: Queries
-    keys: TileKeys
-    seen: Tensor | None
+    queries: Queries  # r rows of h heads
+    keys: TileKeys  # c keys of them
+    seen: Tensor | None  # [r] int64, how many of the keys each row sees, or None for all
 
     def scores(self) -> Tensor:
         """[h, r, c] float64, -inf where a row does not see a key."""
@@ -209,17 +182,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class Band:
-    """Rows and the keys that they see.
+    """Rows and the keys that they see."""
 
-    Attributes:
-        rows: picks the rows of queries and of sums.
-        keys: the keys, in parts that are multiplied at a time.
-        seen: as a tile's, where a row does not see all; then there is one part.
-    """
-
-    rows: View
-    keys: Sequence[TileKeys]
-    seen: Tensor | None = None
+    rows: View  # picks the rows of queries and of sums
+    keys: Sequence[TileKeys]  # the keys, in parts that are multiplied at a time
+    seen: Tensor | None = None  # as a tile's, where a row does not see all; then there is one part
 
     def tiles(self, queries: Queries) -> Iterator[Tile]:
         """One for each part; queries of these rows."""
@@ -260,23 +227,14 @@ _SHARE_OF_FREE = 0.5
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the blocks.
+    """Sizes of the blocks."""
 
-    Attributes:
-        heads: heads in a batch of matrix products.
-        panel: queries whose sums are taken together, a multiple of ``queries``.
-        queries: queries in a block, ``step`` times a power of two.
-        step: queries in the smallest block, half of which may be hidden.
-        keys: keys in a block.
-        span: keys that are widened to float64 at a time, a multiple of ``keys``.
-    """
-
-    heads: int
-    panel: int
-    queries: int
-    step: int
-    keys: int
-    span: int
+    heads: int  # heads in a batch of matrix products
+    panel: int  # queries whose sums are taken together, a multiple of ``queries``
+    queries: int  # queries in a block, ``step`` times a power of two
+    step: int  # queries in the smallest block, half of which may be hidden
+    keys: int  # keys in a block
+    span: int  # keys that are widened to float64 at a time, a multiple of ``keys``
 
 
 def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes: int) -> Blocks:

@@ -144,8 +144,7 @@ def first_columns(result: Any, width: int) -> Any:
 def copied_to(out: Tensor, result: Any) -> Any:
     """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do.
 
-    Raises:
-        ValueError: the output has another shape, which a copy would broadcast.
+    Raises ValueError: the output has another shape, which a copy would broadcast.
     """
     output = result[0] if isinstance(result, tuple) else result
     if output.shape != out.shape:

@@ -43,12 +43,9 @@ class MLAPrefillBuilderState:
 
 
 class MLAPrefillImpl(AttentionSizes, ABC):
-    """The kernel of a backend: it keeps its configuration, and gets the metadata in each call.
+    """The kernel of a backend: it keeps its configuration, and gets the metadata in each call."""
 
-    Attributes:
-        requires_v_padding: whether the output is as wide as the queries; the caller then takes the first V columns.
-    """
-
+    # whether the output is as wide as the queries; the caller then takes the first V columns
     requires_v_padding: bool = True
 
     def __init__(

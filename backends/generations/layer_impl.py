@@ -36,14 +36,10 @@ _NULL_BLOCK = 0
 
 @dataclass
 class AdaptedLayerMetadata(AttentionMetadata):
-    """What a builder of vLLM made of a batch.
+    """What a builder of vLLM made of a batch."""
 
-    Attributes:
-        translated: its metadata.
-        order: [T] int64, the caller's row of each row of the batch that the builder saw; None if they are the same.
-    """
-
-    translated: Any
+    translated: Any  # its metadata
+    # [T] int64, the caller's row of each row of the batch that the builder saw; None if they are the same
     order: Tensor | None = None
 
 
@@ -204,8 +200,7 @@ class NoPrefill:
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         """Refuse.
 
-        Raises:
-            UnsupportedConfiguration: always.
+        Raises UnsupportedConfiguration: always.
         """
         raise UnsupportedConfiguration("the batch has prefills, and vLLM has no MLA prefill backend here")
 

@@ -17,12 +17,7 @@ from mla_conformance.backends.interface import PrefillKernelBackend
 
 @dataclass
 class ContextChunk:
-    """A slice of the cached context of a run of requests.
-
-    Attributes:
-        padded_local_seq_lens: with decode context parallelism only, as all that follows but
-            ``num_local_context_tokens``: keys on this rank, padded where ranks share the sequences.
-    """
+    """A slice of the cached context of a run of requests."""
 
     index: int  # position in the plan
     request_slice: slice  # the requests of the run
@@ -38,6 +33,8 @@ class ContextChunk:
     seq_lens: Tensor  # [n] int32, on the CPU
     token_to_seq: Tensor  # [s] int32, on the device; the request of each key, counted from the run's first
     all_rows_active: bool  # whether every request has queries and keys
+    # with decode context parallelism only, as all that follows but ``num_local_context_tokens``: keys on this rank,
+    # padded where ranks share the sequences
     padded_local_seq_lens: list[int] | None = None
     local_context_lens_allranks: list[list[int]] | None = None
     padded_local_cu_seq_lens: Tensor | None = None
@@ -52,18 +49,14 @@ class ContextChunk:
 
 @dataclass
 class ChunkedContextMetadata:
-    """All chunks of a batch of B requests.
-
-    Attributes:
-        dcp_manager: collectives of decode context parallelism; None without.
-    """
+    """All chunks of a batch of B requests."""
 
     context_lens: Tensor  # [B] int32, on the device
     workspace: Tensor  # [workspace tokens, L + R], holds a chunk's gathered latents
     chunks: list[ContextChunk]  # in the order in which they are attended to
     context_lens_list: list[int]  # the same lengths, on the host
     empty_token_slices: list[slice]  # query tokens of each request without context
-    dcp_manager: Any = None
+    dcp_manager: Any = None  # collectives of decode context parallelism; None without
 
 
 @dataclass
@@ -107,6 +100,5 @@ class MLAPrefillBackend(PrefillKernelBackend):
             v: [s, N, V]; any strides.
             out: [t, N, V] to be written in place, given only to a backend that supports it.
 
-        Returns:
-            (output [t, N, V], lse [N, t] float32, natural logarithm).
+        Returns (output [t, N, V], lse [N, t] float32, natural logarithm).
         """

@@ -100,8 +100,7 @@ class PresentAdapter(AdaptedPrefillBackend):
 def _place(name: str, part: Tensor, rows: Tensor) -> None:
     """Copy one run's result to its rows of the whole; a copy alone would hide another dtype or a broadcast.
 
-    Raises:
-        ValueError: another shape or dtype.
+    Raises ValueError: another shape or dtype.
     """
     if part.shape != rows.shape or part.dtype != rows.dtype:
         raise ValueError(

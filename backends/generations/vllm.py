@@ -87,8 +87,7 @@ def engine_config(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimens
 def prefill_class(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
     """The prefill backend that vLLM selects on this machine.
 
-    Raises:
-        ValueError: none can be used.
+    Raises ValueError: none can be used.
     """
     return import_module(_PREFILLS).get_mla_prefill_backend(minimal_vllm_config(dimensions, 1, dtype))
 

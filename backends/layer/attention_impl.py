@@ -23,17 +23,13 @@ M = TypeVar("M")
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Builds the metadata of one group of layers, once a batch.
-
-    Attributes:
-        reorder_batch_threshold: longest query, in tokens, that counts as decode and is expected at the front of a
-            batch; None if the order does not matter.
-        supports_update_block_table: whether :meth:`update_block_table` is implemented.
-    """
+    """Builds the metadata of one group of layers, once a batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    # longest query, in tokens, that counts as decode and is expected at the front of a batch; None if the order does
+    # not matter
     reorder_batch_threshold: int | None = None
-    supports_update_block_table: bool = False
+    supports_update_block_table: bool = False  # whether :meth:`update_block_table` is implemented
 
     @abstractmethod
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -86,8 +82,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
             blk_table: [B, max blocks] int32.
             slot_mapping: [T] int64.
 
-        Raises:
-            NotImplementedError: ``supports_update_block_table`` is false.
+        Raises NotImplementedError: ``supports_update_block_table`` is false.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot update a block table; build the metadata anew")
 
@@ -127,10 +122,6 @@ class AttentionImpl(ABC, Generic[T]):
     """Attention of one layer; every instance knows its context-parallel ranks before its constructor runs.
 
     As vLLM reads its process groups, an instance reads :func:`get_dcp_group`.
-
-    Attributes:
-        supports_mtp_with_cp_non_trivial_interleave_size: whether several query tokens a request are computed
-            right where ranks take turns of more than one token.
     """
 
     num_heads: int  # query heads on this rank
@@ -138,6 +129,7 @@ class AttentionImpl(ABC, Generic[T]):
     scale: float  # softmax scale
     can_return_lse_for_decode: bool = False  # whether decode can return the LSE, which merging over ranks needs
     supports_pcp: bool = False  # whether prefill context parallelism is computed
+    # whether several query tokens a request are computed right where ranks take turns of more than one token
     supports_mtp_with_cp_non_trivial_interleave_size: bool = False
     need_to_return_lse_for_decode: bool = False  # whether it must
     supports_quant_query_input: bool = False  # whether the query may come quantised
@@ -177,29 +169,17 @@ class AttentionImpl(ABC, Generic[T]):
     @abstractmethod
     def forward(
         self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: T,
-        output: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        layer: AttentionLayer,  # holds the scales
+        query: Tensor,  # [T, N, head size]
+        key: Tensor,  # [T, KV heads, head size]
+        value: Tensor,  # [T, KV heads, head size]
+        kv_cache: Tensor,  # as ``AttentionBackend.get_kv_cache_shape`` says
+        attn_metadata: T,  # of the batch
+        output: Tensor | None = None,  # to be written
+        output_scale: Tensor | None = None,  # scale of a quantised output
+        output_block_scale: Tensor | None = None,  # scales of an output that is quantised in blocks
     ) -> Tensor:
-        """Write ``key`` and ``value`` to the cache and attend to it.
-
-        Args:
-            layer: holds the scales.
-            query: [T, N, head size].
-            key: [T, KV heads, head size].
-            value: [T, KV heads, head size].
-            kv_cache: as ``AttentionBackend.get_kv_cache_shape`` says.
-            attn_metadata: of the batch.
-            output: to be written.
-            output_scale: scale of a quantised output.
-            output_block_scale: scales of an output that is quantised in blocks.
-        """
+        """Write ``key`` and ``value`` to the cache and attend to it."""
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         """Whether ``forward`` can write its output quantised by ``quant_key``."""

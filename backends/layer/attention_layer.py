@@ -70,8 +70,7 @@ class AttentionBackend(ABC):
             include_num_layers_dimension: whether a dimension of layers is prepended to the logical shape; a result
                 of the length without it means that the memory has none.
 
-        Raises:
-            NotImplementedError: the memory is laid out as the logical shape.
+        Raises NotImplementedError: the memory is laid out as the logical shape.
         """
         raise NotImplementedError("the cache lies in memory as its logical shape says")
 

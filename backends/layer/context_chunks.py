@@ -29,11 +29,7 @@ def plan_context(
         page_size: tokens of a page; chunks start at pages.
         device: where the kernels read the offsets.
 
-    Returns:
-        None if no request has context.
-
-    Raises:
-        ValueError: a workspace below a page for each context.
+    Returns None if no request has context. Raises ValueError: a workspace below a page for each context.
     """
     with_context = int((context_lens > 0).sum())
     if not with_context:
@@ -62,15 +58,13 @@ class ContextShares(NamedTuple):
     A rank's part of a chunk are its own tokens, requests end to end, without gaps between them: it reads nothing
     through the block table but what it holds. Parts are sent as long as the longest; what the others hold behind their
     last token is not looked at.
-
-    Attributes:
-        order: of each chunk [tokens] int64, on the device; where each of its tokens lies among the parts of all
-            ranks, requests end to end and each in the order of its positions.
     """
 
     cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which rows of this rank's part are whose
     starts: Tensor  # [C, B] int32, on the device; first of this rank's tokens of each request in the chunk
     rows: list[int]  # length of the longest part of each chunk
+    # of each chunk [tokens] int64, on the device; where each of its tokens lies among the parts of all ranks, requests
+    # end to end and each in the order of its positions
     order: list[Tensor]
 
 

@@ -125,8 +125,7 @@ def merge_over_ranks(group: ContextParallelGroup, output: Tensor, lse: Tensor) -
         output: [T, W·N, L] of all heads, over the keys of this rank.
         lse: [W·N, T].
 
-    Returns:
-        [T, N, L] of the dtype of ``output``.
+    Returns [T, N, L] of the dtype of ``output``.
     """
     outputs = group.all_to_all(output.unflatten(1, (group.world_size, -1)).transpose(0, 1))
     lses = group.all_to_all(lse.unflatten(0, (group.world_size, -1)))
@@ -148,8 +147,7 @@ class Lockstep:
     def run(self, steps: Sequence[Callable[[], Any]]) -> list[Any]:
         """What each rank's step returned.
 
-        Raises:
-            BaseException: what a step raised; of several the first, since others may have waited for that rank.
+        Raises BaseException: what a step raised; of several the first, since others may have waited for that rank.
         """
         self._given: list[list[Tensor]] = [[] for _ in steps]
         self._ended: set[int] = set()
@@ -169,8 +167,7 @@ class Lockstep:
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
         """What each rank gave at the same place of its order; ``rank`` gives ``x``.
 
-        Raises:
-            RuntimeError: another rank ended before, or gave something of another form.
+        Raises RuntimeError: another rank ended before, or gave something of another form.
         """
         number = len(self._given[rank])
         self._given[rank].append(x.clone())

@@ -89,8 +89,7 @@ def set_current_config(config: LayerConfig) -> Iterator[None]:
 def get_current_config() -> LayerConfig:
     """The configuration that a layer is made for.
 
-    Raises:
-        LookupError: outside of :func:`set_current_config`.
+    Raises LookupError: outside of :func:`set_current_config`.
     """
     return _current.get()
 

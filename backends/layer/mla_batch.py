@@ -34,8 +34,7 @@ def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
         query_lens: [B] integers, on the host.
         seq_lens: [B] integers, on the host.
 
-    Raises:
-        ValueError: a negative length, or a query longer than its sequence.
+    Raises ValueError: a negative length, or a query longer than its sequence.
     """
     for name, wrong, expected in (
         ("query", query_lens < 0, "0 or more tokens"),
@@ -57,8 +56,7 @@ def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
 def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sharding) -> None:
     """Refuse a batch whose fields contradict each other.
 
-    Raises:
-        ValueError: contradictory lengths, too few slots, or a block table that is too short.
+    Raises ValueError: contradictory lengths, too few slots, or a block table that is too short.
     """
     query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
     seq_lens = common.host_seq_lens()[: common.num_reqs]
@@ -152,14 +150,11 @@ def _longest(lengths: Tensor, default: int = 0) -> int:
 
 
 class LayerRequest(NamedTuple):
-    """One request of a batch.
-
-    Attributes:
-        block_ids: physical blocks in the order of its tokens, on this rank; may be longer than needed.
-    """
+    """One request of a batch."""
 
     query_len: int  # new tokens
     context_len: int  # tokens computed before
+    # physical blocks in the order of its tokens, on this rank; may be longer than needed
     block_ids: Sequence[int] | np.ndarray
     is_prompt: bool  # whether it prefills
 
@@ -176,8 +171,7 @@ def common_metadata(
         device: where the kernels read the tensors.
         sharding: which of the tokens this rank stores.
 
-    Raises:
-        ValueError: no request, contradictory lengths, or blocks that do not hold a request's tokens.
+    Raises ValueError: no request, contradictory lengths, or blocks that do not hold a request's tokens.
     """
     if not requests or padding < 0:
         raise ValueError(f"expected at least one request and no negative padding, got {len(requests)} and {padding}")

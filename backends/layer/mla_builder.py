@@ -34,7 +34,6 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     """Builds metadata for the layers of one cache group.
 
     Attributes:
-        attention_backend: the backend whose ``get_builder_cls`` returned the class.
         block_size: tokens of a page.
         context_chunk_workspace_size: tokens of the workspace; 0 where no prefill can have context.
         dcp_rank: this rank among ``decode_context_parallel_size``, that of :func:`get_dcp_group`; settable.
@@ -42,7 +41,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     """
 
     supports_update_block_table = True
-    attention_backend: ClassVar[Any] = None
+    attention_backend: ClassVar[Any] = None  # the backend whose ``get_builder_cls`` returned the class
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -94,9 +93,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             common_attn_metadata: the batch.
             fast_build: without influence, nothing here trades one speed for another.
 
-        Raises:
-            ValueError: a batch that contradicts itself.
-            UnsupportedConfiguration: attention that is not causal.
+        Raises ValueError: a batch that contradicts itself; UnsupportedConfiguration: attention that is not causal.
         """
         common = common_attn_metadata
         if not common.causal:
@@ -117,8 +114,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             requests: at least one.
             cuda_graph_pad_size: rows of padding behind them; -1 where no graph is used.
 
-        Raises:
-            ValueError: a batch that contradicts itself, prefills behind decodes, or a block table that is too short.
+        Raises ValueError: a batch that contradicts itself, prefills behind decodes, or a block table that is too short.
         """
         prompts = [request.is_prompt for request in requests]
         prefills = sum(prompts)
@@ -140,8 +136,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLACommonMetadata:
         """The metadata of a batch of decodes that a CUDA graph is captured with.
 
-        Raises:
-            ValueError: a prefill in the batch.
+        Raises ValueError: a prefill in the batch.
         """
         metadata = self.build(0, common_attn_metadata)
         if metadata.num_prefills:

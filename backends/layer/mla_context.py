@@ -14,8 +14,7 @@ def workspace_tokens(config: Any) -> int:
     Args:
         config: read are ``model_config``, ``scheduler_config`` and ``cache_config``, as in :class:`LayerConfig`.
 
-    Raises:
-        ValueError: less than a page for each request that may be in a batch.
+    Raises ValueError: less than a page for each request that may be in a batch.
     """
     if not (config.scheduler_config.chunked_prefill_enabled or config.cache_config.enable_prefix_caching):
         return 0

@@ -31,35 +31,20 @@ class MLACommonImpl(MLAKernels):
 
     def forward(
         self,
-        layer: AttentionLayer,
-        q: Tensor,
-        k_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: MLACommonMetadata | None,
-        output: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        layer: AttentionLayer,  # holds ``_k_scale``, the scale of an ``fp8`` cache
+        q: Tensor,  # [T, N·(P + R)] or [T, N, P + R], rope applied; rows that the metadata does not count are ignored
+        k_c_normed: Tensor,  # [T, L]
+        k_pe: Tensor,  # [T, 1, R] or [T, R], rope applied
+        kv_cache: Tensor,  # of the layout ``kv_cache_dtype``; one without elements is neither written nor read
+        attn_metadata: MLACommonMetadata | None,  # None in a run that only measures memory: the result is 0
+        output: Tensor | None = None,  # [T, N·V], to be written
+        output_scale: Tensor | None = None,  # not supported
+        output_block_scale: Tensor | None = None,  # not supported
     ) -> Tensor:
         """Attention of a batch, its new latents written to the cache first.
 
-        Args:
-            layer: holds ``_k_scale``, the scale of an ``fp8`` cache.
-            q: [T, N·(P + R)] or [T, N, P + R], rope applied; rows that the metadata does not count are ignored.
-            k_c_normed: [T, L].
-            k_pe: [T, 1, R] or [T, R], rope applied.
-            kv_cache: of the layout ``kv_cache_dtype``; one without elements is neither written nor read.
-            attn_metadata: None in a run that only measures memory: the result is 0.
-            output: [T, N·V], to be written.
-            output_scale: not supported.
-            output_block_scale: not supported.
-
-        Returns:
-            [T, N·V] of the query's dtype, 0 in the rows that the metadata does not count.
-
-        Raises:
-            UnsupportedConfiguration: a quantised output.
-            ValueError: operands that do not fit the metadata or the cache.
+        Returns [T, N·V] of the query's dtype, 0 in the rows that the metadata does not count. Raises
+        UnsupportedConfiguration: a quantised output; ValueError: operands that do not fit the metadata or the cache.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedConfiguration("quantised output not supported; quantise the result of forward")

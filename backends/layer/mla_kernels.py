@@ -21,17 +21,15 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
     Symbols: N heads on this rank, L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
 
     Attributes:
-        attention_backend: the backend whose ``get_impl_cls`` returned the class; it names the kernels.
         prefill: an instance of its prefill backend; None if it has none.
         decode: an instance of its decode backend, for the heads of all ranks; None if it has none.
-        W_UK_T: [N, P, L], once weights are processed.
-        W_UV: [N, L, V], once weights are processed.
     """
 
+    # the backend whose ``get_impl_cls`` returned the class; it names the kernels
     attention_backend: ClassVar[Any] = None
     can_return_lse_for_decode = True
-    W_UK_T: Tensor
-    W_UV: Tensor
+    W_UK_T: Tensor  # [N, P, L], once weights are processed
+    W_UV: Tensor  # [N, L, V], once weights are processed
 
     def __init__(
         self,
@@ -100,8 +98,7 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
 
         One with quantised weights is asked for the image of the identity, without its bias.
 
-        Raises:
-            ValueError: a projection without a weight, or with one of another shape.
+        Raises ValueError: a projection without a weight, or with one of another shape.
         """
         linear = self.kv_b_proj
         weight = stored_weight(linear)
@@ -132,9 +129,7 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
         ``forward`` does so for a batch it has not seen; before a captured graph is replayed with new contents of the
         same buffers, whoever replays it does.
 
-        Raises:
-            UnsupportedConfiguration: no kernel for a part of the batch.
-            ValueError: metadata of another rank.
+        Raises UnsupportedConfiguration: no kernel for a part of the batch; ValueError: metadata of another rank.
         """
         parts = (attn_metadata.prefill_metadata, attn_metadata.decode_metadata)
         if attn_metadata.dcp_world_size != self.dcp_world_size or attn_metadata.dcp_rank != self.dcp_rank:
@@ -159,8 +154,7 @@ class MLAKernels(MLAAttentionImpl[MLACommonMetadata]):
 def stored_weight(linear: Any) -> Tensor:
     """The weight of a linear layer as it is stored, possibly in codes.
 
-    Raises:
-        ValueError: a layer without a weight.
+    Raises ValueError: a layer without a weight.
     """
     stored: Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
     if stored is None:

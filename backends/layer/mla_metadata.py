@@ -19,12 +19,6 @@ class MLACommonMetadata(AttentionMetadata):
 
     Of a request, ``context_len`` tokens were computed before, ``query_len`` are new, ``seq_len`` is their sum. A row of
     padding is a decode of one token with ``seq_len`` 0. What is no tensor here stays as it is when a graph is replayed.
-
-    Attributes:
-        max_decode_seq_len: longest sequence of a decode; 0 without decodes. May exceed the true one.
-        context_plan: the chunks of the prefills' context; None without any.
-        context_shares: what of these chunks each rank holds; None on one rank.
-        dcp_local_seq_lens: [B] int32, tokens on this rank; None on one rank.
     """
 
     num_prefills: int  # requests that prefill
@@ -43,18 +37,18 @@ class MLACommonMetadata(AttentionMetadata):
     max_query_len: int  # longest query of the batch, in tokens
     max_decode_query_len: int  # longest query of a decode; 1 without decodes
     max_prefill_seq_len: int  # longest sequence of a prefill; 0 without prefills
-    max_decode_seq_len: int
+    max_decode_seq_len: int  # longest sequence of a decode; 0 without decodes. May exceed the true one
     dtype: torch.dtype  # of the model
     use_cuda_graph: bool = False  # whether the batch is padded to run in a captured graph
     head_dim: int | None = None  # L + R
     is_profile_run: bool = False  # whether only the memory that a batch would take is of interest
-    context_plan: ContextPlan | None = None
-    context_shares: ContextShares | None = None
+    context_plan: ContextPlan | None = None  # the chunks of the prefills' context; None without any
+    context_shares: ContextShares | None = None  # what of these chunks each rank holds; None on one rank
     context_chunk_workspace: Tensor | None = None  # [workspace tokens, L + R], bound late
     dcp_world_size: int = 1  # ranks that share the sequences' tokens
     dcp_rank: int = 0  # this rank
     cp_kv_cache_interleave_size: int = 1  # consecutive tokens that a rank keeps
-    dcp_local_seq_lens: Tensor | None = None
+    dcp_local_seq_lens: Tensor | None = None  # [B] int32, tokens on this rank; None on one rank
     dcp_local_seq_lens_cpu: Tensor | None = None  # the same on the host
     _cached_prefill_metadata: MLACommonPrefillMetadata | None = None
     _cached_decode_metadata: MLACommonDecodeMetadata | None = None
@@ -79,8 +73,7 @@ class MLACommonMetadata(AttentionMetadata):
     def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
         """The prefills alone, for a prefill backend; None without any. The same object until the batch changes.
 
-        Raises:
-            ValueError: the prefills have context and no workspace was bound.
+        Raises ValueError: the prefills have context and no workspace was bound.
         """
         if self._cached_prefill_metadata is None and self.num_prefills:
             part, context = self.prefill_requests, None
@@ -131,27 +124,18 @@ class MLACommonMetadata(AttentionMetadata):
 
     def advance_step(
         self,
-        model_input: Any,
-        sampled_token_ids: Tensor | None,
-        block_size: int,
-        num_seqs: int,
-        num_queries: int,
-        turn_prefills_into_decodes: bool = False,
+        model_input: Any,  # its ``input_tokens`` and ``input_positions``, [num_seqs] int64, are advanced as well
+        sampled_token_ids: Tensor | None,  # [num_queries] or [num_queries, 1]; None leaves ``input_tokens``
+        block_size: int,  # tokens of a page
+        num_seqs: int,  # requests, padding included
+        num_queries: int,  # requests that count, the first ones
+        turn_prefills_into_decodes: bool = False,  # whether prefills in the batch decode from now on
     ) -> None:
         """Become the next decode step's metadata, in place: every request has one new token, its sampled one.
 
         Where nothing but decodes of one token precedes, all tensors keep their storage.
 
-        Args:
-            model_input: its ``input_tokens`` and ``input_positions``, [num_seqs] int64, are advanced as well.
-            sampled_token_ids: [num_queries] or [num_queries, 1]; None leaves ``input_tokens``.
-            block_size: tokens of a page.
-            num_seqs: requests, padding included.
-            num_queries: requests that count, the first ones.
-            turn_prefills_into_decodes: whether prefills in the batch decode from now on.
-
-        Raises:
-            ValueError: a batch that is no such step, or a block table without a page for a next token.
+        Raises ValueError: a batch that is no such step, or a block table without a page for a next token.
         """
         if self.num_prefills and not turn_prefills_into_decodes:
             raise ValueError(

@@ -49,8 +49,7 @@ class MLACommonState:
     def graph_clone(self, batch_size: int) -> Self:
         """A state of its own for one captured graph.
 
-        Raises:
-            ValueError: outside of :meth:`graph_capture`.
+        Raises ValueError: outside of :meth:`graph_capture`.
         """
         self._require_capture()
         return type(self)(self.runner)
@@ -60,9 +59,8 @@ class MLACommonState:
     ) -> MLACommonMetadata:
         """Metadata over the buffers: ``batch_size`` decodes of one token, each of its first cached token.
 
-        Raises:
-            ValueError: outside of :meth:`graph_capture`, or a batch larger than the buffers.
-            NotImplementedError: an encoder-decoder model.
+        Raises ValueError: outside of :meth:`graph_capture`, or a batch larger than the buffers; NotImplementedError: an
+        encoder-decoder model.
         """
         _require_decoder_only(is_encoder_decoder_model)
         self._require_capture()
@@ -113,8 +111,8 @@ class MLACommonState:
     ) -> None:
         """Fill the buffers of a captured batch with another one; rows that it lacks become padding.
 
-        Raises:
-            ValueError: a batch that is no batch of decodes, is larger than the captured one, or has longer sequences.
+        Raises ValueError: a batch that is no batch of decodes, is larger than the captured one, or has longer
+        sequences.
         """
         _require_decoder_only(is_encoder_decoder_model)
         new = self.get_graph_input_buffers(attn_metadata) if attn_metadata.num_decodes else {}

@@ -161,8 +161,7 @@ class RankedCall(CallOnRanks[LayerCall]):
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
         """Not here: which entries a rank writes goes by the whole batch.
 
-        Raises:
-            ProblemError: always.
+        Raises ProblemError: always.
         """
         raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
 
