@@ -51,10 +51,7 @@ def entry_width(layout: str, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
 
 
 def cache_dtype(layout: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the cache tensor.
-
-    Raises ValueError for an unknown layout, or for a model dtype that it cannot hold.
-    """
+    """Dtype of the cache tensor. Raises ValueError for an unknown layout, or for a model dtype that it cannot hold."""
     require_layout(layout)
     if layout == "auto":
         return model_dtype

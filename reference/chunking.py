@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
+MAX_WORKSPACE_TOKENS = 128 * 1024
+"""That context is gathered into, however long the sequences; its up-projection is many times larger."""
+
 
 @dataclass(frozen=True)
 class ContextChunk:

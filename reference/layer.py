@@ -23,9 +23,8 @@ from mla_conformance.reference.mla import (
     prepend_context,
 )
 from mla_conformance.reference.projections import MLAWeights, kv_b_proj, rms_norm
-from mla_conformance.reference.rope import Rotation, rope
+from mla_conformance.reference.rope import Rotation, is_finite, rope
 from mla_conformance.reference.selected import RowLists, with_sink
-from mla_conformance.reference.yarn import is_finite
 
 GateInput = Literal["hidden", "query_latent"]
 """What an output gate is projected from."""
@@ -54,22 +53,17 @@ class QueryGrowth:
 class LayerSpec:
     """One MLA layer of a model, but for its weights.
 
-    model: name of the model; errors begin with it.
-    dims: sizes.
-    scale: softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it.
-    rotation: RoPE of queries and shared key; None rotates nothing, however wide the rotary part is.
-    q_norm, kv_norm, k_pe_norm: the epsilon of an RMSNorm of the latent query, of the cached latent, of the shared key
-    before it is rotated; None without.
-    doubled_query_latent: queries are projected from 2·Lq columns, the normalised latent and the latent as it was.
-    q_factor, kv_factor: factors of the queries and of the cached latent, behind the norms.
-    growth: of the queries with their position; None without.
-    gate: what the output's gate is projected from: sigmoid of it times the output before W_O; None without.
-    window: a row sees its own token and the window - 1 before it, so 1 is itself alone, as in the `sliding_window` of
-    transformers' masks and in FlashAttention's `window_size=(window - 1, 0)`; None for all.
-    sink: whether each head has the logit of a sink among its weights.
-    selects: whether a row attends to the tokens of a list that an indexer chose.
-
-    Raises ValueError for what does not fit together.
+    model: name of the model; errors begin with it. dims: sizes. scale: softmax scale with all that a model multiplies
+    it by, YaRN's `softmax_factor` among it. rotation: RoPE of queries and shared key; None rotates nothing, however
+    wide the rotary part is. q_norm, kv_norm, k_pe_norm: the epsilon of an RMSNorm of the latent query, of the cached
+    latent, of the shared key before it is rotated; None without. doubled_query_latent: queries are projected from 2·Lq
+    columns, the normalised latent and the latent as it was. q_factor, kv_factor: factors of the queries and of the
+    cached latent, behind the norms. growth: of the queries with their position; None without. gate: what the output's
+    gate is projected from: sigmoid of it times the output before W_O; None without. window: a row sees its own token
+    and the window - 1 before it, so 1 is itself alone, as in the `sliding_window` of transformers' masks and in
+    FlashAttention's `window_size=(window - 1, 0)`; None for all. sink: whether each head has the logit of a sink among
+    its weights. selects: whether a row attends to the tokens of a list that an indexer chose. Raises ValueError for
+    what does not fit together.
     """
 
     model: str

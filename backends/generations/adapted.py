@@ -142,12 +142,9 @@ def first_columns(result: Any, width: int) -> Any:
 
 
 def copied_to(out: Tensor, result: Any) -> Any:
-    """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do.
-
-    Raises ValueError: the output has another shape, which a copy would broadcast.
-    """
+    """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do."""
     output = result[0] if isinstance(result, tuple) else result
-    if output.shape != out.shape:
+    if output.shape != out.shape:  # a copy would broadcast it
         raise ValueError(f"expected an output of shape {list(out.shape)}, got {list(output.shape)}")
     out.copy_(output)
     return (out, *result[1:]) if isinstance(result, tuple) else out

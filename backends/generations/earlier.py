@@ -66,14 +66,9 @@ class MLAPrefillImpl(AttentionSizes, ABC):
     def run_prefill_new_tokens(
         self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`interface.MLAPrefillBackend`.
+        """See :class:`interface.MLAPrefillBackend`: q and k [T, N, P + R], rope applied, v [T, N, V].
 
-        Args:
-            prefill_metadata: of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
-            q: [T, N, P + R], rope applied; the others as there.
-            k: [T, N, P + R].
-            v: [T, N, V].
-            return_softmax_lse: whether to return the LSE as well.
+        The metadata are of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
         """
 
     @abstractmethod

@@ -25,14 +25,7 @@ _TILES = _LATENT // _TILE
 
 
 def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
-    """The layout of that name.
-
-    Args:
-        kv_cache_dtype: the name.
-        tile_scales: what the scales of an ``fp8_ds_mla`` entry are when it is written, ``float32`` or ``pow2``.
-
-    Raises ValueError: there is none.
-    """
+    """The layout of that name; ValueError for another, or other ``tile_scales``, those of ``fp8_ds_mla`` entries."""
     if tile_scales not in TILE_SCALES:
         raise ValueError(f"expected tile scales of {', '.join(TILE_SCALES)}, got {tile_scales!r}")
     layout = layout_of(kv_cache_dtype)
@@ -50,10 +43,7 @@ def entry_width(kv_cache_dtype: str, kv_lora_rank: int, qk_rope_head_dim: int) -
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the cache tensor.
-
-    Raises ValueError: an unknown layout, or one that does not store such a model.
-    """
+    """Dtype of the cache tensor. Raises ValueError: an unknown layout, or one that does not store such a model."""
     return cache_layout.cache_dtype(known_layout(kv_cache_dtype), model_dtype)
 
 
@@ -163,27 +153,16 @@ def gather_cache(
 
 
 def copy_blocks_mla(kv_caches: Sequence[Tensor], src_to_dst: Tensor) -> None:
-    """Copy whole blocks within each layer's cache; all are read before the first is written.
-
-    Args:
-        kv_caches: [blocks, page, entry] of each layer.
-        src_to_dst: [copies, 2] integers.
-
-    Raises ValueError: a block outside of a cache, or one that is written twice.
-    """
+    """Copy whole blocks within each layer's cache; all are read before the first is written. As `swap_blocks`."""
     for cache in kv_caches:
         swap_blocks(cache, cache, src_to_dst)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
-    """Copy whole blocks from one cache to another, such as between a GPU and the host.
+    """Copy whole blocks from one cache [blocks, page, entry] to another, such as between a GPU and the host.
 
-    Args:
-        src: [blocks, page, entry].
-        dst: [blocks, page, entry] of the same page and entry.
-        src_to_dst: [copies, 2] integers.
-
-    Raises ValueError: caches of different pages, a block outside of a cache, or one that is written twice.
+    src_to_dst [copies, 2] integers. ValueError for caches of different pages, a block outside of a cache, or one that
+    is written twice.
     """
     if src.shape[1:] != dst.shape[1:] or src.dtype != dst.dtype:
         raise ValueError(

@@ -61,7 +61,6 @@ class OnlyRank(ContextParallelGroup):
     world_size, rank = 1, 0
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[1, ...]."""
         return x.unsqueeze(0)
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -69,11 +68,7 @@ class OnlyRank(ContextParallelGroup):
 
 
 class DistributedGroup(ContextParallelGroup):
-    """Ranks in processes of their own.
-
-    Args:
-        process_group: of ``torch.distributed``; None means all processes.
-    """
+    """Ranks in processes of their own: those of a group of ``torch.distributed``, or all of them."""
 
     def __init__(self, process_group: Any = None) -> None:
         self._process_group = process_group
@@ -118,14 +113,8 @@ def merge_over_ranks(group: ContextParallelGroup, output: Tensor, lse: Tensor) -
     """Attention of this rank's heads to the keys of all ranks.
 
     Each rank receives what the others computed for its heads. vLLM knows this way too (``dcp_a2a_lse_reduce``);
-    weighing before a reduce-scatter, its other one, sends as much, and would state the merge a second time.
-
-    Args:
-        group: the ranks.
-        output: [T, W·N, L] of all heads, over the keys of this rank.
-        lse: [W·N, T].
-
-    Returns [T, N, L] of the dtype of ``output``.
+    weighing before a reduce-scatter, its other one, sends as much, and would state the merge a second time. Output
+    [T, W·N, L] and LSE [W·N, T] of all heads over the keys of this rank give [T, N, L] of the dtype of ``output``.
     """
     outputs = group.all_to_all(output.unflatten(1, (group.world_size, -1)).transpose(0, 1))
     lses = group.all_to_all(lse.unflatten(0, (group.world_size, -1)))
@@ -134,11 +123,7 @@ def merge_over_ranks(group: ContextParallelGroup, output: Tensor, lse: Tensor) -
 
 
 class Lockstep:
-    """Ranks as threads of which one runs at a time; one that waits for what others give lets them run.
-
-    Args:
-        world_size: how many ranks.
-    """
+    """Ranks as threads of which one runs at a time; one that waits for what others give lets them run."""
 
     def __init__(self, world_size: int) -> None:
         self.groups = tuple(LockstepGroup(world_size, rank, self) for rank in range(world_size))

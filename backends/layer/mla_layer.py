@@ -140,10 +140,7 @@ def mla_backend(
     decode: type[MLADecodeBackend] | None,  # computes decodes; None for a layer that only prefills
     base: type[MLACommonBackend] = MLACommonBackend,  # the layer's class, such as one with another ``impl_class``
 ) -> type[MLACommonBackend]:
-    """The MLA layer of two kernels.
-
-    Raises ValueError: no kernel at all.
-    """
+    """The MLA layer of two kernels. Raises ValueError: no kernel at all."""
     kernels = [kernel for kernel in (prefill, decode) if kernel is not None]
     if not kernels:
         raise ValueError("expected a prefill or a decode backend, got neither")

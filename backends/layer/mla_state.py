@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.layer.mla_context import workspace_tokens
+from mla_conformance.backends.layer.layer_config import workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
 PAD_SLOT_ID = -1
@@ -17,9 +17,8 @@ PAD_SLOT_ID = -1
 class MLACommonState:
     """The workspace for cached context, and buffers that keep their storage from a graph's capture to its replays.
 
-    Args:
-        runner: read are ``model_config``, ``scheduler_config``, ``cache_config``, ``device``, ``graph_block_tables``
-            ([most requests, most blocks] numpy) and ``max_seq_len_to_capture``.
+    Of the runner it reads the configurations of model, scheduler and cache, ``device``, ``graph_block_tables``
+    ([most requests, most blocks] numpy) and ``max_seq_len_to_capture``.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -47,10 +46,7 @@ class MLACommonState:
             del self._graph_slot_mapping, self._graph_seq_lens, self._graph_starts, self._graph_block_tables
 
     def graph_clone(self, batch_size: int) -> Self:
-        """A state of its own for one captured graph.
-
-        Raises ValueError: outside of :meth:`graph_capture`.
-        """
+        """A state of its own for one captured graph. Raises ValueError: outside of :meth:`graph_capture`."""
         self._require_capture()
         return type(self)(self.runner)
 
@@ -135,11 +131,7 @@ class MLACommonState:
             buffer[corner].copy_(new[name][corner])
 
     def begin_forward(self, model_input: Any) -> None:
-        """Bind the workspace, allocated at the first call where the input lies, to the batch.
-
-        Args:
-            model_input: its ``attn_metadata`` receives the workspace, its ``input_tokens`` say where.
-        """
+        """Bind the workspace, allocated at the first call where the ``input_tokens`` lie, to the ``attn_metadata``."""
         if not self.context_chunk_workspace_size:
             return
         if self.context_chunk_workspace is None:

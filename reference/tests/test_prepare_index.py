@@ -17,8 +17,7 @@ from mla_conformance.reference.prepare_index import (
     scale_bounds,
     sylvester,
 )
-from mla_conformance.reference.rope import Rotation, plain_frequencies, rope
-from mla_conformance.reference.yarn import Yarn
+from mla_conformance.reference.rope import Rotation, Yarn, plain_frequencies, rope
 
 
 def drawn(*shape: int) -> torch.Tensor:

@@ -7,13 +7,17 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
+from mla_conformance.backends.layer.attention_impl import (
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
 from mla_conformance.backends.layer.attention_layer import (
     AttentionBackend,
     subclass_attention_backend,
     subclass_attention_backend_with_overrides,
 )
-from mla_conformance.backends.layer.attention_types import AttentionType, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Lockstep, dcp_group
 
 

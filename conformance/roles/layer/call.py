@@ -159,10 +159,7 @@ class RankedCall(CallOnRanks[LayerCall]):
         return replace(super().of(parts), merges=max(parts[0].merges, len(parts) - 1))
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: which entries a rank writes goes by the whole batch.
-
-        Raises ProblemError: always.
-        """
+        """Not here: which entries a rank writes goes by the whole batch. Raises ProblemError: always."""
         raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
 
     def joined(self, results: Sequence[Any]) -> Any:

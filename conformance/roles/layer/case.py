@@ -6,7 +6,6 @@ from enum import StrEnum
 from itertools import cycle, islice, product
 from typing import Any, ClassVar
 
-from mla_conformance.backends.layer.mla_context import MAX_WORKSPACE_TOKENS
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
@@ -15,7 +14,7 @@ from mla_conformance.cases.case import Call, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Row, Rule, Space, exactly, measured, never, plain, values
-from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, plan_context_chunks
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),

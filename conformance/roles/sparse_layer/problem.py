@@ -1,15 +1,19 @@
 """From a sparse layer's case to its call: hidden states, both caches, and the buffer of selected tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
+from mla_conformance.backends.prepare import IndexPreparation
+from mla_conformance.backends.roles import IndexSpace, Role
+from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
+from mla_conformance.judging.judge import AttentionJudge
+from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, sparse_metadata, write_pages
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
@@ -18,10 +22,12 @@ from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
+from mla_conformance.roles.sparse_layer.weights import EPSILON
 
 _INDEX_SEED = 10**6
 _BEHIND = 2
@@ -133,3 +139,67 @@ class SparseLayerBatch(HiddenStates):
         return SelectedLists(
             guarded.view, guarded.storage.clone(), lists, free, case.pad, kept=case.shared, starts=self.counted
         )
+
+
+class LayersOnRanks:
+    """The ranks in this process, one after another: none waits for what another one computes."""
+
+    def __init__(self, layers: Sequence[MLASparseLayerBackend]) -> None:
+        self._layers = layers
+
+    def prepare(self, parts: Sequence[SparseLayerCall]) -> None:
+        for layer, part in zip(self._layers, parts, strict=True):
+            part.prepare(layer)
+
+    def forward(self, parts: Sequence[SparseLayerCall]) -> list[Any]:
+        """What every rank returns, on memory as it was before."""
+        for part in parts:
+            part.reset()
+        return [part.returned(layer) for layer, part in zip(self._layers, parts, strict=True)]
+
+    def kernel_evidence(self) -> dict[str, str]:
+        reported: dict[str, str] = getattr(self._layers[0], "kernel_evidence", dict)()
+        return reported
+
+
+class SparseLayerJudge(AttentionJudge):
+    """What it wrote first, since a wrong selection explains a wrong output, then its attention."""
+
+    writes: ClassVar = Check.WRITTEN
+    writes_first: ClassVar = True
+
+
+class _SparseLayer(RoleDefinition):
+    def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        configs = [self.config_of(case, dtype, tp_rank=rank) for rank in range(case.tp)]
+        layers = [kernel(config, vllm_config=None) for config in configs]
+        return layers[0] if case.tp == 1 else LayersOnRanks(layers)
+
+
+SPARSE_LAYER = _SparseLayer(
+    role=Role.SPARSE_LAYER,
+    batch=SparseLayerBatch,
+    config=MLASparseLayerConfig,
+    facts=lambda case, dtype: {
+        "num_heads": case.heads // case.tp,
+        "is_neox_style": case.layer_pairs == "halves",
+        "rms_norm_eps": EPSILON,
+        "preparation": IndexPreparation(
+            head_dim=INDEX_DIM,
+            rope_dim=case.dimensions.qk_rope_head_dim,
+            rope_first=not case.rope_last,
+            is_neox_style=case.pairs == "halves",
+            hadamard=False,
+            scale_format=case.index_scales,
+            fold_scales=True,
+            eps=EPSILON,
+        ),
+        "index_n_heads": case.index_heads,
+        "topk_tokens": case.topk,
+        "skip_topk": case.shared,
+        "index_kv_cache_dtype": case.index_cache,
+        "tp_size": case.tp,
+        "tp_rank": 0,
+    },
+    judge=SparseLayerJudge,
+)
