@@ -20,6 +20,7 @@ WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
 _ON_GPU = 8
 """Times as many on a GPU, where an operation costs the same whatever it has to do, up to about that size."""
+_COMBINATIONS = 4
 
 
 def workspace_elements(device: torch.device) -> int:
@@ -189,24 +190,17 @@ def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale:
     spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
     scored = p * scores
     shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
-    shared = _shared_variance(q, k, v, p, output, scale)
+    # A sum of squares over columns is the mean over random signs of them.
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
+    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
+    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
+    shared = (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
     return {
         "key_spread": spread.clamp(min=0.0).transpose(0, 1),
         "key_shared": shared.mT,
         "key_shift": shift.transpose(0, 1),
     }
-
-
-_COMBINATIONS = 4
-
-
-def _shared_variance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor, scale: float) -> Tensor:
-    """[N, T] estimate of key_shared; a sum of squares over columns is the mean over random signs of them."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
-    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
-    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
-    return (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
 
 
 def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
@@ -237,11 +231,7 @@ def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> Attenti
 
 
 def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
-    """The state over the union of the keys of `a` and `b`, which saw the same queries and disjoint keys.
-
-    Error terms are dropped: a bound for the union is made of the union's own. ValueError when the shapes
-    differ.
-    """
+    """The state over the union of disjoint keys; without error terms, since a bound is made of the union's own."""
     return AttentionState(*merge(a.output, a.lse, b.output, b.lse))
 
 
@@ -252,26 +242,6 @@ def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> t
     whatever its output holds, NaN included, is ignored, and two of them merge to output 0 and LSE -inf. Raises
     ValueError when the shapes do not fit together.
     """
-    _check_rows(output_a, lse_a, output_b, lse_b)
-    lse_a, lse_b = lse_a.to(torch.float64), lse_b.to(torch.float64)
-    lse = torch.logaddexp(lse_a, lse_b)
-    return _contribution(output_a, lse_a, lse) + _contribution(output_b, lse_b, lse), lse
-
-
-def _contribution(x: Tensor, part: Tensor, whole: Tensor) -> Tensor:
-    """e^(part - whole)·x, for x [T, N, V] and LSEs [N, T]; exactly 0 where the part is empty, whatever x holds."""
-    empty = part == -torch.inf
-    share = torch.exp(part - whole).masked_fill(empty, 0.0)
-    return (_column(share) * x.to(torch.float64)).masked_fill(_column(empty), 0.0)
-
-
-def _column(rows: Tensor) -> Tensor:
-    """[N, T] to [T, N, 1], so that it scales rows of [T, N, V]."""
-    return rows.mT.unsqueeze(-1)
-
-
-def _check_rows(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> None:
-    """Raise ValueError unless the outputs are [T, N, V] and both LSEs [N, T]."""
     rows = output_a.shape[1::-1]
     if output_a.dim() != 3 or output_a.shape != output_b.shape or lse_a.shape != rows or lse_b.shape != rows:
         raise ValueError(
@@ -279,6 +249,16 @@ def _check_rows(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
             f"{tuple(output_a.shape)} and {tuple(output_b.shape)}, LSEs {tuple(lse_a.shape)} and "
             f"{tuple(lse_b.shape)}; both partial results must come from the same queries"
         )
+    lse_a, lse_b = lse_a.to(torch.float64), lse_b.to(torch.float64)
+    lse = torch.logaddexp(lse_a, lse_b)
+
+    def weighed(x: Tensor, part: Tensor) -> Tensor:
+        """e^(part - lse)·x; exactly 0 where the part is empty, whatever x holds."""
+        empty = part == -torch.inf
+        share = torch.exp(part - lse).masked_fill(empty, 0.0)
+        return (share.mT.unsqueeze(-1) * x.to(torch.float64)).masked_fill(empty.mT.unsqueeze(-1), 0.0)
+
+    return weighed(output_a, lse_a) + weighed(output_b, lse_b), lse
 
 
 def segments(start_loc: Sequence[int]) -> list[slice]:

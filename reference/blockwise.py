@@ -1,7 +1,7 @@
 """Golden attention in blocks: the values of `attention`, within a bounded workspace and near the machine's speed.
 
 The keys that a row sees are the first so many of its request, so causal, unmasked and sampled rows are one algorithm,
-which `panel` cuts into products without waste but for a narrow edge.
+which a panel cuts into products without waste but for a narrow edge.
 
 A sum of e^(s - c) needs no running maximum: float64 holds any c within 600 of it. Error terms are sums of positive
 products, for which two digits do; they are made of low-precision copies on the matrix units, whose exponents reach
@@ -21,7 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
@@ -59,7 +59,17 @@ _KEYS = 2048
 
 @dataclass(frozen=True)
 class Panel:
-    """Rows of a request and what they see."""
+    """Consecutive rows of a request and some heads, whose sums over all their keys are taken together.
+
+    Keys that every row sees are multiplied in rectangles. What is left of a causal request is a triangle, of which all
+    squares of one size are one batch of products, and so are the small triangles along its edge, half of which is
+    waste:
+
+        ◣
+        ■ ◣
+        ■ ■ ◣
+        ■ ■ ■ ◣
+    """
 
     request: RequestRows  # whose rows
     heads: slice  # which heads
@@ -150,24 +160,18 @@ class Panel:
             return some.add_(_of_all(request, self.heads, shared))
         start = shared - 1
         v = magnitudes(heads_first(request.v[start : start + self._length, self.heads]), low)
-        steps = _in_steps(padded(v, self._padded_length), self.blocks.step)[:, : self._length]
+        steps = _in_steps(padded(self._padded_length)(v), self.blocks.step)[:, : self._length]
         return steps.add_(_of_all(request, self.heads, start))
 
     def _bands(self) -> Iterator[tuple[Band, Queries]]:
         """Bands that have every visible pair once, and their queries."""
         queries = Queries.widened(self.request, self.heads, self.rows, self.scale, self.low)
-        queries = queries.padded(self._padded_length)
-        for band in self._visible():
+        queries = queries.map(padded(self._padded_length))
+        # Where rows are stepped the last key that all of them see is the first row's own; with it the rows and their
+        # keys are a triangle.
+        rest = self._triangle() if self._stepped else self._ragged()
+        for band in chain(self._rectangles(self._seen_by_all - self._stepped), rest):
             yield band, queries.map(band.rows)
-
-    def _visible(self) -> Iterator[Band]:
-        if self._stepped:
-            # The last key that all rows see is the first row's own; with it the rows and their keys are a triangle.
-            yield from self._rectangles(self._seen_by_all - 1)
-            yield from self._triangle()
-        else:
-            yield from self._rectangles(self._seen_by_all)
-            yield from self._ragged()
 
     def _rectangles(self, stop: int) -> Iterator[Band]:
         """The keys before ``stop``, which all rows see."""
@@ -181,7 +185,7 @@ class Panel:
         A GPU is at work on those while the small ones are sent.
         """
         start, size = self._seen_by_all - 1, self.blocks.queries
-        keys = self._keys(slice(start, start + self._length)).padded(self._padded_length)
+        keys = self._keys(slice(start, start + self._length)).map(padded(self._padded_length))
         for rows in reversed([*cuts(self._length, size, start=size)]):
             yield Band(cut(rows), keys.map(cut(slice(rows.start))).parts(self.blocks.keys))
         while size > self.blocks.step:

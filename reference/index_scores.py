@@ -76,7 +76,13 @@ def index_scores(
     # float8 cannot be indexed everywhere.
     q = q.to(torch.float32) if q.dtype.itemsize == 1 else q
     chosen = torch.arange(len(q)) if rows is None else torch.tensor(rows, dtype=torch.long)
-    bounds = _bounds(query_start_loc, key_start_loc)[chosen].to(q.device)
+    # A row may see the tokens of its request without the queries behind it.
+    counts = [
+        max(0, end - start - (last - first) + row + 1)
+        for (first, last), (start, end) in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True)
+        for row in range(last - first)
+    ]
+    bounds = torch.tensor(counts, dtype=torch.long)[chosen].to(q.device)
     scores = torch.full((len(chosen), int(bounds.max()) if len(bounds) else 0), -torch.inf, dtype=torch.float64)
     found = IndexScores(scores.to(q.device), torch.zeros_like(scores, device=q.device), bounds)
     for queries, keys in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True):
@@ -85,27 +91,14 @@ def index_scores(
         # So many rows at a time that their products with all keys fit the workspace.
         for part in own.split(max(1, workspace_elements(q.device) // (q.shape[1] * max(1, len(key))))):
             number = chosen.to(q.device)[part]
-            found.scores[part, : len(key)], found.magnitude[part, : len(key)] = _scored(q[number], weights[number], key)
+            query, weight = q[number].to(torch.float64), weights[number].to(torch.float64).unsqueeze(1)
+            dots = (query.flatten(0, 1) @ key.mT).view(*query.shape[:2], len(key))
+            found.scores[part, : len(key)] = (weight @ dots.clamp(min=0.0)).squeeze(1)
+            # Σ_h |w| · Σ_d |q| · |k| = Σ_d (Σ_h |w| · |q|) · |k|.
+            found.magnitude[part, : len(key)] = (weight.abs() @ query.abs()).squeeze(1) @ key.abs().mT
     found.scores.masked_fill_(~found.visible, -torch.inf)
     found.magnitude.masked_fill_(~found.visible, 0.0)
     return found
-
-
-def _bounds(query_start_loc: Sequence[int], key_start_loc: Sequence[int]) -> Tensor:
-    """[T] tokens that each row may see: those of its request without the queries behind it."""
-    lengths = zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True)
-    counts = [max(0, end - start - (last - first) + row + 1) for (first, last), (start, end) in lengths
-              for row in range(last - first)]  # fmt: skip
-    return torch.tensor(counts, dtype=torch.long)
-
-
-def _scored(q: Tensor, weights: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and magnitudes [n, S] of some rows, q [n, H, D], for all keys [S, D]."""
-    query, weight = q.to(torch.float64), weights.to(torch.float64)
-    dots = (query.flatten(0, 1) @ k.mT).view(*query.shape[:2], len(k))
-    scores = (weight.unsqueeze(1) @ dots.clamp(min=0.0)).squeeze(1)
-    # Σ_h |w| · Σ_d |q| · |k| = Σ_d (Σ_h |w| · |q|) · |k|.
-    return scores, (weight.abs().unsqueeze(1) @ query.abs()).squeeze(1) @ k.abs().mT
 
 
 _FLUSHED = 2.0**-126

@@ -23,7 +23,12 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """An extension of the context, in the terms of a model's configuration.
+    """YaRN: an extension of the context after training, in the terms of a model's configuration.
+
+    Pairs that turn often over the original context keep their frequency, pairs that turn less than once are slowed down
+    by the factor of the extension, and in between the share goes up with the number of the pair. Sources: Peng et al.,
+    YaRN, arXiv:2309.00071, and the form that DeepSeek-V2 gave it, whose ramp runs over numbers of pairs, rounded
+    outwards, and whose temperature is in part a softmax scale.
 
     factor: the extended context by the original one. original_positions: length of the original one in tokens.
     beta_fast, beta_slow: turns over the original context from which a pair keeps its frequency, and up to which it is

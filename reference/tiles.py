@@ -29,6 +29,11 @@ def folded(size: int, rows: slice = slice(None)) -> View:
     return lambda x: x.view(-1, size, x.shape[-1])[:, rows]
 
 
+def padded(rows: int) -> View:
+    """[h, r, columns] with zeros up to ``rows`` rows: a copy where some are missing."""
+    return lambda x: x if x.shape[1] == rows else pad(x, (0, 0, 0, rows - x.shape[1]))
+
+
 @dataclass(frozen=True)
 class RequestRows:
     """Rows of one request whose attention is computed."""
@@ -105,10 +110,6 @@ class Queries:
             return Queries(scaled, None, magnitude)
         return Queries(wide, torch.full((), scale, dtype=torch.float64, device=q.device), magnitude)
 
-    def padded(self, rows: int) -> "Queries":
-        """With zeros after them, ``rows`` rows in all."""
-        return self.map(lambda x: padded(x, rows))
-
     def map(self, view: View) -> "Queries":
         return Queries(view(self.wide), self.factor, None if self.low is None else view(self.low))
 
@@ -143,10 +144,6 @@ class TileKeys:
     def parts(self, width: int) -> list["TileKeys"]:
         """Consecutive pieces of ``width`` keys; the last may be shorter."""
         return [self.map(cut(part)) for part in cuts(self.k.shape[1], width)]
-
-    def padded(self, keys: int) -> "TileKeys":
-        """With zeros after them, ``keys`` keys in all."""
-        return self.map(lambda x: padded(x, keys))
 
     def map(self, view: View) -> "TileKeys":
         low_k, low_v = (None if part is None else view(part) for part in (self.low_k, self.low_v))
@@ -211,11 +208,6 @@ def _width(x: Tensor, low: torch.dtype | None) -> torch.dtype:
     return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 
-def padded(x: Tensor, rows: int) -> Tensor:
-    """[h, r, columns] with zeros up to ``rows`` rows."""
-    return x if x.shape[1] == rows else pad(x, (0, 0, 0, rows - x.shape[1]))
-
-
 LANES = 2
 """Works on a GPU at a time: while one is in its matrix products, another one moves memory, or begins."""
 _END = object()
@@ -244,9 +236,13 @@ def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes:
 
     Tall blocks have few products that wait for one another, small ones leave a GPU idle and a CPU in its dispatcher.
     """
-    gpu = device.type == "cuda"
-    lane = _workspace(device) // (LANES if gpu else 1)
-    group, rows, step = (min(heads, 8), 2048, 256) if gpu else (min(heads, 4), 128, 32)
+    group, rows, step, lane = min(heads, 4), 128, 32, _CPU_BYTES
+    if device.type == "cuda":
+        group, rows, step = min(heads, 8), 2048, 256
+        free, _ = torch.cuda.mem_get_info(device)
+        if _SHARE_OF_FREE * free < _GPU_BYTES:  # asked only then, since the allocator takes a while to answer
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        lane = min(_GPU_BYTES, int(_SHARE_OF_FREE * free)) // LANES
     width = _rounded(int(0.625 * lane) // (pair_bytes * group * rows), 512, 2 * rows)
     # A row and its sums take half as much again as a key. A triangle has as many keys as rows, and when its keys are
     # there those of a span no longer are.
@@ -255,24 +251,14 @@ def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes:
     return Blocks(heads=group, panel=panel, queries=rows, step=step, keys=width, span=span)
 
 
-def cuts(stop: int, step: int, start: int = 0) -> Iterator[slice]:
-    """Consecutive slices of ``step`` from ``start`` to ``stop``; the last may be shorter."""
-    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
-
-
-def _workspace(device: torch.device) -> int:
-    """Bytes that all temporaries may take together."""
-    if device.type != "cuda":
-        return _CPU_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    if _SHARE_OF_FREE * free < _GPU_BYTES:  # asked only then, since the allocator takes a while to answer
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_GPU_BYTES, int(_SHARE_OF_FREE * free))
-
-
 def _rounded(number: int, multiple: int, most: int = 2**30) -> int:
     """``number`` rounded down to a multiple, at least one of it and ``most`` at most."""
     return min(most, max(multiple, number // multiple * multiple))
+
+
+def cuts(stop: int, step: int, start: int = 0) -> Iterator[slice]:
+    """Consecutive slices of ``step`` from ``start`` to ``stop``; the last may be shorter."""
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
 
 
 def in_lanes(device: torch.device, works: Sequence[Iterator[object]]) -> None:
@@ -281,21 +267,21 @@ def in_lanes(device: torch.device, works: Sequence[Iterator[object]]) -> None:
         deque(chain.from_iterable(works), maxlen=0)
         return
     main, streams = torch.cuda.current_stream(device), _streams(device)
+
+    def on(stream: torch.cuda.Stream, steps: Iterator[object]) -> Iterator[None]:
+        while True:
+            with torch.cuda.stream(stream):
+                if next(steps, _END) is _END:
+                    return
+            yield
+
     for stream in streams:
         stream.wait_stream(main)
-    lanes = (_on(stream, chain.from_iterable(works[lane::LANES])) for lane, stream in enumerate(streams))
+    lanes = (on(stream, chain.from_iterable(works[lane::LANES])) for lane, stream in enumerate(streams))
     for step in zip_longest(*lanes):
         del step
     for stream in streams:
         main.wait_stream(stream)
-
-
-def _on(stream: torch.cuda.Stream, steps: Iterator[object]) -> Iterator[None]:
-    while True:
-        with torch.cuda.stream(stream):
-            if next(steps, _END) is _END:
-                return
-        yield
 
 
 @cache
