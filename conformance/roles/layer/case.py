@@ -81,11 +81,6 @@ class LayerCase(CachedCase):
         """Tokens of the workspace that a layer gathers context into: no layer has more than 128 Ki."""
         return min(self.workspace, MAX_WORKSPACE_TOKENS)
 
-    def heads_of(self, rank: int) -> slice:
-        """The heads that a rank computes: equal shares, in order."""
-        each = self.heads // self.ranks
-        return slice(rank * each, (rank + 1) * each)
-
     def without(self, requests: range) -> dict[str, Any]:
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}
 

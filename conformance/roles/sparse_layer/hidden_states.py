@@ -49,7 +49,13 @@ def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class Topics:
-    """The topics of a request, in the order in which they are complete."""
+    """Index keys and queries whose best tokens no rounding can confuse: the topics of a request, as they are complete.
+
+    Tokens are in topics: pairs, or where many are selected as many as it takes, four topics side by side. A query is
+    made of whole topics, one or two for each head, so that their tokens score 1 and all others 0. One head is a decoy:
+    it scores a quarter for a topic that is not to be selected, by a large query with a small weight or a small query
+    with a large one, so that whoever forgets one of the two selects it.
+    """
 
     of: Tensor  # [total] the topic of each token, -1 of none
     size: int  # tokens of a topic; those of a pair have keys of their own, those of a larger one the same

@@ -1,7 +1,5 @@
 """From a sparse layer's case to its call: hidden states, both caches, and the buffer of selected tokens."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -10,11 +8,12 @@ from torch import Tensor
 
 from mla_conformance.backends.prepare import IndexPreparation
 from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse_layer import MLASparseLayerBackend, MLASparseLayerConfig, MLASparseLayerMetadata
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends.sparse_layer import MLASparseLayerConfig, MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
 from mla_conformance.judging.judge import AttentionJudge
 from mla_conformance.judging.verdict import Check
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, sparse_metadata, write_pages
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, sparse_metadata, write_pages
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.written import CacheImage, ExpectedCache
@@ -24,6 +23,7 @@ from mla_conformance.reference.projections import expand_key, kv_b_proj, up_proj
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
+from mla_conformance.roles.layer.role import LayersOnRanks
 from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
@@ -35,22 +35,6 @@ _BEHIND = 2
 _UNTOUCHED = 0x5A5A5A5A
 
 
-@dataclass(frozen=True)
-class _Cache:
-    """A cache before the new tokens are written."""
-
-    batch: CachedBatch[Any]  # of its own layout and blocks
-    pages: Pages  # where it is
-    image: CacheImage  # what must be in it afterwards
-
-    def slots(self, padding: int) -> Tensor:
-        """[T] int64 of the new tokens, -1 of padding behind them."""
-        return torch.nn.functional.pad(self.image.slots, (0, padding), value=-1)
-
-    def metadata(self) -> Any:
-        return sparse_metadata(self.batch, self.pages, self.batch.totals, paged=True, space=IndexSpace.POSITION)
-
-
 class SparseLayerBatch(HiddenStates):
     """The batch of a sparse layer's case."""
 
@@ -60,10 +44,10 @@ class SparseLayerBatch(HiddenStates):
         return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
 
     def _call(self, rank: int) -> SparseLayerCall:
-        case, latent, index = self.case, self._cache(self, self._latents), self._index_cache()
+        case = self.case
+        latent, attention, slots = self._cache(self, self._latents)
+        index, indexing, index_slots = self._index_cache()
         q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in self._attended)
-        written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}
-        written |= {} if case.shared else {"index_kv_cache": index.image}
         first = torch.tensor(start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
         x = self.padded(self.hidden[self.new]).unsqueeze(1)
         table = self.layer.index_spec.rotation.table(torch.arange(max(case.totals)))
@@ -78,10 +62,12 @@ class SparseLayerBatch(HiddenStates):
             positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
             cos_sin_cache=table.round().float().to(self.device),  # exact: pairs turn by quarters
             weights=self.layer.handed(case, self.dtype, self.device, rank),
-            metadata=MLASparseLayerMetadata(
-                latent.metadata(), index.metadata(), latent.slots(case.pad), index.slots(case.pad), case.decodes
-            ),
-            written={**written, "topk_indices_buffer": self._buffer()},
+            metadata=MLASparseLayerMetadata(attention, indexing, slots, index_slots, case.decodes),
+            written={
+                "kv_cache": latent,
+                **({} if case.shared else {"index_kv_cache": index}),
+                "topk_indices_buffer": self._buffer(),
+            },
             case=case,
             rank=rank,
         )
@@ -102,29 +88,30 @@ class SparseLayerBatch(HiddenStates):
         q, k, v = (x.to(self.device) for x in found)
         return q, k, v
 
-    def _index_cache(self) -> _Cache:
+    def _index_cache(self) -> tuple[CacheImage, MLASparseMetadata, Tensor]:
         """In blocks of its own."""
         keys = self.keys.to(self.dtype)
-        same = {name: getattr(self.case, name) for name in ("dtype", "q", "kv", "page", "pad", "poison", "inflate")}
+        names = ("dtype", "q", "kv", "page", "pad", "poison", "inflate", "tails", "layers", "spare")
         case = IndexerCase(
             capability=Call.INDEX_TOPK,
             cache=self.case.index_cache,
             scales=self.case.index_scales,
             dims=f"{INDEX_DIM}-0-{INDEX_DIM}-{INDEX_DIM}",
             seed=self.case.seed + _INDEX_SEED,
-            tails=self.case.tails,
-            layers=self.case.layers,
-            spare=self.case.spare,
-            **same,
+            **{name: getattr(self.case, name) for name in names},
         )
         return self._cache(CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
 
-    def _cache(self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]) -> _Cache:
+    def _cache(
+        self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]
+    ) -> tuple[CacheImage, MLASparseMetadata, Tensor]:
+        """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = write_pages(batch, PageForm(case.cache, case.page), entries, batch.totals)
-        new = torch.cat([torch.arange(q + kv) >= kv for q, kv in zip(case.q, case.kv, strict=True)])
-        return _Cache(batch, pages, ExpectedCache(case, pages, new, parts).image())
+        image = ExpectedCache(case, pages, self.new, parts).image()
+        metadata = sparse_metadata(batch, pages, batch.totals, paged=True, space=IndexSpace.POSITION)
+        return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
     def _buffer(self) -> SelectedLists:
         """With what an earlier layer has left, where this one reuses it."""
@@ -139,27 +126,6 @@ class SparseLayerBatch(HiddenStates):
         return SelectedLists(
             guarded.view, guarded.storage.clone(), lists, free, case.pad, kept=case.shared, starts=self.counted
         )
-
-
-class LayersOnRanks:
-    """The ranks in this process, one after another: none waits for what another one computes."""
-
-    def __init__(self, layers: Sequence[MLASparseLayerBackend]) -> None:
-        self._layers = layers
-
-    def prepare(self, parts: Sequence[SparseLayerCall]) -> None:
-        for layer, part in zip(self._layers, parts, strict=True):
-            part.prepare(layer)
-
-    def forward(self, parts: Sequence[SparseLayerCall]) -> list[Any]:
-        """What every rank returns, on memory as it was before."""
-        for part in parts:
-            part.reset()
-        return [part.returned(layer) for layer, part in zip(self._layers, parts, strict=True)]
-
-    def kernel_evidence(self) -> dict[str, str]:
-        reported: dict[str, str] = getattr(self._layers[0], "kernel_evidence", dict)()
-        return reported
 
 
 class SparseLayerJudge(AttentionJudge):
