@@ -31,28 +31,24 @@ def workspace_elements(device: torch.device) -> int:
 class ErrorTerms:
     """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
 
-    magnitude [T, N, V]: Σ p·|v|, the error of rounding p or v relative to a unit roundoff.
-    score [T, N, V]: Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores.
-    squares [T, N, V]: Σ p²·v², the variance of independent roundings of p.
-    peak [T, N, V]: max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what
-        is tiny beside it rounds to a subnormal or to 0.
-    lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
-
-    Where they are asked for, what rounding each key, and the value that it holds, once more does by the scores:
-    key_spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent.
-    key_shared [T, N]: Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys
-        have in common, element by element; estimated from random combinations of the columns, since the sum itself has
-        as many products for each row as a layer has for all.
-    key_shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share.
+    The last three are, where they are asked for, what rounding each key, and the value that it holds, once more does by
+    the scores.
     """
 
-    magnitude: Tensor
-    score: Tensor
-    squares: Tensor
+    magnitude: Tensor  # [T, N, V] Σ p·|v|, the error of rounding p or v relative to a unit roundoff
+    score: Tensor  # [T, N, V] Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores
+    squares: Tensor  # [T, N, V] Σ p²·v², the variance of independent roundings of p
+    # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what is
+    # tiny beside it rounds to a subnormal or to 0
     peak: Tensor
-    lse_score: Tensor
+    lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
+    # [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent
     key_spread: Tensor | None = None
+    # [T, N] Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have in
+    # common, element by element; estimated from random combinations of the columns, since the sum itself has as many
+    # products for each row as a layer has for all
     key_shared: Tensor | None = None
+    # [T, N, V] |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share
     key_shift: Tensor | None = None
 
     def by_name(self) -> dict[str, Tensor]:
@@ -70,24 +66,18 @@ class ProjectedTerms:
 
     A, E and E_l, Q, W and Y are terms of `ErrorTerms` (SPEC 4.2), with ~ those of an absorbed query and latents for
     keys; o_c = Σ p·c is what a row attended of the latents, before W_UV.
-
-    rounding: the error of projections that are rounded to a unit roundoff, by the route where it is larger: keys and
-        values, E + E_l·|o| + A, or the absorbed query and the attended latent, E~ + E_l~·|o| + Σ_l |o_c|·|W_UV|.
-    variance: the same of independent roundings, Q + o² + W + Y or Y~ + Σ_l o_c²·W_UV².
-    latent_rounding: that of latents rounded once, E~ + E_l~·|o| + magnitude.
-    latent_variance: W~ + Y~ + latent_squares.
-    magnitude: Σ p·Σ_l |c|·|W_UV|, the error of accumulating latents or of rounding parts of their sum.
-    latent_squares: Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or the same for all keys.
-    accumulation: magnitude and what accumulating every product of a score does, Σ |q|·|W_UK|·|c|.
     """
 
+    # the error of projections that are rounded to a unit roundoff, by the route where it is larger: keys and values, E
+    # + E_l·|o| + A, or the absorbed query and the attended latent, E~ + E_l~·|o| + Σ_l |o_c|·|W_UV|
     rounding: Tensor
-    variance: Tensor
-    latent_rounding: Tensor
-    latent_variance: Tensor
-    magnitude: Tensor
+    variance: Tensor  # the same of independent roundings, Q + o² + W + Y or Y~ + Σ_l o_c²·W_UV²
+    latent_rounding: Tensor  # that of latents rounded once, E~ + E_l~·|o| + magnitude
+    latent_variance: Tensor  # W~ + Y~ + latent_squares
+    magnitude: Tensor  # Σ p·Σ_l |c|·|W_UV|, the error of accumulating latents or of rounding parts of their sum
+    # Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or the same for all keys
     latent_squares: Tensor
-    accumulation: Tensor
+    accumulation: Tensor  # magnitude and what accumulating every product of a score does, Σ |q|·|W_UK|·|c|
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ProjectedTerms":
         return ProjectedTerms(**{name: change(term) for name, term in vars(self).items()})
@@ -127,23 +117,21 @@ class AttentionState:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor,  # [T, N, D]
+    k: Tensor,  # [S, N, D], or [S, 1, D] shared by all heads
+    v: Tensor,  # [S, N, V] or [S, 1, V]. Any float dtype, float8 included
     *,
+    # query_start_loc, key_start_loc: B + 1 ascending row numbers, from 0; request b owns queries query_start_loc[b] …
+    # query_start_loc[b+1]-1 and likewise its keys
     query_start_loc: Sequence[int],
     key_start_loc: Sequence[int],
-    scale: float,
-    causal: bool,
+    scale: float,  # factor of the logits
+    causal: bool,  # aligned bottom-right: query i of q_len sees keys 0 … kv_len-q_len+i; otherwise it sees all kv_len
     with_terms: bool = False,
     with_key_terms: bool = False,
 ) -> AttentionState:
     """Attention of a batch of B requests laid end to end.
 
-    q: [T, N, D]. k: [S, N, D], or [S, 1, D] shared by all heads. v: [S, N, V] or [S, 1, V]. Any float dtype,
-    float8 included. query_start_loc, key_start_loc: B + 1 ascending row numbers, from 0; request b owns queries
-    query_start_loc[b] … query_start_loc[b+1]-1 and likewise its keys. scale: factor of the logits.
-    causal: aligned bottom-right: query i of q_len sees keys 0 … kv_len-q_len+i; otherwise it sees all kv_len.
     Returns the query_start_loc[-1] rows of the requests. Keys that a query does not see have no influence on its row,
     NaN included. Raises ValueError for shapes or start locations that do not fit together.
     """

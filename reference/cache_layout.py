@@ -83,16 +83,15 @@ def encode(kv_c: Tensor, k_pe: Tensor, layout: str, k_scale: float, tile_scales:
 
 
 def decode_rows(
-    rows: Tensor,
+    rows: Tensor,  # [S, entry_width] of :func:`cache_dtype`
     layout: str,
     k_scale: float,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
-    rope_dtype: torch.dtype = torch.bfloat16,
+    rope_dtype: torch.dtype = torch.bfloat16,  # dtype of the plain values of a tiled entry
 ) -> tuple[Tensor, Tensor]:
     """What S entries mean to a kernel that reads them: the consumer's formula, in float64.
 
-    rows: [S, entry_width] of :func:`cache_dtype`. rope_dtype: dtype of the plain values of a tiled entry.
     Returns (kv_c [S, L], k_pe [S, R]). Raises ValueError for an unknown layout or rows of another width.
     """
     width = entry_width(layout, kv_lora_rank, qk_rope_head_dim)

@@ -19,12 +19,11 @@ MAX_WORKSPACE_TOKENS = 128 * 1024
 class ContextChunk:
     """One slice of every request's context, in tokens; both tuples have B entries.
 
-    starts: first context token of the slice. seq_lens: its length, 0 where the request's context has ended.
     Raises ValueError when the tuples differ in length or hold a negative number.
     """
 
-    starts: tuple[int, ...]
-    seq_lens: tuple[int, ...]
+    starts: tuple[int, ...]  # first context token of the slice
+    seq_lens: tuple[int, ...]  # its length, 0 where the request's context has ended
 
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.seq_lens):

@@ -25,16 +25,12 @@ _SUMS = 2
 
 @dataclass(frozen=True)
 class IndexScores:
-    """Scores of n rows against the tokens of their requests, and what their errors are measured by.
+    """Scores of n rows against the tokens of their requests, and what their errors are measured by."""
 
-    scores: [n, W] float64 by position, -inf from a row's bound on.
-    magnitude: [n, W], Σ_h |w| · Σ_d |q| · |k|, the sum of magnitudes of everything that is added; 0 from there on.
-    bounds: [n] int64, tokens that a row may see.
-    """
-
-    scores: Tensor
+    scores: Tensor  # [n, W] float64 by position, -inf from a row's bound on
+    # [n, W], Σ_h |w| · Σ_d |q| · |k|, the sum of magnitudes of everything that is added; 0 from there on
     magnitude: Tensor
-    bounds: Tensor
+    bounds: Tensor  # [n] int64, tokens that a row may see
 
     @property
     def visible(self) -> Tensor:
@@ -56,18 +52,16 @@ class IndexScores:
 
 
 def index_scores(
-    q: Tensor,
-    weights: Tensor,
-    k: Tensor,
+    q: Tensor,  # [T, H, D]
+    weights: Tensor,  # [T, H]
+    k: Tensor,  # [S, D]; any float dtype
     *,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
-    rows: Sequence[int] | None = None,
+    query_start_loc: Sequence[int],  # first query of each request, and the end
+    key_start_loc: Sequence[int],  # first key of each request, and the end; a request without keys sees none
+    rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> IndexScores:
     """Scores of each query token for the tokens of its request up to its own, which is the last of as many.
 
-    q: [T, H, D]. weights: [T, H]. k: [S, D]; any float dtype. query_start_loc and key_start_loc: first query and first
-    key of each request, and the end; a request without keys sees none. rows: ascending query numbers; None for all.
     Raises ValueError for shapes that do not fit together.
     """
     if q.dim() != 3 or weights.shape != q.shape[:2] or k.dim() != 2 or k.shape[1] != q.shape[2]:
@@ -108,12 +102,9 @@ _BEYOND = 1e300
 
 @dataclass(frozen=True)
 class WindowScores(IndexScores):
-    """Logits of n rows by position in their windows; exact, so that the magnitude of what is added is 0.
+    """Logits of n rows by position in their windows; exact, so that the magnitude of what is added is 0."""
 
-    unordered: [n] bool, rows that hold a NaN, of which no order is known.
-    """
-
-    unordered: Tensor
+    unordered: Tensor  # [n] bool, rows that hold a NaN, of which no order is known
 
     def fewest(self, columns: int) -> Tensor:
         """[n] int64, columns that a selection names at least; of a row without an order it may leave out any."""

@@ -21,8 +21,9 @@ from mla_conformance.reference.mla import (
     prepend_context,
 )
 from mla_conformance.reference.projections import MLAWeights, kv_b_proj, rms_norm
-from mla_conformance.reference.rope import Rotation, is_finite, rope
+from mla_conformance.reference.rope import Rotation, rope
 from mla_conformance.reference.selected import RowLists, with_sink
+from mla_conformance.reference.yarn import is_finite
 
 GateInput = Literal["hidden", "query_latent"]
 """What an output gate is projected from."""
@@ -51,34 +52,31 @@ class QueryGrowth:
 class LayerSpec:
     """One MLA layer of a model, but for its weights.
 
-    model: name of the model; errors begin with it. dims: sizes. scale: softmax scale with all that a model multiplies
-    it by, YaRN's `softmax_factor` among it. rotation: RoPE of queries and shared key; None rotates nothing, however
-    wide the rotary part is. q_norm, kv_norm, k_pe_norm: the epsilon of an RMSNorm of the latent query, of the cached
-    latent, of the shared key before it is rotated; None without. doubled_query_latent: queries are projected from 2·Lq
-    columns, the normalised latent and the latent as it was. q_factor, kv_factor: factors of the queries and of the
-    cached latent, behind the norms. growth: of the queries with their position; None without. gate: what the output's
-    gate is projected from: sigmoid of it times the output before W_O; None without. window: a row sees its own token
-    and the window - 1 before it, so 1 is itself alone, as in the `sliding_window` of transformers' masks and in
-    FlashAttention's `window_size=(window - 1, 0)`; None for all. sink: whether each head has the logit of a sink among
-    its weights. selects: whether a row attends to the tokens of a list that an indexer chose. Raises ValueError for
-    what does not fit together.
+    Raises ValueError for what does not fit together.
     """
 
-    model: str
-    dims: ModelDimensions
-    scale: float
-    rotation: Rotation | None
+    model: str  # name of the model; errors begin with it
+    dims: ModelDimensions  # sizes
+    scale: float  # softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it
+    rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
+    # q_norm, kv_norm, k_pe_norm: the epsilon of an RMSNorm of the latent query, of the cached latent, of the shared key
+    # before it is rotated; None without
     q_norm: float | None = None
     kv_norm: float | None = None
     k_pe_norm: float | None = None
+    # queries are projected from 2·Lq columns, the normalised latent and the latent as it was
     doubled_query_latent: bool = False
+    # q_factor, kv_factor: factors of the queries and of the cached latent, behind the norms
     q_factor: float = 1.0
     kv_factor: float = 1.0
-    growth: QueryGrowth | None = None
+    growth: QueryGrowth | None = None  # of the queries with their position; None without
+    # what the output's gate is projected from: sigmoid of it times the output before W_O; None without
     gate: GateInput | None = None
+    # a row sees its own token and the window - 1 before it, so 1 is itself alone, as in the `sliding_window` of
+    # transformers' masks and in FlashAttention's `window_size=(window - 1, 0)`; None for all
     window: int | None = None
-    sink: bool = False
-    selects: bool = False
+    sink: bool = False  # whether each head has the logit of a sink among its weights
+    selects: bool = False  # whether a row attends to the tokens of a list that an indexer chose
 
     def __post_init__(self) -> None:
         for name in ("scale", "q_factor", "kv_factor"):
@@ -147,15 +145,15 @@ def mla_layer(
     *,
     query_start_loc: Sequence[int],
     context: PagedContext,
-    path: Path,
+    path: Path,  # one of the three routes
+    # [rows, K] integers, for a spec that selects: tokens of each row's request, counted from the first of its context
+    # and up to its own; -1 names none
     selected: Tensor | None = None,
 ) -> Tensor:
     """The whole layer, from hidden states [T, H] and positions [T] (tokens) to hidden states [T, H] float64.
 
     The context is what `latents` gave of it; it is read and not written. Rows past query_start_loc[-1] are not in the
-    result. path: one of the three routes. selected: [rows, K] integers, for a spec that selects: tokens of each row's
-    request, counted from the first of its context and up to its own; -1 names none.
-    Raises ValueError for another path, weights that are not those of the spec, and lists where it has none.
+    result. Raises ValueError for another path, weights that are not those of the spec, and lists where it has none.
     """
     if path not in get_args(Path):
         raise ValueError(f"expected a path of {', '.join(get_args(Path))}, got {path!r}")

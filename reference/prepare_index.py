@@ -33,18 +33,12 @@ _SCALE_STEPS = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """Values on their way to codes.
+    """Values on their way to codes."""
 
-    values: [..., D] float64.
-    accumulated: [..., D], sums of magnitudes that a float32 accumulation is relative to.
-    stored: [..., D], sums of magnitudes that a rounding of intermediate results is relative to.
-    least: the smallest normal number of their dtype, below which a rounding is no longer relative.
-    """
-
-    values: Tensor
-    accumulated: Tensor
-    stored: Tensor
-    least: float
+    values: Tensor  # [..., D] float64
+    accumulated: Tensor  # [..., D], sums of magnitudes that a float32 accumulation is relative to
+    stored: Tensor  # [..., D], sums of magnitudes that a rounding of intermediate results is relative to
+    least: float  # the smallest normal number of their dtype, below which a rounding is no longer relative
 
     @staticmethod
     def of(x: Tensor) -> "Prepared":

@@ -28,26 +28,23 @@ _KEY_ELEMENTS = 2**24
 
 
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selected: Tensor,
+    q: Tensor,  # [T, N, D]
+    k: Tensor,  # [S, 1, D] for all heads, or [S, N, D]
+    v: Tensor,  # [S, 1, V] or [S, N, V]; any float dtype
+    selected: Tensor,  # [T, K] integers, rows of k and v, or -1
     *,
-    scale: float,
-    sink: Tensor | None = None,
+    scale: float,  # factor of the logits
+    sink: Tensor | None = None,  # [N], the logit of each head's sink, natural; None without
     with_terms: bool = False,
     with_key_terms: bool = False,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> AttentionState:
     """Attention of each query to the keys of its list.
 
-    q: [T, N, D]. k: [S, 1, D] for all heads, or [S, N, D]. v: [S, 1, V] or [S, N, V]; any float dtype. selected:
-    [T, K] integers, rows of k and v, or -1.
-    scale: factor of the logits. sink: [N], the logit of each head's sink, natural; None without. rows: ascending query
-    numbers; None for all. Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a
-    row's list does not name have no influence on it, NaN included. Terms are as `blockwise_attention`'s: of large
-    problems on a GPU up to 5 % larger. Raises ValueError for shapes that do not fit together, no rows, or a list that
-    names a key which is not there.
+    Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a row's list does not name
+    have no influence on it, NaN included. Terms are as `blockwise_attention`'s: of large problems on a GPU up to 5 %
+    larger. Raises ValueError for shapes that do not fit together, no rows, or a list that names a key which is not
+    there.
     """
     _check(q, k, v, selected, sink)
     if k.shape[1] > 1:  # each head has keys of its own
@@ -155,14 +152,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | Non
 
 @dataclass(frozen=True)
 class RowLists:
-    """The tokens that the rows of a batch attend to.
+    """The tokens that the rows of a batch attend to."""
 
-    numbers: [T, K] int64, tokens of the row's request, counted from the first of its context; NO_KEY names none.
-    query_start_loc: first row of each request, and the end.
-    """
-
+    # [T, K] int64, tokens of the row's request, counted from the first of its context; NO_KEY names none
     numbers: Tensor
-    query_start_loc: Sequence[int]
+    query_start_loc: Sequence[int]  # first row of each request, and the end
 
     @staticmethod
     def of(

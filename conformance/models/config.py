@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from mla_conformance.files.whole import InputError, convert, decode, read_text
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
-from mla_conformance.reference.rope import Yarn
+from mla_conformance.reference.yarn import Yarn
 
 
 class Attends(StrEnum):

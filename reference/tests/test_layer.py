@@ -23,7 +23,8 @@ from mla_conformance.reference.projections import (
     up_project,
     up_project_output,
 )
-from mla_conformance.reference.rope import Rotation, Yarn
+from mla_conformance.reference.rope import Rotation
+from mla_conformance.reference.yarn import Yarn
 
 SMALL = PRESETS["small"]
 PATHS: Any = ("compute_friendly", "data_movement_friendly", "chunked_prefill")

@@ -17,7 +17,8 @@ from mla_conformance.reference.prepare_index import (
     scale_bounds,
     sylvester,
 )
-from mla_conformance.reference.rope import Rotation, Yarn, plain_frequencies, rope
+from mla_conformance.reference.rope import Rotation, plain_frequencies, rope
+from mla_conformance.reference.yarn import Yarn
 
 
 def drawn(*shape: int) -> torch.Tensor:
