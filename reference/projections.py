@@ -125,8 +125,9 @@ def projected_terms(
     w_uk, w_uv = (part.transpose(0, 1) for part in split_kv_b_proj(projection.w_kv_b, nope))
     found = []
     for (first, last), (start, stop) in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True):
-        by_head = [x.transpose(0, 1).double() for x in (q[first:last], k[start:stop], v[start:stop])]
-        found.append(_request_terms(*by_head, projection.kv_c[start:stop], w_uk, w_uv, scale))
+        own = q[first:last], k[start:stop], v[start:stop]
+        queries, keys, values = (x.transpose(0, 1).double() for x in own)
+        found.append(_request_terms(queries, keys, values, projection.kv_c[start:stop], w_uk, w_uv, scale))
     return ProjectedTerms(**{name: torch.cat([part[name] for part in found]) for name in found[0]})
 
 

@@ -44,7 +44,8 @@ class RowSums:
         return RowSums(output, totals, shift, *(torch.zeros(x, device=device) for x in shapes))
 
     def map(self, view: View) -> "RowSums":
-        return RowSums(**{name: None if part is None else view(part) for name, part in vars(self).items()})
+        others = (self.shift, self.products, self.absolute, self.largest)
+        return RowSums(view(self.output), view(self.totals), *(None if part is None else view(part) for part in others))
 
     def add(self, tile: Tile) -> None:
         """Add a tile's keys."""
@@ -88,7 +89,8 @@ def store(sums: RowSums, low: torch.dtype | None, state: AttentionState) -> None
     torch.mul(sums.output, inverse, out=state.output.transpose(0, 1))
     lse = total.log().squeeze(-1)
     state.lse.copy_(lse if sums.shift is None else lse + sums.shift.squeeze(-1))
-    if sums.products is not None and sums.largest is not None and state.terms is not None:
+    if state.terms is not None:
+        assert sums.products is not None and sums.absolute is not None and sums.largest is not None
         factor = (inverse * margin).float()
         magnitude, score, squares = sums.products.unflatten(0, (3, -1))
         written = (

@@ -22,7 +22,7 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """An extension of the context, in the terms of a model's configuration. Raises ValueError for numbers out of range."""
+    """An extension of the context, as a configuration tells it. Raises ValueError for numbers out of range."""
 
     factor: float  # the extended context by the original one
     original_positions: int  # length of the original one in tokens

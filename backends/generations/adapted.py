@@ -127,8 +127,14 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        return self._new_tokens((q, k, v), return_softmax_lse, out, output_scale)
+
+    def _new_tokens(
+        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
+    ) -> Any:
+        """The call, as the driven class takes it."""
         given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
-        return self._target.run_prefill_new_tokens(q, k, v, return_softmax_lse=return_softmax_lse, **given)
+        return self._target.run_prefill_new_tokens(*operands, return_softmax_lse=lse, **given)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)

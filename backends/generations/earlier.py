@@ -194,19 +194,11 @@ class EarlierAdapter(AdaptedPrefillBackend):
         )
         self._prefill_metadata = batch.prefill
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _new_tokens(
+        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
+    ) -> Any:
         check_unquantised(self, output_scale)
-        result = self._unpadded(
-            self._target.run_prefill_new_tokens(self._prefill_metadata, q, k, v, return_softmax_lse)
-        )
+        result = self._unpadded(self._target.run_prefill_new_tokens(self._prefill_metadata, *operands, lse))
         return result if out is None else copied_to(out, result)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -135,33 +135,25 @@ class PresentAdapter(AdaptedPrefillBackend):
             MLACommonPrefillMetadata(**given | {"chunked_context": translated}, prefill_backend=self._target)
         )
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _new_tokens(
+        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
+    ) -> Any:
         """``out`` goes to a backend that supports it, or with a scale; for any other the result is copied to it."""
-        rows = self._query_rows
-        if rows < q.shape[0]:
-            q_rows, k_rows, v_rows = (x[:rows] for x in (q, k, v))
-            counted = None if out is None else out[:rows]
-            result = self.run_prefill_new_tokens(q_rows, k_rows, v_rows, return_softmax_lse, counted, output_scale)
-            output, *lse = result if isinstance(result, tuple) else (result,)
-            more = q.shape[0] - rows
+        rows, more = self._query_rows, len(operands[0]) - self._query_rows
+        if more > 0:
+            q, k, v = (x[:rows] for x in operands)
+            result = self._new_tokens((q, k, v), lse, None if out is None else out[:rows], output_scale)
+            output, *lses = result if isinstance(result, tuple) else (result,)
             if out is not None and output.data_ptr() == out.data_ptr():
                 out[rows:].zero_()
                 output = out
             else:
                 output = torch.cat([output, output.new_zeros(more, *output.shape[1:])])
-            behind = [torch.cat([x, x.new_full((x.shape[0], more), -torch.inf)], dim=1) for x in lse]
+            behind = [torch.cat([x, x.new_full((x.shape[0], more), -torch.inf)], dim=1) for x in lses]
             return (output, behind[0]) if behind else output
         if self._target.supports_out() or output_scale is not None:
-            return super().run_prefill_new_tokens(q, k, v, return_softmax_lse, out, output_scale)
-        result = first_columns(super().run_prefill_new_tokens(q, k, v, return_softmax_lse), self.v_head_dim)
+            return super()._new_tokens(operands, lse, out, output_scale)
+        result = first_columns(super()._new_tokens(operands, lse, None, None), self.v_head_dim)
         return result if out is None else copied_to(out, result)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

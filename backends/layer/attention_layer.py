@@ -1,7 +1,6 @@
 """The attention-layer interface: a backend names its classes and says what it supports (vLLM's ``AttentionBackend``).
 
-Names and keywords are those of ``vllm.v1.attention.backend``, whose other names are in ``attention_types`` and
-``attention_impl``.
+Names and keywords are those of ``vllm.v1.attention.backend``, whose other names are in ``attention_impl``.
 """
 
 from abc import ABC, abstractmethod

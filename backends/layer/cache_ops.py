@@ -35,10 +35,7 @@ def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
 
 
 def entry_width(kv_cache_dtype: str, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-    """Elements of the cache's dtype that a token takes: L + R, or 656 bytes.
-
-    Raises ValueError: an unknown layout, or one without room for such latents.
-    """
+    """Elements of the cache's dtype that a token takes; ValueError for an unknown layout, or one without room."""
     return cache_layout.entry_width(known_layout(kv_cache_dtype), kv_lora_rank, qk_rope_head_dim)
 
 
@@ -85,10 +82,7 @@ def concat_and_cache_mla(
     scale: Tensor,  # float32 scalar tensor, of the layout ``fp8`` alone
     tile_scales: str = "float32",  # what the scales of an ``fp8_ds_mla`` entry are to be
 ) -> None:
-    """Write tokens into their slots, in place; waits for nothing on the device but to refuse a bad slot.
-
-    Raises ValueError: an unknown layout, a cache of another layout, or a slot outside of the cache.
-    """
+    """Write tokens into their slots, in place; waits for nothing on the device but to refuse a slot outside of it."""
     layout = known_layout(kv_cache_dtype, tile_scales)
     width, dtype = entry_width(layout, kv_c.shape[-1], k_pe.shape[-1]), cache_dtype(layout, kv_c.dtype)
     if kv_cache.dim() != 3 or kv_cache.shape[-1] != width or kv_cache.dtype != dtype:
@@ -125,10 +119,7 @@ def gather_cache(
     kv_cache_dtype: str,  # name of the layout
     scale: Tensor,  # float32 scalar tensor, of the layout ``fp8`` alone
 ) -> None:
-    """Collect a part of each request's cached latents, requests one after another, dequantised.
-
-    Raises ValueError: an unknown layout, a ``dst`` or a block table that is too short, or a block outside of the cache.
-    """
+    """Collect a part of each request's cached latents, requests one after another, dequantised; refuses misfits."""
     page, bounds = src_cache.shape[1], cu_seq_lens[: batch_size + 1].long()
     total = int(bounds[-1])
     if total > dst.shape[0]:
@@ -159,10 +150,9 @@ def copy_blocks_mla(kv_caches: Sequence[Tensor], src_to_dst: Tensor) -> None:
 
 
 def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
-    """Copy whole blocks from one cache [blocks, page, entry] to another, such as between a GPU and the host.
+    """Copy whole blocks, [copies, 2] integers, from one cache [blocks, page, entry] to another, on any devices.
 
-    src_to_dst [copies, 2] integers. ValueError for caches of different pages, a block outside of a cache, or one that
-    is written twice.
+    ValueError for caches of different pages, a block outside of a cache, or one that is written twice.
     """
     if src.shape[1:] != dst.shape[1:] or src.dtype != dst.dtype:
         raise ValueError(

@@ -130,10 +130,7 @@ class Lockstep:
         self._turn = threading.Condition()
 
     def run(self, steps: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What each rank's step returned.
-
-        Raises BaseException: what a step raised; of several the first, since others may have waited for that rank.
-        """
+        """What each rank's step returned; raises what the first of them raised, for which others may have waited."""
         self._given: list[list[Tensor]] = [[] for _ in steps]
         self._ended: set[int] = set()
         self._errors: list[BaseException] = []
@@ -150,10 +147,7 @@ class Lockstep:
         return results
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        """What each rank gave at the same place of its order; ``rank`` gives ``x``.
-
-        Raises RuntimeError: another rank ended before, or gave something of another form.
-        """
+        """What each rank gave at the same place of its order, all of one form; ``rank`` gives ``x``."""
         number = len(self._given[rank])
         self._given[rank].append(x.clone())
         self._turn.notify_all()

@@ -27,10 +27,8 @@ class BatchForm(NamedTuple):
 
 
 def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
-    """Refuse negative lengths [B], on the host, and queries longer than their sequences.
-
-    A sequence of 0 with a query of 1 is a row of padding.
-    """
+    """Refuse negative lengths [B], on the host, and queries longer than their sequences, by a ValueError."""
+    # A sequence of 0 with a query of 1 is a row of padding.
     longer = (query_lens > seq_lens) & ~((seq_lens == 0) & (query_lens == 1))
     for name, wrong, expected in (
         ("query", query_lens < 0, "0 or more tokens"),
@@ -97,10 +95,7 @@ class LayerRequest(NamedTuple):
 def common_metadata(
     requests: Sequence[LayerRequest], *, padding: int, block_size: int, device: torch.device, sharding: Sharding
 ) -> CommonAttentionMetadata:
-    """The batch as every layer of a model sees it, with so many rows of padding behind the requests.
-
-    Raises ValueError: no request, contradictory lengths, or blocks that do not hold a request's tokens.
-    """
+    """The batch as every layer of a model sees it, padding behind the requests; refuses contradictory ones."""
     if not requests or padding < 0:
         raise ValueError(f"expected at least one request and no negative padding, got {len(requests)} and {padding}")
     lengths = np.array([(r.query_len, r.context_len) for r in requests], dtype=np.int64)

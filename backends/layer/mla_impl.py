@@ -104,8 +104,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
 
-        One with quantised weights is asked for the image of the identity, without its bias. Raises ValueError: a
-        projection without a weight, or with one of another shape.
+        One with quantised weights is asked for the image of the identity, without its bias.
         """
         linear = self.kv_b_proj
         weight = stored_weight(linear)
@@ -134,8 +133,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
         """Hand the batch to the kernels.
 
         ``forward`` does so for a batch it has not seen; before a captured graph is replayed with new contents of the
-        same buffers, whoever replays it does. Raises UnsupportedConfiguration: no kernel for a part of the batch;
-        ValueError: metadata of another rank.
+        same buffers, whoever replays it does.
         """
         parts = (attn_metadata.prefill_metadata, attn_metadata.decode_metadata)
         if attn_metadata.dcp_world_size != self.dcp_world_size or attn_metadata.dcp_rank != self.dcp_rank:
@@ -273,10 +271,7 @@ class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     def _forward_decode(
         self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
     ) -> State:
-        """Attention of the absorbed query to the latents that this rank holds: output [T, N, L] and LSE [N, T].
-
-        N are the heads of all ranks.
-        """
+        """Attention of the absorbed query of all ranks' heads to this rank's latents: output [T, N, L], LSE [N, T]."""
         return self.decode.run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
     def _v_up_proj(self, x: Tensor) -> Tensor:

@@ -61,10 +61,7 @@ class MLACommonBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[blocks, page, entry]; an entry's elements are those of the cache's dtype.
-
-        Raises ValueError: several heads, or a layout that is unknown or holds no such latents.
-        """
+        """[blocks, page, entry]; an entry's elements are those of the cache's dtype."""
         if num_kv_heads != 1:
             raise ValueError(f"expected num_kv_heads 1, all heads share a latent, got {num_kv_heads}")
         width = cache_ops.entry_width(cache_dtype_str, *_latent_dims(head_size))

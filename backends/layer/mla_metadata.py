@@ -101,11 +101,11 @@ class MLACommonMetadata(AttentionMetadata):
     padding is a decode of one token with ``seq_len`` 0. What is no tensor here stays as it is when a graph is replayed.
     """
 
-    num_prefills: int  # requests that prefill
+    num_prefills: int = 0  # requests that prefill
     num_decodes: int  # requests that decode, padding included
-    num_prefill_tokens: int  # new tokens of the prefills
+    num_prefill_tokens: int = 0  # new tokens of the prefills
     num_decode_tokens: int  # new tokens of the decodes; without prefills also the rows that pad a graph's batch
-    prefills_first: bool  # whether the prefills come before the decodes or after them
+    prefills_first: bool = True  # whether the prefills come before the decodes or after them
     slot_mapping: Tensor  # [T] int64; -1 for a token that is not stored
     seq_lens: list[int]  # B lengths, on the host
     seq_lens_tensor: Tensor  # [B] int32
@@ -114,9 +114,9 @@ class MLACommonMetadata(AttentionMetadata):
     seq_start_loc: Tensor  # [B + 1] int32, cumulative ``seq_lens``
     context_lens_tensor: Tensor  # [B] int32
     block_tables: Tensor  # [B, max blocks] int32
-    max_query_len: int  # longest query of the batch, in tokens
-    max_decode_query_len: int  # longest query of a decode; 1 without decodes
-    max_prefill_seq_len: int  # longest sequence of a prefill; 0 without prefills
+    max_query_len: int = 1  # longest query of the batch, in tokens
+    max_decode_query_len: int = 1  # longest query of a decode; 1 without decodes
+    max_prefill_seq_len: int = 0  # longest sequence of a prefill; 0 without prefills
     max_decode_seq_len: int  # longest sequence of a decode; 0 without decodes. May exceed the true one
     dtype: torch.dtype  # of the model
     use_cuda_graph: bool = False  # whether the batch is padded to run in a captured graph
@@ -151,10 +151,7 @@ class MLACommonMetadata(AttentionMetadata):
 
     @property
     def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
-        """The prefills alone, for a prefill backend; None without any. The same object until the batch changes.
-
-        Raises ValueError: the prefills have context and no workspace was bound.
-        """
+        """The prefills alone, for a prefill backend; None without any. The same object until the batch changes."""
         if self._cached_prefill_metadata is None and self.num_prefills:
             part, context = self.prefill_requests, None
             lengths = self.query_lens_cpu[part]

@@ -53,11 +53,7 @@ class MLACommonState:
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False
     ) -> MLACommonMetadata:
-        """Metadata over the buffers: ``batch_size`` decodes of one token, each of its first cached token.
-
-        Raises ValueError: outside of :meth:`graph_capture`, or a batch larger than the buffers; NotImplementedError: an
-        encoder-decoder model.
-        """
+        """Metadata over the buffers, inside of :meth:`graph_capture`: decodes of one token, the first cached one."""
         _require_decoder_only(is_encoder_decoder_model)
         self._require_capture()
         held = min(len(self._graph_slot_mapping), len(self._graph_block_tables))
@@ -65,11 +61,8 @@ class MLACommonState:
             raise ValueError(f"expected a batch of 1..{held} requests, the captured buffers', got {batch_size}")
         starts = self._graph_starts[: batch_size + 1]
         return MLACommonMetadata(
-            num_prefills=0,
             num_decodes=batch_size,
-            num_prefill_tokens=0,
             num_decode_tokens=batch_size,
-            prefills_first=True,
             slot_mapping=self._graph_slot_mapping[:batch_size],
             seq_lens=[1] * batch_size,
             seq_lens_tensor=self._graph_seq_lens[:batch_size],
@@ -78,9 +71,6 @@ class MLACommonState:
             seq_start_loc=starts,
             context_lens_tensor=torch.zeros_like(self._graph_seq_lens[:batch_size]),
             block_tables=self._graph_block_tables[:batch_size],
-            max_query_len=1,
-            max_decode_query_len=1,
-            max_prefill_seq_len=0,
             max_decode_seq_len=self.runner.max_seq_len_to_capture,
             dtype=self.model_config.dtype,
             use_cuda_graph=True,
@@ -105,11 +95,7 @@ class MLACommonState:
     def prepare_graph_input_buffers(
         self, input_buffers: dict[str, Tensor], attn_metadata: MLACommonMetadata, is_encoder_decoder_model: bool = False
     ) -> None:
-        """Fill the buffers of a captured batch with another one; rows that it lacks become padding.
-
-        Raises ValueError: a batch that is no batch of decodes, is larger than the captured one, or has longer
-        sequences.
-        """
+        """Fill the buffers of a captured batch with another one of decodes, if it fits; other rows become padding."""
         _require_decoder_only(is_encoder_decoder_model)
         new = self.get_graph_input_buffers(attn_metadata) if attn_metadata.num_decodes else {}
         captured = input_buffers["slot_mapping"].shape[0]
