@@ -41,7 +41,9 @@ from mla_conformance.reference.tiles import (
     Blocks,
     Queries,
     RequestRows,
+    Tile,
     TileKeys,
+    View,
     cut,
     cuts,
     folded,
@@ -88,12 +90,13 @@ class Panel:
 
     def add_to(self, sums: RowSums) -> Iterator[None]:
         """Add all visible keys to the sums, one tile a step."""
-        tiles = self._tiles(sums)
-        yield next(tiles, None)
-        # Counted while a GPU is at its first products.
-        if self.low is not None:
-            self.own(sums).set_absolute(self._absolute(self.low))
-        yield from tiles
+        counted = self.low is None
+        for rows, tile in self._pieces():
+            sums.map(rows).add(tile)
+            yield
+            if not counted and self.low is not None:  # while a GPU is at its first products
+                self.own(sums).set_absolute(self._absolute(self.low))
+                counted = True
 
     def extremes(self, sums: RowSums) -> Tensor:
         """Those of the rows that see a key; [2] float64."""
@@ -109,10 +112,9 @@ class Panel:
     def maxima(self) -> Tensor:
         """[h, r, 1] float64, the largest visible score of each row; 0 where there is none."""
         largest = self.zeros(None).totals[..., :1].contiguous().fill_(-torch.inf)
-        for band, queries in self._bands():
-            part = band.rows(largest)
-            for tile in band.tiles(queries):
-                torch.maximum(part, tile.scores().amax(dim=-1, keepdim=True), out=part)
+        for rows, tile in self._pieces():
+            part = rows(largest)
+            torch.maximum(part, tile.scores().amax(dim=-1, keepdim=True), out=part)
         return largest.masked_fill_(largest == -torch.inf, 0.0)[:, : self._length]
 
     @property
@@ -144,13 +146,6 @@ class Panel:
     def _keys(self, keys: slice) -> TileKeys:
         return TileKeys.widened(self.request, self.heads, keys, self.low)
 
-    def _tiles(self, sums: RowSums) -> Iterator[None]:
-        for band, queries in self._bands():
-            part = sums.map(band.rows)
-            for tile in band.tiles(queries):
-                part.add(tile)
-                yield
-
     def _absolute(self, low: torch.dtype) -> Tensor:
         """[h, r, V] float32, Σ |v| of the visible keys."""
         shared, request = self._seen_by_all, self.request
@@ -163,21 +158,22 @@ class Panel:
         steps = _in_steps(padded(self._padded_length)(v), self.blocks.step)[:, : self._length]
         return steps.add_(_of_all(request, self.heads, start))
 
-    def _bands(self) -> Iterator[tuple[Band, Queries]]:
-        """Bands that have every visible pair once, and their queries."""
+    def _pieces(self) -> Iterator[tuple[View, Tile]]:
+        """Tiles that have every visible pair once, and what picks their rows."""
         queries = Queries.widened(self.request, self.heads, self.rows, self.scale, self.low)
         queries = queries.map(padded(self._padded_length))
         # Where rows are stepped the last key that all of them see is the first row's own; with it the rows and their
         # keys are a triangle.
         rest = self._triangle() if self._stepped else self._ragged()
-        for band in chain(self._rectangles(self._seen_by_all - self._stepped), rest):
-            yield band, queries.map(band.rows)
+        for rows, parts, seen in chain(self._rectangles(self._seen_by_all - self._stepped), rest):
+            own = queries.map(rows)
+            yield from ((rows, Tile(own, keys, seen)) for keys in parts)
 
     def _rectangles(self, stop: int) -> Iterator[Band]:
         """The keys before ``stop``, which all rows see."""
         for span in cuts(stop, self.blocks.span):
             parts = self._keys(span).parts(self.blocks.keys)
-            yield from (Band(cut(rows), parts) for rows in cuts(self._length, self.blocks.queries))
+            yield from ((cut(rows), parts, None) for rows in cuts(self._length, self.blocks.queries))
 
     def _triangle(self) -> Iterator[Band]:
         """As many keys as rows, of which a row sees its own and those before; the largest pieces first.
@@ -187,11 +183,11 @@ class Panel:
         start, size = self._seen_by_all - 1, self.blocks.queries
         keys = self._keys(slice(start, start + self._length)).map(padded(self._padded_length))
         for rows in reversed([*cuts(self._length, size, start=size)]):
-            yield Band(cut(rows), keys.map(cut(slice(rows.start))).parts(self.blocks.keys))
+            yield cut(rows), keys.map(cut(slice(rows.start))).parts(self.blocks.keys), None
         while size > self.blocks.step:
             size //= 2
-            yield Band(folded(2 * size, slice(size, None)), [keys.map(folded(2 * size, slice(size)))])
-        yield Band(folded(size), [keys.map(folded(size))], torch.arange(1, size + 1, device=keys.k.device))
+            yield folded(2 * size, slice(size, None)), [keys.map(folded(2 * size, slice(size)))], None
+        yield folded(size), [keys.map(folded(size))], torch.arange(1, size + 1, device=keys.k.device)
 
     def _ragged(self) -> Iterator[Band]:
         """The keys that only some rows see, whichever those are."""
@@ -200,7 +196,7 @@ class Panel:
             for part in cuts(self.request.visible(positions[-1]), self.blocks.keys, start=self._seen_by_all):
                 first = bisect_left(positions, part.start + 1, key=self.request.visible)
                 rows = slice(block.start + first, block.stop)
-                yield Band(cut(rows), [self._keys(part)], self.counts[rows] - part.start)
+                yield cut(rows), [self._keys(part)], self.counts[rows] - part.start
 
 
 def _of_all(request: RequestRows, heads: slice, keys: int) -> Tensor:

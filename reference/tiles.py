@@ -177,17 +177,9 @@ class Tile:
         return products
 
 
-@dataclass(frozen=True)
-class Band:
-    """Rows and the keys that they see."""
-
-    rows: View  # picks the rows of queries and of sums
-    keys: Sequence[TileKeys]  # the keys, in parts that are multiplied at a time
-    seen: Tensor | None = None  # as a tile's, where a row does not see all; then there is one part
-
-    def tiles(self, queries: Queries) -> Iterator[Tile]:
-        """One for each part; queries of these rows."""
-        return (Tile(queries, keys, self.seen) for keys in self.keys)
+Band = tuple[View, Sequence[TileKeys], Tensor | None]
+"""What picks the rows of queries and of sums; the keys that they see, in parts that are multiplied at a time; and as a
+tile's, how many of them each row sees, where those are not all: then there is one part."""
 
 
 def heads_first(x: Tensor) -> Tensor:

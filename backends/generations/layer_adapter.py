@@ -19,16 +19,8 @@ from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.declaration import Declaration, Deviation, Precision, Rounding
 from mla_conformance.backends.foreign import reasons_of
+from mla_conformance.backends.generations import vllm
 from mla_conformance.backends.generations.adapted import adapter_of
-from mla_conformance.backends.generations.vllm import (
-    LAYER_MODULE,
-    LAYER_NAME,
-    current_config,
-    engine_config,
-    forward_context,
-    prefill_class,
-    why_no_prefill,
-)
 from mla_conformance.backends.kernel import HEAD_DIMS, DeviceCapability, UnsupportedConfiguration, accepts_block_size
 from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionMetadata, CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding
@@ -57,7 +49,7 @@ class AdaptedLayerBuilder:
         self._page, self._device = kv_cache_spec.block_size, device
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         spec = impl.wrapped.customize_spec(impl.module.get_kv_cache_spec(impl.config))
-        with current_config(impl.config):
+        with vllm.current_config(impl.config):
             self._builder = impl.wrapped.get_builder_cls()(spec, layer_names, impl.config, device)
 
     def build(
@@ -112,24 +104,24 @@ class AdaptedLayerImpl:
         config, self.wrapped = get_current_config(), wrapped
         dims = MLADimensions(**{name: others[name] for name in HEAD_DIMS})
         self._heads, self._qk_head_dim, self._v_head_dim = num_heads, dims.qk_head_dim, dims.v_head_dim
-        self.config = engine_config(config, num_heads, kv_lora_rank, dims)
+        self.config = vllm.engine_config(config, num_heads, kv_lora_rank, dims)
         dtype = config.model_config.dtype
-        with current_config(self.config), stored_weight(kv_b_proj).device:
-            prefill = NoPrefill if why_no_prefill(dtype, dims) else prefill_class(dtype, dims)
-            self.module = import_module(LAYER_MODULE).MLAAttention(
+        with vllm.current_config(self.config), stored_weight(kv_b_proj).device:
+            prefill = NoPrefill if vllm.why_no_prefill(dtype, dims) else vllm.prefill_class(dtype, dims)
+            self.module = import_module(vllm.LAYER_MODULE).MLAAttention(
                 **{name: others[name] for name in ("scale", "q_lora_rank", *HEAD_DIMS)},
                 num_heads=num_heads,
                 kv_lora_rank=kv_lora_rank,
                 kv_b_proj=as_vllm_linear(kv_b_proj, kv_lora_rank, dtype),
                 cache_config=self.config.cache_config,
-                prefix=LAYER_NAME,
+                prefix=vllm.LAYER_NAME,
                 attn_backend=wrapped,
                 prefill_backend_cls=prefill,
             )
-        config.compilation_config.static_forward_context[LAYER_NAME] = self
+        config.compilation_config.static_forward_context[vllm.LAYER_NAME] = self
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        with current_config(self.config):
+        with vllm.current_config(self.config):
             self.module.process_weights_after_loading(act_dtype)
 
     def forward(
@@ -150,7 +142,7 @@ class AdaptedLayerImpl:
         order = attn_metadata.order
         operands = (q.view(-1, self._heads, self._qk_head_dim), k_c_normed, k_pe)
         given = operands if order is None else tuple(x[order] for x in operands)
-        with forward_context(self.config, attn_metadata.translated):
+        with vllm.forward_context(self.config, attn_metadata.translated):
             shape = torch.Size((len(given[0]), self._heads * self._v_head_dim))
             result: Tensor = self.module(*given, output_shape=shape)
         return result if order is None else torch.empty_like(result).index_copy_(0, order, result)
@@ -259,7 +251,7 @@ class AdaptedLayerBackend:
             "use_per_head_quant_scales": False,
         } | asked  # fmt: skip
         reasons = reasons_of(cls.wrapped.validate_configuration(**configuration))
-        if not import_module(LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
+        if not import_module(vllm.LAYER_MODULE).MLACommonBackend.supports_head_size(head_size):
             reasons.append(f"head size {head_size} not supported by vLLM's MLA metadata")
         return reasons
 
@@ -269,7 +261,7 @@ class AdaptedLayerBackend:
         reasons = []
         if batch.prefills and batch.padding:
             reasons.append("rows of padding behind prefills: vLLM leaves them undefined")
-        missing = why_no_prefill(batch.dtype, batch.dimensions) if batch.prefills else ""
+        missing = vllm.why_no_prefill(batch.dtype, batch.dimensions) if batch.prefills else ""
         if missing:
             reasons.append(f"prefills: {missing}")
         if layout_of(batch.kv_cache_dtype) != "auto":

@@ -133,17 +133,25 @@ class Lockstep:
         """What each rank's step returned; raises what the first of them raised, for which others may have waited."""
         self._given: list[list[Tensor]] = [[] for _ in steps]
         self._ended: set[int] = set()
-        self._errors: list[BaseException] = []
+        errors: list[BaseException] = []
         results: list[Any] = [None for _ in steps]
-        threads = [
-            threading.Thread(target=self._take_part, args=(rank, step, results)) for rank, step in enumerate(steps)
-        ]
+
+        def take_part(rank: int, step: Callable[[], Any]) -> None:
+            with self._turn:
+                try:
+                    results[rank] = step()
+                except BaseException as error:
+                    errors.append(error)
+                self._ended.add(rank)
+                self._turn.notify_all()
+
+        threads = [threading.Thread(target=take_part, args=each) for each in enumerate(steps)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if self._errors:
-            raise self._errors[0]
+        if errors:
+            raise errors[0]
         return results
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
@@ -163,15 +171,6 @@ class Lockstep:
 
     def _ended_before(self, number: int) -> list[int]:
         return [rank for rank in self._ended if len(self._given[rank]) <= number]
-
-    def _take_part(self, rank: int, step: Callable[[], Any], results: list[Any]) -> None:
-        with self._turn:
-            try:
-                results[rank] = step()
-            except BaseException as error:
-                self._errors.append(error)
-            self._ended.add(rank)
-            self._turn.notify_all()
 
 
 @dataclass(frozen=True)

@@ -144,19 +144,12 @@ class _Batch:
     share: int  # tokens of a context in a chunk
 
 
-def _batches(
-    order: str,
-    queries: str,
-    tokens: str,
-    others: str,
-    chunks: str,
-    longest: str,
-    tile: str,
-    page: str,
-    last: str,
-    *,
-    draw: Draw = PLAIN,
-) -> Iterator[_Batch]:
+_SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "page", "last page")
+
+
+def _batches(*classes: str, draw: Draw = PLAIN) -> Iterator[_Batch]:
+    """Of these classes of `_SHAPE`."""
+    order, queries, tokens, others, chunks, longest, tile, page, last = classes
     patterns = batches.query_tokens(queries, draw) if queries else ((),)
     for pattern, size in product(patterns, draw.some(batches.PAGES, page)):
         if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
@@ -181,9 +174,6 @@ def _share(context: int, page: int, chunks: str, draw: Draw) -> int:
         return page
     shares = (-(-context // (number * page)) * page for number in draw.some(CHUNKS, chunks))
     return next((share for share in shares if CHUNKS.class_of(-(-context // share)) == chunks), 0)
-
-
-_SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "page", "last page")
 
 
 def _exists(*classes: str) -> bool:

@@ -174,7 +174,8 @@ class LayerBatch(CachedBatch[LayerCase]):
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
         ends = zip(start_loc(self.totals)[1:], self.case.q, strict=False)
         new = torch.cat([torch.arange(end - q, end) for end, q in ends])
-        kv_c, k_pe = lay_out_latents(*(self._padded(x[new]) for x in self.latents), self.case)
+        new_kv_c, new_k_pe = (self._padded(x[new]) for x in self.latents)
+        kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
         return (parts[0] if self.case.ranks == 1 else RankedCall.of(parts),)
 

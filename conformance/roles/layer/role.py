@@ -9,6 +9,7 @@ import torch
 
 from mla_conformance.backends.foreign import reasons_of
 from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends.layer import layer_config as engine
 from mla_conformance.backends.layer.attention_impl import AttentionType
 from mla_conformance.backends.layer.context_parallel import (
     ContextParallelGroup,
@@ -16,16 +17,6 @@ from mla_conformance.backends.layer.context_parallel import (
     OnlyRank,
     Sharding,
     dcp_group,
-)
-from mla_conformance.backends.layer.layer_config import (
-    CacheConfig,
-    LayerConfig,
-    MLAAttentionSpec,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    set_current_config,
 )
 from mla_conformance.backends.layer.mla_batch import BatchForm, common_metadata
 from mla_conformance.backends.roles import Role
@@ -56,21 +47,21 @@ class Layer:
         # The workspace, eight times the longest sequence that is admitted, has the case's tokens, and decodes may be as
         # long as the case's. Prefixes are cached; prompts are split only where decodes come first: either alone brings
         # prefills with context.
-        self.config = config = LayerConfig(
-            model_config=ModelConfig(
+        self.config = config = engine.LayerConfig(
+            model_config=engine.ModelConfig(
                 dtype=dtype,
                 max_model_len=max(1, case.workspace // 8),
                 head_size=case.kv_lora_rank + case.dimensions.qk_rope_head_dim,
             ),
-            scheduler_config=SchedulerConfig(
+            scheduler_config=engine.SchedulerConfig(
                 max_num_seqs=max(1, min(case.workspace // 4, case.workspace_tokens) // case.page),
                 chunked_prefill_enabled=case.order == Order.DECODES_FIRST,
             ),
-            cache_config=CacheConfig(block_size=case.page, cache_dtype=case.cache, enable_prefix_caching=True),
-            parallel_config=ParallelConfig(
+            cache_config=engine.CacheConfig(block_size=case.page, cache_dtype=case.cache, enable_prefix_caching=True),
+            parallel_config=engine.ParallelConfig(
                 decode_context_parallel_size=case.ranks, cp_kv_cache_interleave_size=case.interleave
             ),
-            speculative_config=SpeculativeConfig(num_speculative_tokens=max(case.decode_queries, default=1) - 1),
+            speculative_config=engine.SpeculativeConfig(num_speculative_tokens=max(case.decode_queries, default=1) - 1),
         )
         runner = SimpleNamespace(
             model_config=config.model_config,
@@ -93,7 +84,7 @@ class Layer:
         else:
             self._linear = linear
             case, dims, head_size = self._case, self._case.dimensions, self.config.model_config.head_size
-            with dcp_group(self._group), set_current_config(self.config):
+            with dcp_group(self._group), engine.set_current_config(self.config):
                 self.impl = self.backend.get_impl_cls()(
                     num_heads=case.heads // case.ranks,
                     head_size=head_size,
@@ -114,7 +105,7 @@ class Layer:
                     kv_b_proj=linear,
                 )
                 # Behind its layer, which some builders look up.
-                spec = MLAAttentionSpec(block_size=case.page, head_size=head_size, cache_dtype_str=case.cache)
+                spec = engine.MLAAttentionSpec(block_size=case.page, head_size=head_size, cache_dtype_str=case.cache)
                 self.builder = self.backend.get_builder_cls()(spec, ["layer"], self.config, self._device)
         self.impl.process_weights_after_loading(self.config.model_config.dtype)
 
@@ -145,7 +136,7 @@ class Layer:
         impl = getattr(self, "impl", None)
         reported: dict[str, str] = getattr(impl, "kernel_evidence", dict)()
         for role in ("prefill", "decode"):
-            found = getattr(getattr(impl, role, None), "kernel_evidence", dict)()
+            found: dict[str, str] = getattr(getattr(impl, role, None), "kernel_evidence", dict)()
             reported = reported | {f"{role} {name}": value for name, value in found.items()}
         return reported
 
