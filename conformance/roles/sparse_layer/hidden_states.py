@@ -5,7 +5,6 @@ latents have a root mean square of a power of two, index keys such a variance, p
 layer in float64, rounded where a layer stores, is the only right one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +34,14 @@ _DECOYS = ((8.0, 2.0**-5), (2.0**-5, 8.0))
 """Size of a decoy's query, and its weight."""
 _BLOCK = (7, *[2] * 16, *[1] * 15)
 """Magnitudes of half a block of 64 columns, of which the other half has the negative: their mean square is 4."""
+
+MARGIN = 0.5
+"""Of the best score of a row, how far the last selected token stands above the best that is left out."""
+_WEIGHTS_SEED = 39
+_LEAST = 2.0**-6
+"""Of a latent, so that none is a subnormal number."""
+_LARGER = 4.0
+"""Latents and keys before their norms, so that its epsilon is nothing beside them."""
 
 
 def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
@@ -128,21 +135,6 @@ class Topics:
         return query[place], weights[place]
 
 
-def stacked(rows: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Queries [T, H, D] and weights [T, H]."""
-    queries, weights = zip(*rows, strict=True)
-    return torch.stack(queries), torch.stack(weights)
-
-
-MARGIN = 0.5
-"""Of the best score of a row, how far the last selected token stands above the best that is left out."""
-_WEIGHTS_SEED = 39
-_LEAST = 2.0**-6
-"""Of a latent, so that none is a subnormal number."""
-_LARGER = 4.0
-"""Latents and keys before their norms, so that its epsilon is nothing beside them."""
-
-
 class HiddenStates(CachedBatch[SparseLayerCase]):
     """Hidden states of a batch and what the golden layer makes of them, all on the CPU."""
 
@@ -176,7 +168,12 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
     def hidden(self) -> Tensor:
         """[S, hidden] of all tokens in the model's dtype: the columns that are picked, and others."""
         case, layer, tokens = self.case, self.layer, len(self.positions)
-        known = self._normed_latents(tokens)
+        # Latents have a root mean square that is a power of two; of a cache of codes they are codes.
+        if case.holds_codes or case.data == Data.INTEGERS:
+            known = _LARGER * drawn_blocks(tokens, case.kv_lora_rank, self.generator)
+        else:
+            known = torch.randn(tokens, case.kv_lora_rank, generator=self.generator, dtype=torch.float64)
+            known = _of_one_size(torch.copysign(known.abs().clamp(min=_LEAST), known))
         drawn = torch.randn(tokens, case.hidden_size, generator=self.generator).double()
         keys = [topics.keys(INDEX_DIM, self.generator) for topics in self.topics]
         drawn = put(drawn, layer.weights.W_DKV, known)
@@ -185,14 +182,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         assert layer.weights.W_DQ is not None
         drawn[self.new] = put(put(drawn[self.new], layer.weights.W_DQ, asked), layer.index.weights_proj, weights)
         return drawn.to(self.dtype)
-
-    def _normed_latents(self, tokens: int) -> Tensor:
-        """[S, L] of a root mean square that is a power of two; of a cache of codes they are codes."""
-        columns = self.case.kv_lora_rank
-        if self.case.holds_codes or self.case.data == Data.INTEGERS:
-            return _LARGER * drawn_blocks(tokens, columns, self.generator)
-        drawn = torch.randn(tokens, columns, generator=self.generator, dtype=torch.float64)
-        return _of_one_size(torch.copysign(drawn.abs().clamp(min=_LEAST), drawn))
 
     def _asked(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """What latent queries [T, Lq] before their norm and weights [T, H] are to be."""
@@ -203,7 +192,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
             sizes = case.topk, case.queries
             bounds = range(kv + 1, rows.stop - rows.start + 1)
             found += [topics.query(bound, *sizes, directions, self.generator) for bound in bounds]
-        q, asked = stacked(found)
+        q, asked = (torch.stack(rows) for rows in zip(*found, strict=True))  # [T, H, D] and [T, H]
         query = torch.arange(case.index_heads) % case.queries
         weights = (asked / query.bincount())[:, query]
         first = (INDEX_DIM - form.rotation.dim) * form.rope_last
@@ -232,34 +221,25 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return index_scores(q, index_weights(self.hidden[new], layer.index), self.keys, **starts)
 
     @cached_property
-    def bounds(self) -> Tensor:
-        """[T] int64, tokens that each new one sees."""
-        return self.positions[self.new] + 1
-
-    @cached_property
     def lists(self) -> Tensor:
         """[T, K] int64, positions that each new token attends to, -1 behind them."""
         columns, longest = self.case.topk, max(self.case.totals)
-        seen = torch.arange(longest) < self.bounds.unsqueeze(1)
+        bounds = self.positions[self.new] + 1  # [T] int64, tokens that each new one sees
+        seen = torch.arange(longest) < bounds.unsqueeze(1)
         scores = self.scores.scores
         if self.case.shared:
             scores = torch.rand(len(seen), longest, generator=self.generator, dtype=torch.float64)
         best = scores.masked_fill(~seen, -torch.inf).topk(min(columns, longest), dim=1)
-        if not self.case.shared:
-            self._require_margin(best.values)
+        rows = bounds > columns
+        if not self.case.shared and bool(rows.any()):
+            # What is left out against what is selected; a score of what is selected is the unit.
+            visible = scores.masked_fill(~self.scores.visible, -torch.inf)
+            behind = visible.topk(columns + 1, dim=1).values[rows, -1]
+            gap = float(((best.values[rows, -1] - behind) / best.values[rows, 0]).min())
+            if gap < MARGIN:
+                raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {gap:.3f}")
         named = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(named, (0, columns - named.shape[1]), value=NO_KEY)
-
-    def _require_margin(self, best: Tensor) -> None:
-        """Hold what is left out against what is selected; a score of what is selected is the unit."""
-        rows = self.bounds > self.case.topk
-        if not bool(rows.any()):
-            return
-        scores = self.scores.scores.masked_fill(~self.scores.visible, -torch.inf)
-        behind = scores.topk(self.case.topk + 1, dim=1).values[rows, -1]
-        gap = (best[rows, -1] - behind) / best[rows, 0]
-        if float(gap.min()) < MARGIN:
-            raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {float(gap.min()):.3f}")
 
 
 def _of_one_size(x: Tensor) -> Tensor:
