@@ -54,7 +54,7 @@ def compute_friendly(
     operands = _concat_query(q_nope, q_pe), expand_key(k_nope, k_pe.to(torch.float64)), v
     if selected is not None:
         return selected_attention(*operands, selected, scale=scale)
-    starts = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
+    starts: dict[str, Any] = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
     return attention(*operands, **starts, scale=scale, causal=causal)
 
 
@@ -82,7 +82,7 @@ def data_movement_friendly(
     if selected is not None:
         state = selected_attention(*operands, selected, scale=scale)
     else:
-        starts = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
+        starts: dict[str, Any] = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
         state = attention(*operands, **starts, scale=scale, causal=causal)
     return AttentionState(up_project_output(state.output, w_uv), state.lse)
 
@@ -104,8 +104,8 @@ def chunked_prefill(
     With lists, attention to what they name of each. Output [T, N, V]. Raises ValueError as `plan_context_chunks` and
     `gather_latents` do.
     """
-    batch = {"weight_kv_b": weight_kv_b, "query_start_loc": query_start_loc, "scale": scale}
-    attend: Any = partial(compute_friendly, q_nope, q_pe, **batch)
+    batch: dict[str, Any] = {"weight_kv_b": weight_kv_b, "query_start_loc": query_start_loc, "scale": scale}
+    attend = partial(compute_friendly, q_nope, q_pe, **batch)
     lengths = _lengths(query_start_loc)
     named = None if lists is None else lists.keys(context.context_lens, lengths)
     state = attend(kv_c, k_pe, key_start_loc=query_start_loc, causal=True, selected=named)

@@ -50,7 +50,7 @@ def selected_attention(
     if k.shape[1] > 1:  # each head has keys of its own
         heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
         options: dict[str, Any] = {"with_terms": with_terms, "with_key_terms": with_key_terms, "rows": rows}
-        parts = [selected_attention(*operands, selected, scale=scale, **options) for operands in heads]
+        parts = [selected_attention(x, y, z, selected, scale=scale, **options) for x, y, z in heads]
         state = definition.concatenate(parts, heads=True)
         return state if sink is None else with_sink(state, sink)
     chosen = torch.arange(len(q), device=q.device)
