@@ -105,7 +105,7 @@ def chunked_prefill(
     `gather_latents` do.
     """
     batch: dict[str, Any] = {"weight_kv_b": weight_kv_b, "query_start_loc": query_start_loc, "scale": scale}
-    attend = partial(compute_friendly, q_nope, q_pe, **batch)
+    attend: Any = partial(compute_friendly, q_nope, q_pe, **batch)
     lengths = _lengths(query_start_loc)
     named = None if lists is None else lists.keys(context.context_lens, lengths)
     state = attend(kv_c, k_pe, key_start_loc=query_start_loc, causal=True, selected=named)
