@@ -29,7 +29,7 @@ from mla_conformance.backends.foreign import (
 from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier import EarlierAdapter
 from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
-from mla_conformance.backends.generations.present_adapter import PresentAdapter
+from mla_conformance.backends.generations.present import PresentAdapter
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
 from mla_conformance.backends.roles import ROLES, Role, role_of

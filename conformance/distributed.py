@@ -26,7 +26,7 @@ from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.report.terminal import say
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.layer.driver import Layer
+from mla_conformance.roles.layer.role import Layer
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
@@ -40,7 +40,7 @@ _PASSED, _FAILED, _USAGE, _NOTHING = range(4)
 
 
 class OwnRank:
-    """The layer of this process among those of all, for the same calls as ``LayerOnRanks``."""
+    """The layer of this process among those of all, for the same calls as ``LayersOnRanks``."""
 
     def __init__(self, backend: Any, case: LayerCase, dtype: torch.dtype, device: torch.device) -> None:
         self._group = DistributedGroup()

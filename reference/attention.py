@@ -20,6 +20,7 @@ WORKSPACE_ELEMENTS = 2**22
 """Elements that one [N, rows, S] temporary may hold (32 MiB of float64); a single row is always admitted."""
 _ON_GPU = 8
 """Times as many on a GPU, where an operation costs the same whatever it has to do, up to about that size."""
+_COMBINATIONS = 4
 
 
 def workspace_elements(device: torch.device) -> int:
@@ -30,28 +31,24 @@ def workspace_elements(device: torch.device) -> int:
 class ErrorTerms:
     """Sums over the visible keys that a first-order error bound is made of, float64; float32 from `blockwise`.
 
-    magnitude [T, N, V]: Σ p·|v|, the error of rounding p or v relative to a unit roundoff.
-    score [T, N, V]: Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores.
-    squares [T, N, V]: Σ p²·v², the variance of independent roundings of p.
-    peak [T, N, V]: max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what
-        is tiny beside it rounds to a subnormal or to 0.
-    lse_score [N, T]: Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE.
-
-    Where they are asked for, what rounding each key, and the value that it holds, once more does by the scores:
-    key_spread [T, N, V]: Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent.
-    key_shared [T, N]: Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys
-        have in common, element by element; estimated from random combinations of the columns, since the sum itself has
-        as many products for each row as a layer has for all.
-    key_shift [T, N, V]: |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share.
+    The last three are, where they are asked for, what rounding each key, and the value that it holds, once more does by
+    the scores.
     """
 
-    magnitude: Tensor
-    score: Tensor
-    squares: Tensor
+    magnitude: Tensor  # [T, N, V] Σ p·|v|, the error of rounding p or v relative to a unit roundoff
+    score: Tensor  # [T, N, V] Σ p·(Σ_d |scale|·|q_d|·|k_d|)·|v|, that of accumulating the scores
+    squares: Tensor  # [T, N, V] Σ p²·v², the variance of independent roundings of p
+    # [T, N, V] max(p)·Σ |v|, the error of p's absolute floor: a kernel stores p relative to the largest, and what is
+    # tiny beside it rounds to a subnormal or to 0
     peak: Tensor
-    lse_score: Tensor
+    lse_score: Tensor  # [N, T] Σ p·(Σ_d |scale|·|q_d|·|k_d|), what the score's accumulation does to the LSE
+    # [T, N, V] Σ p²·(Σ_d (scale·q_d·k_d)²)·(v - o)², the variance of roundings that are independent
     key_spread: Tensor | None = None
+    # [T, N] Σ_d (scale·q_d)²·(Σ p·k_d·(v - o))², averaged over the columns, that of roundings which all keys have in
+    # common, element by element; estimated from random combinations of the columns, since the sum itself has as many
+    # products for each row as a layer has for all
     key_shared: Tensor | None = None
+    # [T, N, V] |Σ p·s·(v - o)| + |o| with s the score, the error of one that all elements of all keys share
     key_shift: Tensor | None = None
 
     def by_name(self) -> dict[str, Tensor]:
@@ -69,24 +66,18 @@ class ProjectedTerms:
 
     A, E and E_l, Q, W and Y are terms of `ErrorTerms` (SPEC 4.2), with ~ those of an absorbed query and latents for
     keys; o_c = Σ p·c is what a row attended of the latents, before W_UV.
-
-    rounding: the error of projections that are rounded to a unit roundoff, by the route where it is larger: keys and
-        values, E + E_l·|o| + A, or the absorbed query and the attended latent, E~ + E_l~·|o| + Σ_l |o_c|·|W_UV|.
-    variance: the same of independent roundings, Q + o² + W + Y or Y~ + Σ_l o_c²·W_UV².
-    latent_rounding: that of latents rounded once, E~ + E_l~·|o| + magnitude.
-    latent_variance: W~ + Y~ + latent_squares.
-    magnitude: Σ p·Σ_l |c|·|W_UV|, the error of accumulating latents or of rounding parts of their sum.
-    latent_squares: Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or the same for all keys.
-    accumulation: magnitude and what accumulating every product of a score does, Σ |q|·|W_UK|·|c|.
     """
 
+    # the error of projections that are rounded to a unit roundoff, by the route where it is larger: keys and values, E
+    # + E_l·|o| + A, or the absorbed query and the attended latent, E~ + E_l~·|o| + Σ_l |o_c|·|W_UV|
     rounding: Tensor
-    variance: Tensor
-    latent_rounding: Tensor
-    latent_variance: Tensor
-    magnitude: Tensor
+    variance: Tensor  # the same of independent roundings, Q + o² + W + Y or Y~ + Σ_l o_c²·W_UV²
+    latent_rounding: Tensor  # that of latents rounded once, E~ + E_l~·|o| + magnitude
+    latent_variance: Tensor  # W~ + Y~ + latent_squares
+    magnitude: Tensor  # Σ p·Σ_l |c|·|W_UV|, the error of accumulating latents or of rounding parts of their sum
+    # Σ_l W_UV²·(Σ p²·c² + o_c²), the variance of such roundings, independent or the same for all keys
     latent_squares: Tensor
-    accumulation: Tensor
+    accumulation: Tensor  # magnitude and what accumulating every product of a score does, Σ |q|·|W_UK|·|c|
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ProjectedTerms":
         return ProjectedTerms(**{name: change(term) for name, term in vars(self).items()})
@@ -126,23 +117,21 @@ class AttentionState:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Tensor,  # [T, N, D]
+    k: Tensor,  # [S, N, D], or [S, 1, D] shared by all heads
+    v: Tensor,  # [S, N, V] or [S, 1, V]. Any float dtype, float8 included
     *,
+    # query_start_loc, key_start_loc: B + 1 ascending row numbers, from 0; request b owns queries query_start_loc[b] …
+    # query_start_loc[b+1]-1 and likewise its keys
     query_start_loc: Sequence[int],
     key_start_loc: Sequence[int],
-    scale: float,
-    causal: bool,
+    scale: float,  # factor of the logits
+    causal: bool,  # aligned bottom-right: query i of q_len sees keys 0 … kv_len-q_len+i; otherwise it sees all kv_len
     with_terms: bool = False,
     with_key_terms: bool = False,
 ) -> AttentionState:
     """Attention of a batch of B requests laid end to end.
 
-    q: [T, N, D]. k: [S, N, D], or [S, 1, D] shared by all heads. v: [S, N, V] or [S, 1, V]. Any float dtype,
-    float8 included. query_start_loc, key_start_loc: B + 1 ascending row numbers, from 0; request b owns queries
-    query_start_loc[b] … query_start_loc[b+1]-1 and likewise its keys. scale: factor of the logits.
-    causal: aligned bottom-right: query i of q_len sees keys 0 … kv_len-q_len+i; otherwise it sees all kv_len.
     Returns the query_start_loc[-1] rows of the requests. Keys that a query does not see have no influence on its row,
     NaN included. Raises ValueError for shapes or start locations that do not fit together.
     """
@@ -189,24 +178,17 @@ def key_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, scores: Tensor, scale:
     spread = weights @ v.square() - 2 * output * (weights @ v) + output.square() * weights.sum(dim=-1, keepdim=True)
     scored = p * scores
     shift = (scored @ v - output * scored.sum(dim=-1, keepdim=True)).abs() + output.abs()
-    shared = _shared_variance(q, k, v, p, output, scale)
+    # A sum of squares over columns is the mean over random signs of them.
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
+    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
+    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
+    shared = (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
     return {
         "key_spread": spread.clamp(min=0.0).transpose(0, 1),
         "key_shared": shared.mT,
         "key_shift": shift.transpose(0, 1),
     }
-
-
-_COMBINATIONS = 4
-
-
-def _shared_variance(q: Tensor, k: Tensor, v: Tensor, p: Tensor, output: Tensor, scale: float) -> Tensor:
-    """[N, T] estimate of key_shared; a sum of squares over columns is the mean over random signs of them."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, (v.shape[-1], _COMBINATIONS), generator=generator).to(v) * 2 - 1
-    deviations = p.unsqueeze(-1) * ((v @ signs).unsqueeze(1) - (output @ signs).unsqueeze(2))
-    moments = torch.einsum("nsd,ntsr->ntdr", k.expand(len(q), -1, -1), deviations)
-    return (scale**2 * q.square().unsqueeze(-1) * moments.square()).sum(dim=(2, 3)) / signs.numel()
 
 
 def error_terms(q: Tensor, k: Tensor, v: Tensor, p: Tensor, visible: Tensor, scale: float) -> ErrorTerms:
@@ -237,11 +219,7 @@ def concatenate(blocks: list[AttentionState], *, heads: bool = False) -> Attenti
 
 
 def merge_states(a: AttentionState, b: AttentionState) -> AttentionState:
-    """The state over the union of the keys of `a` and `b`, which saw the same queries and disjoint keys.
-
-    Error terms are dropped: a bound for the union is made of the union's own. ValueError when the shapes
-    differ.
-    """
+    """The state over the union of disjoint keys; without error terms, since a bound is made of the union's own."""
     return AttentionState(*merge(a.output, a.lse, b.output, b.lse))
 
 
@@ -252,26 +230,6 @@ def merge(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> t
     whatever its output holds, NaN included, is ignored, and two of them merge to output 0 and LSE -inf. Raises
     ValueError when the shapes do not fit together.
     """
-    _check_rows(output_a, lse_a, output_b, lse_b)
-    lse_a, lse_b = lse_a.to(torch.float64), lse_b.to(torch.float64)
-    lse = torch.logaddexp(lse_a, lse_b)
-    return _contribution(output_a, lse_a, lse) + _contribution(output_b, lse_b, lse), lse
-
-
-def _contribution(x: Tensor, part: Tensor, whole: Tensor) -> Tensor:
-    """e^(part - whole)·x, for x [T, N, V] and LSEs [N, T]; exactly 0 where the part is empty, whatever x holds."""
-    empty = part == -torch.inf
-    share = torch.exp(part - whole).masked_fill(empty, 0.0)
-    return (_column(share) * x.to(torch.float64)).masked_fill(_column(empty), 0.0)
-
-
-def _column(rows: Tensor) -> Tensor:
-    """[N, T] to [T, N, 1], so that it scales rows of [T, N, V]."""
-    return rows.mT.unsqueeze(-1)
-
-
-def _check_rows(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> None:
-    """Raise ValueError unless the outputs are [T, N, V] and both LSEs [N, T]."""
     rows = output_a.shape[1::-1]
     if output_a.dim() != 3 or output_a.shape != output_b.shape or lse_a.shape != rows or lse_b.shape != rows:
         raise ValueError(
@@ -279,6 +237,16 @@ def _check_rows(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor
             f"{tuple(output_a.shape)} and {tuple(output_b.shape)}, LSEs {tuple(lse_a.shape)} and "
             f"{tuple(lse_b.shape)}; both partial results must come from the same queries"
         )
+    lse_a, lse_b = lse_a.to(torch.float64), lse_b.to(torch.float64)
+    lse = torch.logaddexp(lse_a, lse_b)
+
+    def weighed(x: Tensor, part: Tensor) -> Tensor:
+        """e^(part - lse)·x; exactly 0 where the part is empty, whatever x holds."""
+        empty = part == -torch.inf
+        share = torch.exp(part - lse).masked_fill(empty, 0.0)
+        return (share.mT.unsqueeze(-1) * x.to(torch.float64)).masked_fill(empty.mT.unsqueeze(-1), 0.0)
+
+    return weighed(output_a, lse_a) + weighed(output_b, lse_b), lse
 
 
 def segments(start_loc: Sequence[int]) -> list[slice]:

@@ -7,7 +7,7 @@ since 2026 (``pow2``). Other scales are exponents, of the next power of two, or 
 stores them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mla_conformance.reference.quantization import (
     E4M3_MAX,
     dequantize_e2m1,
     dequantize_e4m3,
+    next_exponent,
     quantize_e2m1,
     quantize_e4m3,
     require_float8,
@@ -51,10 +52,7 @@ def entry_width(layout: str, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
 
 
 def cache_dtype(layout: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the cache tensor.
-
-    Raises ValueError for an unknown layout, or for a model dtype that it cannot hold.
-    """
+    """Dtype of the cache tensor. Raises ValueError for an unknown layout, or for a model dtype that it cannot hold."""
     require_layout(layout)
     if layout == "auto":
         return model_dtype
@@ -85,16 +83,15 @@ def encode(kv_c: Tensor, k_pe: Tensor, layout: str, k_scale: float, tile_scales:
 
 
 def decode_rows(
-    rows: Tensor,
+    rows: Tensor,  # [S, entry_width] of :func:`cache_dtype`
     layout: str,
     k_scale: float,
     kv_lora_rank: int,
     qk_rope_head_dim: int,
-    rope_dtype: torch.dtype = torch.bfloat16,
+    rope_dtype: torch.dtype = torch.bfloat16,  # dtype of the plain values of a tiled entry
 ) -> tuple[Tensor, Tensor]:
     """What S entries mean to a kernel that reads them: the consumer's formula, in float64.
 
-    rows: [S, entry_width] of :func:`cache_dtype`. rope_dtype: dtype of the plain values of a tiled entry.
     Returns (kv_c [S, L], k_pe [S, R]). Raises ValueError for an unknown layout or rows of another width.
     """
     width = entry_width(layout, kv_lora_rank, qk_rope_head_dim)
@@ -114,8 +111,8 @@ def copy_blocks(caches: list[Tensor], src_to_dst: Tensor) -> None:
     """
     for cache in caches:
         _require_blocks(src_to_dst, cache.shape[0], cache.shape[0])
-    for cache in caches:
-        data, pairs = _bytes(cache), src_to_dst.long().to(cache.device)
+    for cache in caches:  # as bytes: not every dtype can be indexed on every device
+        data, pairs = cache.view(torch.uint8), src_to_dst.long().to(cache.device)
         data[pairs[:, 1]] = data[pairs[:, 0]]
 
 
@@ -126,12 +123,8 @@ def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
     """
     _require_blocks(src_to_dst, src.shape[0], dst.shape[0])
     pairs = src_to_dst.long().cpu()
-    _bytes(dst)[pairs[:, 1].to(dst.device)] = _bytes(src)[pairs[:, 0].to(src.device)].to(dst.device)
-
-
-def _bytes(cache: Tensor) -> Tensor:
-    """The same memory as bytes: not every dtype can be indexed on every device."""
-    return cache.view(torch.uint8)
+    source, target = src.view(torch.uint8), dst.view(torch.uint8)
+    target[pairs[:, 1].to(dst.device)] = source[pairs[:, 0].to(src.device)].to(dst.device)
 
 
 def _require_dims(form: TiledFormat, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
@@ -158,19 +151,25 @@ def encode_tiles(keys: Tensor, form: TiledFormat, tile_scales: str = "float32") 
     """
     require_float8()
     _check_form(form, keys.shape[-1], keys.dtype)
-    return _by_blocks(lambda block: _encoded(block, form, tile_scales), keys)
 
+    def encoded(keys: Tensor) -> Tensor:
+        tiles = keys[:, : form.coded].to(torch.float64).unflatten(-1, (form.tiles, form.tile))
+        scales, stored = _scales(tiles.abs().amax(dim=-1) / _LARGEST[form.codes], form, tile_scales)
+        plain = torch.nn.functional.pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[-1]))
+        quotients = (tiles / scales.unsqueeze(-1)).flatten(1)
+        if form.codes == "e4m3":
+            codes = quantize_e4m3(quotients, 1.0)
+        else:
+            low, high = quantize_e2m1(quotients).unflatten(-1, (-1, 2)).unbind(-1)
+            codes = low | high << 4
+        parts = {
+            "codes": codes,
+            "scales": torch.nn.functional.pad(stored, (0, form.padding)),
+            "plain": quantize_e4m3(plain, 1.0) if form.plain_codes else plain,
+        }
+        return torch.cat([parts[name].contiguous().view(torch.uint8) for name in form.order], dim=-1)
 
-def _encoded(keys: Tensor, form: TiledFormat, tile_scales: str) -> Tensor:
-    tiles = keys[:, : form.coded].to(torch.float64).unflatten(-1, (form.tiles, form.tile))
-    scales, stored = _scales(tiles.abs().amax(dim=-1) / _LARGEST[form.codes], form, tile_scales)
-    plain = torch.nn.functional.pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[-1]))
-    parts = {
-        "codes": _packed(tiles / scales.unsqueeze(-1), form.codes),
-        "scales": torch.nn.functional.pad(stored, (0, form.padding)),
-        "plain": quantize_e4m3(plain, 1.0) if form.plain_codes else plain,
-    }
-    return torch.cat([parts[name].contiguous().view(torch.uint8) for name in form.order], dim=-1)
+    return _by_blocks(encoded, keys)
 
 
 def steady(keys: Tensor, form: TiledFormat, tile_scales: str, slack: float) -> Tensor:
@@ -192,23 +191,28 @@ def decode_tiles(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> T
     plain_dtype: the model's. Raises ValueError for one other than 16 bits where plain values are stored.
     """
     _check_form(form, form.coded + form.plain, plain_dtype)
-    return _by_blocks(lambda block: _decoded(block, form, plain_dtype), rows)
+
+    def decoded(rows: Tensor) -> Tensor:
+        parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
+        scales = _read_scales(parts["scales"][:, : form.scale_bytes - form.padding].contiguous(), form.scales)
+        codes = parts["codes"]
+        if form.codes == "e4m3":
+            values = codes.view(torch.float8_e4m3fn).to(torch.float64)
+        else:
+            values = dequantize_e2m1(torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2))
+        values = (values.unflatten(-1, (form.tiles, form.tile)) * scales.unsqueeze(-1)).flatten(1)
+        if not form.plain:
+            return values
+        plain = parts["plain"].view(torch.float8_e4m3fn if form.plain_codes else plain_dtype)
+        return torch.cat((values, plain.to(torch.float64)), dim=-1)
+
+    return _by_blocks(decoded, rows)
 
 
 def _by_blocks(convert: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """What rows are converted to, some at a time."""
     blocks = rows.split(max(1, BLOCK_ELEMENTS[rows.device.type] // rows.shape[1]))
     return torch.cat([convert(block) for block in blocks])
-
-
-def _decoded(rows: Tensor, form: TiledFormat, plain_dtype: torch.dtype) -> Tensor:
-    parts = dict(zip(form.order, (part.contiguous() for part in rows.split(form.sizes, dim=-1)), strict=True))
-    scales = _STORED[form.scales](parts["scales"][:, : form.scale_bytes - form.padding].contiguous())
-    values = _unpacked(parts["codes"], form.codes).unflatten(-1, (form.tiles, form.tile)) * scales.unsqueeze(-1)
-    if not form.plain:
-        return values.flatten(1)
-    plain = parts["plain"].view(torch.float8_e4m3fn if form.plain_codes else plain_dtype)
-    return torch.cat((values.flatten(1), plain.to(torch.float64)), dim=-1)
 
 
 def _check_form(form: TiledFormat, width: int, dtype: torch.dtype) -> None:
@@ -226,7 +230,7 @@ def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor,
     if form.scales == "e4m3":
         code = quantize_e4m3(least, 1.0).to(torch.float64).clamp(min=_LEAST_E4M3).to(torch.float8_e4m3fn)
         return code.to(torch.float64), code
-    exponent = _next_power(least.clamp(min=form.least_scale))
+    exponent = next_exponent(least.clamp(min=form.least_scale))
     if form.scales == "ue8m0":
         return torch.exp2(exponent), (exponent + _EXPONENT_BIAS).to(torch.uint8)
     number = torch.exp2(exponent).to(torch.float32) if tile_scales == "pow2" else least.to(torch.float32)
@@ -235,37 +239,10 @@ def _scales(least: Tensor, form: TiledFormat, tile_scales: str) -> tuple[Tensor,
     return number.to(torch.float64), number
 
 
-def _next_power(x: Tensor) -> Tensor:
-    """The exponent of the least power of two that is not below each positive number, as float64."""
-    mantissa, exponent = torch.frexp(x)
-    return (exponent - (mantissa == 0.5).int()).to(torch.float64)
-
-
-def _exponents(data: Tensor) -> Tensor:
-    """Powers of two of their biased exponents; all bits set is not a number."""
+def _read_scales(data: Tensor, kind: str) -> Tensor:
+    """Float64 of what is stored as bytes; a biased exponent with all bits set is not a number."""
+    if kind != "ue8m0":
+        return data.view(torch.float32 if kind == "float32" else torch.float8_e4m3fn).to(torch.float64)
     # As bits of a float64, which are the same on every device.
     powers = (data.to(torch.int64) + (1023 - _EXPONENT_BIAS)).bitwise_left_shift_(52).view(torch.float64)
     return powers.masked_fill(data == _NOT_A_NUMBER, torch.nan)
-
-
-_STORED: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "float32": lambda data: data.view(torch.float32).to(torch.float64),
-    "ue8m0": _exponents,
-    "e4m3": lambda data: data.view(torch.float8_e4m3fn).to(torch.float64),
-}
-
-
-def _packed(quotients: Tensor, kind: str) -> Tensor:
-    """[T, bytes] codes of quotients [T, tiles, tile]."""
-    flat = quotients.flatten(1)
-    if kind == "e4m3":
-        return quantize_e4m3(flat, 1.0)
-    low, high = quantize_e2m1(flat).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | high << 4
-
-
-def _unpacked(codes: Tensor, kind: str) -> Tensor:
-    """[S, coded] float64 of codes [S, bytes] uint8."""
-    if kind == "e4m3":
-        return codes.view(torch.float8_e4m3fn).to(torch.float64)
-    return dequantize_e2m1(torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2))

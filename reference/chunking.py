@@ -6,22 +6,24 @@ context, so that a context which has ended leaves an empty row. The present one 
 the requests: no row is empty, but a chunk may begin with what the chunk before it left of a context. Torch-free.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
+
+MAX_WORKSPACE_TOKENS = 128 * 1024
+"""That context is gathered into, however long the sequences; its up-projection is many times larger."""
 
 
 @dataclass(frozen=True)
 class ContextChunk:
     """One slice of every request's context, in tokens; both tuples have B entries.
 
-    starts: first context token of the slice. seq_lens: its length, 0 where the request's context has ended.
     Raises ValueError when the tuples differ in length or hold a negative number.
     """
 
-    starts: tuple[int, ...]
-    seq_lens: tuple[int, ...]
+    starts: tuple[int, ...]  # first context token of the slice
+    seq_lens: tuple[int, ...]  # its length, 0 where the request's context has ended
 
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.seq_lens):
@@ -62,14 +64,12 @@ def plan_context_chunks(
             f"workspace_tokens must be at least {with_context * page_size} ({with_context} contexts of one page of "
             f"{page_size} tokens), got {workspace_tokens}; enlarge the workspace or prefill fewer requests at once"
         )
-    return tuple(_chunk(context_lens, start, share) for start in range(0, max(context_lens), share))
-
-
-def _chunk(context_lens: Sequence[int], start: int, share: int) -> ContextChunk:
-    """The tokens [start, start + share) of every context, as far as it reaches."""
-    return ContextChunk(
-        starts=(start,) * len(context_lens),
-        seq_lens=tuple(min(max(length - start, 0), share) for length in context_lens),
+    return tuple(
+        ContextChunk(
+            starts=(start,) * len(context_lens),
+            seq_lens=tuple(min(max(length - start, 0), share) for length in context_lens),
+        )
+        for start in range(0, max(context_lens), share)
     )
 
 
@@ -86,39 +86,30 @@ def pack_context_chunks(
     _require_lengths(context_lens, page_size)
     if any(context_lens) and workspace_tokens < page_size:
         raise ValueError(f"workspace_tokens must be at least {page_size} (one page), got {workspace_tokens}")
-    return tuple(
-        ContextChunk(
-            starts=tuple(starts.get(request, 0) for request in range(len(context_lens))),
-            seq_lens=tuple(taken.get(request, 0) for request in range(len(context_lens))),
-        )
-        for starts, taken in _packed(context_lens, workspace_tokens, page_size)
-    )
+    chunks: list[ContextChunk] = []
+    taken: dict[int, tuple[int, int]] = {}  # start and length of each request's row in the chunk that is filled
 
+    def end() -> None:
+        rows = [taken.get(request, (0, 0)) for request in range(len(context_lens))]
+        starts, lengths = zip(*rows, strict=True)
+        chunks.append(ContextChunk(starts=starts, seq_lens=lengths))
+        taken.clear()
 
-_Rows = dict[int, int]
-"""A number of tokens for each request of a chunk."""
-
-
-def _packed(context_lens: Sequence[int], workspace: int, page_size: int) -> Iterator[tuple[_Rows, _Rows]]:
-    """Start and length of each request's row, chunk by chunk."""
-    starts: _Rows = {}
-    taken: _Rows = {}
     for request, length in enumerate(context_lens):
         start = 0
         while start < length:
-            room = workspace - sum(taken.values())
+            room = workspace_tokens - sum(taken_length for _, taken_length in taken.values())
             fits = length - start if length - start <= room else room // page_size * page_size
             if fits:
-                starts[request], taken[request] = start, fits
+                taken[request] = start, fits
                 start += fits
             if start < length:
-                yield starts, taken
-                starts, taken = {}, {}
+                end()
         if length == 0 and taken:
-            yield starts, taken
-            starts, taken = {}, {}
+            end()
     if taken:
-        yield starts, taken
+        end()
+    return tuple(chunks)
 
 
 def _require_lengths(context_lens: Sequence[int], page_size: int) -> None:

@@ -20,15 +20,12 @@ def _require_positive(owner: object, *names: str) -> None:
 class MLADimensions:
     """Sizes of one attention head, in elements.
 
-    qk_nope_head_dim: P, the part of query and key that carries no position.
-    qk_rope_head_dim: R, the part that RoPE rotates; 0 for a model without it (NoPE), otherwise even.
-    v_head_dim: V.
     Raises ValueError for anything but ints of those ranges.
     """
 
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    qk_nope_head_dim: int  # P, the part of query and key that carries no position
+    qk_rope_head_dim: int  # R, the part that RoPE rotates; 0 for a model without it (NoPE), otherwise even
+    v_head_dim: int  # V
 
     def __post_init__(self) -> None:
         _require_positive(self, "qk_nope_head_dim", "v_head_dim")
@@ -48,13 +45,12 @@ class MLADimensions:
 class ModelDimensions:
     """Sizes of one MLA layer: H, N, Lq, L and those of a head.
 
-    q_lora_rank: Lq; None where queries are projected from the hidden state itself, without a latent.
     Raises ValueError unless all others are positive ints.
     """
 
     hidden_size: int
     num_heads: int
-    q_lora_rank: int | None
+    q_lora_rank: int | None  # Lq; None where queries are projected from the hidden state itself, without a latent
     kv_lora_rank: int
     head: MLADimensions
 

@@ -8,8 +8,9 @@ for shuffled ones vLLM's ``indexer_k_quant_and_cache_triton``, as AITER reads th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 SCALES = {"float32": 4, "ue8m0": 1, "e4m3": 1}
 """Bytes of a tile's scale: a float32 number, a power of two as its biased exponent, or a code."""
@@ -26,39 +27,27 @@ SHUFFLE = 16
 
 @dataclass(frozen=True)
 class TiledFormat:
-    """One form.
+    """One form."""
 
-    Attributes:
-        name: by which a configuration calls it.
-        dims: the (L, R) that it holds; a smaller key than ``coded`` + ``plain`` columns leaves zeros behind it.
-        codes: what a code is, a name in :data:`CODE_BITS`; of two in a byte the first column has the low half.
-        coded: columns stored as codes.
-        tile: columns that share a scale.
-        scales: what a scale is, a name in :data:`SCALES`.
-        plain: columns stored as they are, behind the coded ones.
-        plain_codes: whether these are e4m3 codes without a scale, not values of the model's dtype.
-        padding: unused bytes behind the scales.
-        scales_behind_page: whether the scales of a page stand behind the rest of all its entries; otherwise those of
-            an entry stand in it, between codes and plain values.
-        page_multiple: bytes of a page are rounded up to a multiple of this.
-        cache: what holds it: ``latent`` caches, second ones beside them alone (``extra``), an indexer's (``index``),
-            or caches that are written and gathered, and attended to nowhere here (``stored``).
-    """
-
-    name: str
+    name: str  # by which a configuration calls it
+    # the (L, R) that it holds; a smaller key than ``coded`` + ``plain`` columns leaves zeros behind it
     dims: tuple[tuple[int, int], ...]
-    codes: str
-    coded: int
-    tile: int
-    scales: str
-    plain: int = 0
-    padding: int = 0
-    plain_codes: bool = False
+    codes: str  # what a code is, a name in :data:`CODE_BITS`; of two in a byte the first column has the low half
+    coded: int  # columns stored as codes
+    tile: int  # columns that share a scale
+    scales: str  # what a scale is, a name in :data:`SCALES`
+    plain: int = 0  # columns stored as they are, behind the coded ones
+    padding: int = 0  # unused bytes behind the scales
+    plain_codes: bool = False  # whether these are e4m3 codes without a scale, not values of the model's dtype
+    # whether the scales of a page stand behind the rest of all its entries; otherwise those of an entry stand in it,
+    # between codes and plain values
     scales_behind_page: bool = False
     scales_last: bool = False
     shuffled: bool = False
     least_scale: float = 1e-4
-    page_multiple: int = 1
+    page_multiple: int = 1  # bytes of a page are rounded up to a multiple of this
+    # what holds it: ``latent`` caches, second ones beside them alone (``extra``), an indexer's (``index``), or caches
+    # that are written and gathered, and attended to nowhere here (``stored``)
     cache: str = "latent"
 
     @property
@@ -103,65 +92,28 @@ class TiledFormat:
         return -(-page * self.width // self.page_multiple) * self.page_multiple
 
 
+_V32 = TiledFormat("fp8_ds_mla", ((512, 64), (512, 0)), "e4m3", coded=512, tile=128, scales="float32", plain=64)
+_V4 = replace(
+    TiledFormat("fp8_v4", ((512, 0),), "e4m3", coded=448, tile=64, scales="ue8m0", plain=64, padding=1),
+    scales_behind_page=True,
+    page_multiple=576,
+)
+_INDEX = replace(  # an indexer's key, a token a tile
+    TiledFormat("fp8_index", ((128, 0),), "e4m3", coded=128, tile=128, scales="float32", cache="index"),
+    scales_behind_page=True,
+    least_scale=_LEAST_KEY / 448,
+)
+_FOUR_BITS: dict[str, Any] = {"codes": "e2m1", "tile": 16, "scales": "e4m3", "cache": "stored"}
 _FORMATS = (
-    TiledFormat("fp8_ds_mla", ((512, 64), (512, 0)), "e4m3", coded=512, tile=128, scales="float32", plain=64),
-    TiledFormat(
-        "fp8_v4",
-        ((512, 0),),
-        "e4m3",
-        coded=448,
-        tile=64,
-        scales="ue8m0",
-        plain=64,
-        padding=1,
-        scales_behind_page=True,
-        page_multiple=576,
-    ),
+    _V32,
+    _V4,
     TiledFormat("fp8_v41", ((512, 0),), "e4m3", coded=512, tile=32, scales="ue8m0"),
     TiledFormat("fp4_v41", ((512, 0),), "e2m1", coded=512, tile=16, scales="e4m3", cache="extra"),
-    TiledFormat(
-        "nvfp4_ds_mla",
-        ((512, 64), (512, 0)),
-        "e2m1",
-        coded=512,
-        tile=16,
-        scales="e4m3",
-        plain=64,
-        plain_codes=True,
-        scales_last=True,
-        cache="stored",
-    ),
-    TiledFormat(
-        "nvfp4_v4",
-        ((512, 0),),
-        "e2m1",
-        coded=448,
-        tile=16,
-        scales="e4m3",
-        plain=64,
-        padding=4,
-        scales_behind_page=True,
-        cache="stored",
-    ),
-    *(  # an indexer's key, a token a tile
-        TiledFormat(
-            name,
-            ((128, 0),),
-            "e4m3",
-            coded=128,
-            tile=128,
-            scales="float32",
-            scales_behind_page=behind,
-            shuffled=shuffled,
-            least_scale=_LEAST_KEY / 448,
-            cache="index",
-        )
-        for name, behind, shuffled in (
-            ("fp8_index", True, False),
-            ("fp8_index_flat", False, False),
-            ("fp8_index_shuffled", True, True),
-        )
-    ),
+    replace(_V32, name="nvfp4_ds_mla", **_FOUR_BITS, plain_codes=True, scales_last=True),
+    replace(_V4, name="nvfp4_v4", **_FOUR_BITS, padding=4, page_multiple=1),
+    _INDEX,
+    replace(_INDEX, name="fp8_index_flat", scales_behind_page=False),
+    replace(_INDEX, name="fp8_index_shuffled", shuffled=True),
 )
 TILED_FORMATS: Mapping[str, TiledFormat] = MappingProxyType({form.name: form for form in _FORMATS})
 """The forms by name: V3.2's 656 bytes, V4's 584, V4.1's 528 and 288, NVFP4's 352 and 384, an indexer's 132."""

@@ -19,61 +19,39 @@ _LARGEST_SHIFT = 40.0
 
 @dataclass(frozen=True, kw_only=True)
 class Roundoffs:
-    """Unit roundoffs of a kernel's intermediate results; 0 where it does not round.
+    """Unit roundoffs of a kernel's intermediate results; 0 where it does not round."""
 
-    Attributes:
-        p: P before the product with V.
-        p_floor: half the smallest subnormal of P, the absolute error of values tiny beside the row's largest.
-        partials: outputs of split keys before they are combined.
-        output: the stored output.
-        output_floor: half the smallest subnormal of the stored output, the absolute error of tiny values.
-        row_sum: P before it is summed, which moves the LSE.
-        exp: the exponential, in P and in the row sum alike.
-        keys: keys that were stored as codes, and the values that they hold, after dequantisation.
-        accumulation: rounding steps of a float32 accumulation, in units of 2^-24 of the sum of magnitudes.
-        scores: sums of q·k, beyond that, relative to the sum of magnitudes.
-        values: sums of P·v, beyond that, relative to the sum of magnitudes.
-        projections: keys and values, or the absorbed query and the attended latent, where projecting them rounds.
-        values_floor: half the smallest subnormal of projected values, or of an attended latent.
-        latent_partials: latent outputs of split keys before they are combined, where projecting them rounds.
-        merges: stored parts and what they are merged to, each by its share in the result.
-    """
-
-    p: float
-    p_floor: float
-    partials: float
-    output: float
-    output_floor: float
-    row_sum: float
-    exp: float
-    accumulation: float
-    keys: float = 0.0
-    scores: float = 0.0
-    values: float = 0.0
+    p: float  # P before the product with V
+    p_floor: float  # half the smallest subnormal of P, the absolute error of values tiny beside the row's largest
+    partials: float  # outputs of split keys before they are combined
+    output: float  # the stored output
+    output_floor: float  # half the smallest subnormal of the stored output, the absolute error of tiny values
+    row_sum: float  # P before it is summed, which moves the LSE
+    exp: float  # the exponential, in P and in the row sum alike
+    accumulation: float  # rounding steps of a float32 accumulation, in units of 2^-24 of the sum of magnitudes
+    keys: float = 0.0  # keys that were stored as codes, and the values that they hold, after dequantisation
+    scores: float = 0.0  # sums of q·k, beyond that, relative to the sum of magnitudes
+    values: float = 0.0  # sums of P·v, beyond that, relative to the sum of magnitudes
+    # keys and values, or the absorbed query and the attended latent, where projecting them rounds
     projections: float = 0.0
-    values_floor: float = 0.0
-    latent_partials: float = 0.0
-    merges: float = 0.0
+    values_floor: float = 0.0  # half the smallest subnormal of projected values, or of an attended latent
+    latent_partials: float = 0.0  # latent outputs of split keys before they are combined, where projecting them rounds
+    merges: float = 0.0  # stored parts and what they are merged to, each by its share in the result
 
 
 class _Parts(NamedTuple):
-    """What both budgets of an output are made of.
+    """What both budgets of an output are made of."""
 
-    Attributes:
-        terms: of the state.
-        floors: [T, N, V] the absolute errors of what is too small for its dtype.
-        accumulated: [T, N, V] what accumulating in float32 does: to the values, and to the scores. Their errors move
-            the sum of P·v, or the sum that it is divided by where the largest weight is of a value near 0.
-        moved: [T, N, V] what scores do that are off by their sums of magnitudes: one off by d moves the output by
-            p·d·(v - o). Both parts count, since the errors may have any signs.
-        growth: [T, N, 1] what scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is
-            large. A weight off by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
-    """
-
-    terms: ErrorTerms
-    floors: torch.Tensor
+    terms: ErrorTerms  # of the state
+    floors: torch.Tensor  # [T, N, V] the absolute errors of what is too small for its dtype
+    # [T, N, V] what accumulating in float32 does: to the values, and to the scores. Their errors move the sum of P·v,
+    # or the sum that it is divided by where the largest weight is of a value near 0
     accumulated: torch.Tensor
+    # [T, N, V] what scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o).
+    # Both parts count, since the errors may have any signs
     moved: torch.Tensor
+    # [T, N, 1] what scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large. A
+    # weight off by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most
     growth: torch.Tensor
 
     @staticmethod

@@ -25,16 +25,12 @@ _SUMS = 2
 
 @dataclass(frozen=True)
 class IndexScores:
-    """Scores of n rows against the tokens of their requests, and what their errors are measured by.
+    """Scores of n rows against the tokens of their requests, and what their errors are measured by."""
 
-    scores: [n, W] float64 by position, -inf from a row's bound on.
-    magnitude: [n, W], Σ_h |w| · Σ_d |q| · |k|, the sum of magnitudes of everything that is added; 0 from there on.
-    bounds: [n] int64, tokens that a row may see.
-    """
-
-    scores: Tensor
+    scores: Tensor  # [n, W] float64 by position, -inf from a row's bound on
+    # [n, W], Σ_h |w| · Σ_d |q| · |k|, the sum of magnitudes of everything that is added; 0 from there on
     magnitude: Tensor
-    bounds: Tensor
+    bounds: Tensor  # [n] int64, tokens that a row may see
 
     @property
     def visible(self) -> Tensor:
@@ -56,18 +52,16 @@ class IndexScores:
 
 
 def index_scores(
-    q: Tensor,
-    weights: Tensor,
-    k: Tensor,
+    q: Tensor,  # [T, H, D]
+    weights: Tensor,  # [T, H]
+    k: Tensor,  # [S, D]; any float dtype
     *,
-    query_start_loc: Sequence[int],
-    key_start_loc: Sequence[int],
-    rows: Sequence[int] | None = None,
+    query_start_loc: Sequence[int],  # first query of each request, and the end
+    key_start_loc: Sequence[int],  # first key of each request, and the end; a request without keys sees none
+    rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> IndexScores:
     """Scores of each query token for the tokens of its request up to its own, which is the last of as many.
 
-    q: [T, H, D]. weights: [T, H]. k: [S, D]; any float dtype. query_start_loc and key_start_loc: first query and first
-    key of each request, and the end; a request without keys sees none. rows: ascending query numbers; None for all.
     Raises ValueError for shapes that do not fit together.
     """
     if q.dim() != 3 or weights.shape != q.shape[:2] or k.dim() != 2 or k.shape[1] != q.shape[2]:
@@ -76,7 +70,13 @@ def index_scores(
     # float8 cannot be indexed everywhere.
     q = q.to(torch.float32) if q.dtype.itemsize == 1 else q
     chosen = torch.arange(len(q)) if rows is None else torch.tensor(rows, dtype=torch.long)
-    bounds = _bounds(query_start_loc, key_start_loc)[chosen].to(q.device)
+    # A row may see the tokens of its request without the queries behind it.
+    counts = [
+        max(0, end - start - (last - first) + row + 1)
+        for (first, last), (start, end) in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True)
+        for row in range(last - first)
+    ]
+    bounds = torch.tensor(counts, dtype=torch.long)[chosen].to(q.device)
     scores = torch.full((len(chosen), int(bounds.max()) if len(bounds) else 0), -torch.inf, dtype=torch.float64)
     found = IndexScores(scores.to(q.device), torch.zeros_like(scores, device=q.device), bounds)
     for queries, keys in zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True):
@@ -85,27 +85,14 @@ def index_scores(
         # So many rows at a time that their products with all keys fit the workspace.
         for part in own.split(max(1, workspace_elements(q.device) // (q.shape[1] * max(1, len(key))))):
             number = chosen.to(q.device)[part]
-            found.scores[part, : len(key)], found.magnitude[part, : len(key)] = _scored(q[number], weights[number], key)
+            query, weight = q[number].to(torch.float64), weights[number].to(torch.float64).unsqueeze(1)
+            dots = (query.flatten(0, 1) @ key.mT).view(*query.shape[:2], len(key))
+            found.scores[part, : len(key)] = (weight @ dots.clamp(min=0.0)).squeeze(1)
+            # Σ_h |w| · Σ_d |q| · |k| = Σ_d (Σ_h |w| · |q|) · |k|.
+            found.magnitude[part, : len(key)] = (weight.abs() @ query.abs()).squeeze(1) @ key.abs().mT
     found.scores.masked_fill_(~found.visible, -torch.inf)
     found.magnitude.masked_fill_(~found.visible, 0.0)
     return found
-
-
-def _bounds(query_start_loc: Sequence[int], key_start_loc: Sequence[int]) -> Tensor:
-    """[T] tokens that each row may see: those of its request without the queries behind it."""
-    lengths = zip(pairwise(query_start_loc), pairwise(key_start_loc), strict=True)
-    counts = [max(0, end - start - (last - first) + row + 1) for (first, last), (start, end) in lengths
-              for row in range(last - first)]  # fmt: skip
-    return torch.tensor(counts, dtype=torch.long)
-
-
-def _scored(q: Tensor, weights: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and magnitudes [n, S] of some rows, q [n, H, D], for all keys [S, D]."""
-    query, weight = q.to(torch.float64), weights.to(torch.float64)
-    dots = (query.flatten(0, 1) @ k.mT).view(*query.shape[:2], len(k))
-    scores = (weight.unsqueeze(1) @ dots.clamp(min=0.0)).squeeze(1)
-    # Σ_h |w| · Σ_d |q| · |k| = Σ_d (Σ_h |w| · |q|) · |k|.
-    return scores, (weight.abs().unsqueeze(1) @ query.abs()).squeeze(1) @ k.abs().mT
 
 
 _FLUSHED = 2.0**-126
@@ -115,12 +102,9 @@ _BEYOND = 1e300
 
 @dataclass(frozen=True)
 class WindowScores(IndexScores):
-    """Logits of n rows by position in their windows; exact, so that the magnitude of what is added is 0.
+    """Logits of n rows by position in their windows; exact, so that the magnitude of what is added is 0."""
 
-    unordered: [n] bool, rows that hold a NaN, of which no order is known.
-    """
-
-    unordered: Tensor
+    unordered: Tensor  # [n] bool, rows that hold a NaN, of which no order is known
 
     def fewest(self, columns: int) -> Tensor:
         """[n] int64, columns that a selection names at least; of a row without an order it may leave out any."""

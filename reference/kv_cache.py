@@ -132,7 +132,10 @@ def gather_latents(
     if block_table.shape[0] != len(chunk.starts):
         raise ValueError(f"expected a block table of {len(chunk.starts)} rows, got {block_table.shape[0]}")
     page_size, num_blocks = cache.shape[1], cache.shape[0]
-    request, position = _tokens_of(chunk)
+    # [S] int64 on the CPU, of each token of the chunk: the number of its request, and its position there.
+    starts, lengths = torch.tensor(chunk.starts, dtype=torch.long), torch.tensor(chunk.seq_lens, dtype=torch.long)
+    request = torch.arange(len(lengths)).repeat_interleave(lengths)
+    position = (starts + lengths - lengths.cumsum(0))[request] + torch.arange(len(request))
     needed = int(position.amax()) // page_size + 1 if len(position) else 0
     if needed > block_table.shape[1]:
         raise ValueError(
@@ -148,14 +151,6 @@ def gather_latents(
         )
     latents = cache.view(torch.uint8)[blocks, position % page_size].view(cache.dtype)
     return latents[:, :kv_lora_rank], latents[:, kv_lora_rank:]
-
-
-def _tokens_of(chunk: ContextChunk) -> tuple[Tensor, Tensor]:
-    """[S] int64 on the CPU, of each token of a chunk: the number of its request, and its position there."""
-    starts, lengths = torch.tensor(chunk.starts, dtype=torch.long), torch.tensor(chunk.seq_lens, dtype=torch.long)
-    request = torch.arange(len(lengths)).repeat_interleave(lengths)
-    first = lengths.cumsum(0) - lengths
-    return request, starts[request] + torch.arange(len(request)) - first[request]
 
 
 def local_length(length: int, *, rank: int, world_size: int, interleave: int) -> int:

@@ -5,14 +5,12 @@ What the layers of released models have beyond their matrices is one value, whic
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.dimensions import ModelDimensions
 from mla_conformance.reference.kv_cache import PagedContext
 from mla_conformance.reference.mla import (
@@ -54,39 +52,31 @@ class QueryGrowth:
 class LayerSpec:
     """One MLA layer of a model, but for its weights.
 
-    model: name of the model; errors begin with it.
-    dims: sizes.
-    scale: softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it.
-    rotation: RoPE of queries and shared key; None rotates nothing, however wide the rotary part is.
-    q_norm, kv_norm, k_pe_norm: the epsilon of an RMSNorm of the latent query, of the cached latent, of the shared key
-    before it is rotated; None without.
-    doubled_query_latent: queries are projected from 2·Lq columns, the normalised latent and the latent as it was.
-    q_factor, kv_factor: factors of the queries and of the cached latent, behind the norms.
-    growth: of the queries with their position; None without.
-    gate: what the output's gate is projected from: sigmoid of it times the output before W_O; None without.
-    window: a row sees its own token and the window - 1 before it, so 1 is itself alone, as in the `sliding_window` of
-    transformers' masks and in FlashAttention's `window_size=(window - 1, 0)`; None for all.
-    sink: whether each head has the logit of a sink among its weights.
-    selects: whether a row attends to the tokens of a list that an indexer chose.
-
     Raises ValueError for what does not fit together.
     """
 
-    model: str
-    dims: ModelDimensions
-    scale: float
-    rotation: Rotation | None
+    model: str  # name of the model; errors begin with it
+    dims: ModelDimensions  # sizes
+    scale: float  # softmax scale with all that a model multiplies it by, YaRN's `softmax_factor` among it
+    rotation: Rotation | None  # RoPE of queries and shared key; None rotates nothing, however wide the rotary part is
+    # q_norm, kv_norm, k_pe_norm: the epsilon of an RMSNorm of the latent query, of the cached latent, of the shared key
+    # before it is rotated; None without
     q_norm: float | None = None
     kv_norm: float | None = None
     k_pe_norm: float | None = None
+    # queries are projected from 2·Lq columns, the normalised latent and the latent as it was
     doubled_query_latent: bool = False
+    # q_factor, kv_factor: factors of the queries and of the cached latent, behind the norms
     q_factor: float = 1.0
     kv_factor: float = 1.0
-    growth: QueryGrowth | None = None
+    growth: QueryGrowth | None = None  # of the queries with their position; None without
+    # what the output's gate is projected from: sigmoid of it times the output before W_O; None without
     gate: GateInput | None = None
+    # a row sees its own token and the window - 1 before it, so 1 is itself alone, as in the `sliding_window` of
+    # transformers' masks and in FlashAttention's `window_size=(window - 1, 0)`; None for all
     window: int | None = None
-    sink: bool = False
-    selects: bool = False
+    sink: bool = False  # whether each head has the logit of a sink among its weights
+    selects: bool = False  # whether a row attends to the tokens of a list that an indexer chose
 
     def __post_init__(self) -> None:
         for name in ("scale", "q_factor", "kv_factor"):
@@ -98,14 +88,21 @@ class LayerSpec:
         self._require(self.gate in (None, *get_args(GateInput)), "gate", f"one of {get_args(GateInput)}, or None")
         window = self.window
         self._require(window is None or (type(window) is int and window > 0), "window", "a positive int, or None")
-        self._check_query_latent()
-        self._check_rotary_part()
+        if self.dims.q_lora_rank is None:
+            missing = "without a latent query, its q_lora_rank being None"
+            self._require(self.q_norm is None, "q_norm", f"None {missing}")
+            self._require(not self.doubled_query_latent, "doubled_query_latent", f"False {missing}")
+            self._require(self.gate != "query_latent", "gate", f"'hidden' or None {missing}")
+        normed = self.q_norm is not None or not self.doubled_query_latent
+        self._require(normed, "doubled_query_latent", "False where the latent is not normalised")
+        dim, rotation = self.dims.head.qk_rope_head_dim, self.rotation
+        fits = rotation is None or rotation.dim == dim
+        self._require(fits, "rotation", f"frequencies for {dim // 2} pairs, half of qk_rope_head_dim")
+        self._require(self.k_pe_norm is None or dim > 0, "k_pe_norm", "None where qk_rope_head_dim is 0")
 
-    @property
-    def query_columns(self) -> int:
-        """Columns that queries are projected from."""
-        rank = self.dims.q_lora_rank or self.dims.hidden_size
-        return 2 * rank if self.doubled_query_latent else rank
+    def _require(self, holds: bool, name: str, expected: str) -> None:
+        if not holds:
+            raise ValueError(f"{self.model}: expected {name} to be {expected}, got {getattr(self, name)!r}")
 
     def check(self, weights: MLAWeights) -> None:
         """Raise ValueError unless the weights are those of such a layer."""
@@ -121,7 +118,7 @@ class LayerSpec:
         """The shapes that each of `MLAWeights` may have; None for one that the layer does not have."""
         dims, head, heads = self.dims, self.dims.head, self.dims.num_heads
         hidden, rank, latent, width = dims.hidden_size, dims.q_lora_rank, dims.kv_lora_rank, head.v_head_dim
-        rope, queries = head.qk_rope_head_dim, self.query_columns
+        rope, queries = head.qk_rope_head_dim, (rank or hidden) * (2 if self.doubled_query_latent else 1)
         gated = hidden if self.gate == "hidden" else queries
         return {
             "W_DQ": ((hidden, rank) if rank else None,),
@@ -139,25 +136,6 @@ class LayerSpec:
             "sink": ((heads,) if self.sink else None,),
         }
 
-    def _check_query_latent(self) -> None:
-        if self.dims.q_lora_rank is None:
-            missing = "without a latent query, its q_lora_rank being None"
-            self._require(self.q_norm is None, "q_norm", f"None {missing}")
-            self._require(not self.doubled_query_latent, "doubled_query_latent", f"False {missing}")
-            self._require(self.gate != "query_latent", "gate", f"'hidden' or None {missing}")
-        normed = self.q_norm is not None or not self.doubled_query_latent
-        self._require(normed, "doubled_query_latent", "False where the latent is not normalised")
-
-    def _check_rotary_part(self) -> None:
-        dim, rotation = self.dims.head.qk_rope_head_dim, self.rotation
-        fits = rotation is None or rotation.dim == dim
-        self._require(fits, "rotation", f"frequencies for {dim // 2} pairs, half of qk_rope_head_dim")
-        self._require(self.k_pe_norm is None or dim > 0, "k_pe_norm", "None where qk_rope_head_dim is 0")
-
-    def _require(self, holds: bool, name: str, expected: str) -> None:
-        if not holds:
-            raise ValueError(f"{self.model}: expected {name} to be {expected}, got {getattr(self, name)!r}")
-
 
 def mla_layer(
     hidden: Tensor,
@@ -167,15 +145,15 @@ def mla_layer(
     *,
     query_start_loc: Sequence[int],
     context: PagedContext,
-    path: Path,
+    path: Path,  # one of the three routes
+    # [rows, K] integers, for a spec that selects: tokens of each row's request, counted from the first of its context
+    # and up to its own; -1 names none
     selected: Tensor | None = None,
 ) -> Tensor:
     """The whole layer, from hidden states [T, H] and positions [T] (tokens) to hidden states [T, H] float64.
 
     The context is what `latents` gave of it; it is read and not written. Rows past query_start_loc[-1] are not in the
-    result. path: one of the three routes. selected: [rows, K] integers, for a spec that selects: tokens of each row's
-    request, counted from the first of its context and up to its own; -1 names none.
-    Raises ValueError for another path, weights that are not those of the spec, and lists where it has none.
+    result. Raises ValueError for another path, weights that are not those of the spec, and lists where it has none.
     """
     if path not in get_args(Path):
         raise ValueError(f"expected a path of {', '.join(get_args(Path))}, got {path!r}")
@@ -187,7 +165,22 @@ def mla_layer(
     lists = RowLists.of(selected, spec.window, query_start_loc, context.context_lens, h.device)
     q_c = query_latent(h, w, spec)
     operands = (*queries(q_c, positions, w, spec), *latents(h, positions, w, spec), kv_b_proj(w.W_UK, w.W_UV))
-    state = _attend(path, operands, query_start_loc, context, spec.scale, lists)
+    if path == "chunked_prefill":
+        state = chunked_prefill(
+            *operands, query_start_loc=query_start_loc, context=context, scale=spec.scale, lists=lists
+        )
+    else:
+        route = compute_friendly if path == "compute_friendly" else data_movement_friendly
+        q_nope, q_pe, kv_c, k_pe, weight_kv_b = operands
+        kv_c, k_pe, key_start_loc = prepend_context(kv_c, k_pe, query_start_loc, context)
+        lengths = [stop - start for start, stop in pairwise(key_start_loc)]
+        state = route(
+            *(q_nope, q_pe, kv_c, k_pe, weight_kv_b),
+            query_start_loc=query_start_loc,
+            key_start_loc=key_start_loc,
+            scale=spec.scale,
+            selected=None if lists is None else lists.keys([0] * len(lengths), lengths),
+        )
     output = state.output if w.sink is None else with_sink(state, w.sink).output
     if w.W_G is not None:
         gated = h if spec.gate == "hidden" else q_c
@@ -231,23 +224,3 @@ def _normed(x: Tensor, weight: Tensor | None, epsilon: float | None) -> Tensor:
 
 def _rotated(x: Tensor, positions: Tensor, spec: LayerSpec) -> Tensor:
     return x if spec.rotation is None else rope(x, positions, spec.rotation)
-
-
-def _attend(
-    path: Path,
-    operands: tuple[Tensor, ...],
-    query_start_loc: Sequence[int],
-    context: PagedContext,
-    scale: float,
-    lists: RowLists | None,
-) -> AttentionState:
-    """One route over the context and the new tokens, for operands (q_nope, q_pe, kv_c, k_pe, weight_kv_b)."""
-    if path == "chunked_prefill":
-        return chunked_prefill(*operands, query_start_loc=query_start_loc, context=context, scale=scale, lists=lists)
-    route = compute_friendly if path == "compute_friendly" else data_movement_friendly
-    q_nope, q_pe, kv_c, k_pe, weight_kv_b = operands
-    kv_c, k_pe, key_start_loc = prepend_context(kv_c, k_pe, query_start_loc, context)
-    lengths = [stop - start for start, stop in pairwise(key_start_loc)]
-    named = None if lists is None else lists.keys([0] * len(lengths), lengths)
-    attend = partial(route, query_start_loc=query_start_loc, key_start_loc=key_start_loc, scale=scale, selected=named)
-    return attend(q_nope, q_pe, kv_c, k_pe, weight_kv_b)

@@ -29,15 +29,11 @@ class IndexerWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """One indexer, but for its weights.
+    """One indexer, but for its weights."""
 
-    rotation: RoPE of queries and keys. rope_last: whether the last columns are rotated, not the first. epsilon: of the
-    keys' norm.
-    """
-
-    rotation: Rotation
-    rope_last: bool
-    epsilon: float
+    rotation: Rotation  # RoPE of queries and keys
+    rope_last: bool  # whether the last columns are rotated, not the first
+    epsilon: float  # of the keys' norm
 
 
 def index_keys(hidden: Tensor, positions: Tensor, weights: IndexerWeights, spec: IndexerSpec) -> Prepared:

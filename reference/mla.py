@@ -51,16 +51,11 @@ def compute_friendly(
 ) -> AttentionState:
     """Multi-head attention over the expanded keys and values. Output [T, N, V]."""
     k_nope, v = up_project(kv_c, weight_kv_b).tensor_split([q_nope.shape[-1]], dim=-1)
-    return _attend(
-        _concat_query(q_nope, q_pe),
-        expand_key(k_nope, k_pe.to(torch.float64)),
-        v,
-        selected,
-        query_start_loc=query_start_loc,
-        key_start_loc=key_start_loc,
-        scale=scale,
-        causal=causal,
-    )
+    operands = _concat_query(q_nope, q_pe), expand_key(k_nope, k_pe.to(torch.float64)), v
+    if selected is not None:
+        return selected_attention(*operands, selected, scale=scale)
+    starts: dict[str, Any] = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
+    return attention(*operands, **starts, scale=scale, causal=causal)
 
 
 def data_movement_friendly(
@@ -82,16 +77,13 @@ def data_movement_friendly(
     """
     w_uk, w_uv = split_kv_b_proj(weight_kv_b, q_nope.shape[-1])
     latents = kv_c.to(torch.float64)
-    state = _attend(
-        _concat_query(absorb_query(q_nope, w_uk), q_pe),
-        torch.cat((latents, k_pe.to(torch.float64)), dim=-1).unsqueeze(1),
-        latents.unsqueeze(1),
-        selected,
-        query_start_loc=query_start_loc,
-        key_start_loc=key_start_loc,
-        scale=scale,
-        causal=causal,
-    )
+    query, key = _concat_query(absorb_query(q_nope, w_uk), q_pe), torch.cat((latents, k_pe.to(torch.float64)), dim=-1)
+    operands = query, key.unsqueeze(1), latents.unsqueeze(1)
+    if selected is not None:
+        state = selected_attention(*operands, selected, scale=scale)
+    else:
+        starts: dict[str, Any] = {"query_start_loc": query_start_loc, "key_start_loc": key_start_loc}
+        state = attention(*operands, **starts, scale=scale, causal=causal)
     return AttentionState(up_project_output(state.output, w_uv), state.lse)
 
 
@@ -112,14 +104,8 @@ def chunked_prefill(
     With lists, attention to what they name of each. Output [T, N, V]. Raises ValueError as `plan_context_chunks` and
     `gather_latents` do.
     """
-    attend = partial(
-        compute_friendly,
-        q_nope,
-        q_pe,
-        weight_kv_b=weight_kv_b,
-        query_start_loc=query_start_loc,
-        scale=scale,
-    )
+    batch: dict[str, Any] = {"weight_kv_b": weight_kv_b, "query_start_loc": query_start_loc, "scale": scale}
+    attend: Any = partial(compute_friendly, q_nope, q_pe, **batch)
     lengths = _lengths(query_start_loc)
     named = None if lists is None else lists.keys(context.context_lens, lengths)
     state = attend(kv_c, k_pe, key_start_loc=query_start_loc, causal=True, selected=named)
@@ -148,13 +134,6 @@ def prepend_context(
     lengths = map(add, whole.seq_lens, _lengths(query_start_loc))
     kv_c, k_pe = latents.tensor_split([kv_c.shape[-1]], dim=-1)
     return kv_c, k_pe, tuple(accumulate(lengths, initial=0))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, selected: Tensor | None, scale: float, **batch: Any) -> AttentionState:
-    """The definition, or with lists the one for them."""
-    if selected is None:
-        return attention(q, k, v, scale=scale, **batch)
-    return selected_attention(q, k, v, selected, scale=scale)
 
 
 def _concat_query(nope: Tensor, pe: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.reference.error_budget import FLOAT32_ROUNDOFF
-from mla_conformance.reference.quantization import E4M3_MAX
+from mla_conformance.reference.quantization import E4M3_MAX, next_exponent
 from mla_conformance.reference.rope import join_pairs, split_pairs
 
 LARGEST_FLOOR = 1e-4
@@ -33,18 +33,12 @@ _SCALE_STEPS = 8
 
 @dataclass(frozen=True)
 class Prepared:
-    """Values on their way to codes.
+    """Values on their way to codes."""
 
-    values: [..., D] float64.
-    accumulated: [..., D], sums of magnitudes that a float32 accumulation is relative to.
-    stored: [..., D], sums of magnitudes that a rounding of intermediate results is relative to.
-    least: the smallest normal number of their dtype, below which a rounding is no longer relative.
-    """
-
-    values: Tensor
-    accumulated: Tensor
-    stored: Tensor
-    least: float
+    values: Tensor  # [..., D] float64
+    accumulated: Tensor  # [..., D], sums of magnitudes that a float32 accumulation is relative to
+    stored: Tensor  # [..., D], sums of magnitudes that a rounding of intermediate results is relative to
+    least: float  # the smallest normal number of their dtype, below which a rounding is no longer relative
 
     @staticmethod
     def of(x: Tensor) -> "Prepared":
@@ -139,7 +133,10 @@ def scale_bounds(largest: Tensor, error: Tensor, powers_of_two: bool) -> tuple[T
     slack = _SCALE_STEPS * FLOAT32_ROUNDOFF
     low = (largest - error).clamp(min=0) / E4M3_MAX * (1 - slack)
     high = (largest + error).clamp(min=LARGEST_FLOOR) / E4M3_MAX * (1 + slack)
-    return (_next_power(low), _next_power(high)) if powers_of_two else (low, high)
+    if not powers_of_two:
+        return low, high
+    low, high = (torch.where(x > 0, torch.exp2(next_exponent(x)), 0.0) for x in (low, high))
+    return low, high
 
 
 def nearest_power(scale: Tensor) -> Tensor:
@@ -151,12 +148,6 @@ def nearest_power(scale: Tensor) -> Tensor:
 def is_power(scale: Tensor) -> Tensor:
     """Whether positive numbers are powers of two."""
     return torch.frexp(scale).mantissa == 0.5
-
-
-def _next_power(x: Tensor) -> Tensor:
-    mantissa, exponent = torch.frexp(x)
-    power = torch.exp2((exponent - (mantissa == 0.5).int()).to(torch.float64))
-    return torch.where(x > 0, power, 0.0)
 
 
 def windows(x: Tensor, ratio: int, overlap: bool, missing: float) -> Tensor:

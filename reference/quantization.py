@@ -107,6 +107,12 @@ def dequantize_e2m1(code: Tensor) -> Tensor:
     return torch.where(code >= _E2M1_SIGN, -values, values)
 
 
+def next_exponent(x: Tensor) -> Tensor:
+    """The exponent of the least power of two that is not below each positive number, as float64."""
+    mantissa, exponent = torch.frexp(x)
+    return (exponent - (mantissa == 0.5).int()).to(torch.float64)
+
+
 def _require_scale(scale: float) -> None:
     """Raise ValueError unless `scale` is positive and finite."""
     if not (scale > 0 and math.isfinite(scale)):

@@ -16,14 +16,12 @@ from mla_conformance.reference.yarn import Yarn, is_finite
 class Rotation:
     """How the pairs of a rotary part turn with the position.
 
-    frequencies: radians a token, one for each of the R/2 pairs. interleaved: True pairs elements (2i, 2i+1), as
-    DeepSeek does; False pairs (i, i + R/2), the NeoX style. magnitude: factor of what was rotated, 1 but for YaRN.
     Raises ValueError for frequencies or a magnitude that are not finite numbers above 0.
     """
 
-    frequencies: tuple[float, ...]
-    interleaved: bool
-    magnitude: float = 1.0
+    frequencies: tuple[float, ...]  # radians a token, one for each of the R/2 pairs
+    interleaved: bool  # True pairs elements (2i, 2i+1), as DeepSeek does; False pairs (i, i + R/2), the NeoX style
+    magnitude: float = 1.0  # factor of what was rotated, 1 but for YaRN
 
     def __post_init__(self) -> None:
         for name, numbers in (("frequencies", self.frequencies), ("magnitude", (self.magnitude,))):

@@ -76,25 +76,22 @@ def running_sums(q: Tensor, k: Tensor, visible: Visible, wanted: Tensor, scale: 
     found = torch.zeros(wanted.shape, dtype=torch.float64, device=q.device)
     for row in wanted.any(dim=0).nonzero()[:, 0].tolist():
         heads, keys = wanted[:, row], k[visible[row]]
-        weights = _logits(q[row][heads], keys if k.shape[1] == 1 else keys[:, heads], scale).exp()
-        parts = weights.split(max(1, _ELEMENTS // weights.shape[1]))
-        found[heads, row] = torch.cat([_of_sums(part, deviations) for part in parts])
+        every = _logits(q[row][heads], keys if k.shape[1] == 1 else keys[:, heads], scale).exp()
+        parts = []
+        for weights in every.split(max(1, _ELEMENTS // every.shape[1])):
+            last_place = _SUM_ROUNDOFF / THREADS * weights.sum(dim=-1, keepdim=True)
+            cells = (weights / last_place).floor().sort(dim=-1).values
+            # As many as share a cell with each: added up over all, Σ n_c².
+            alike = torch.searchsorted(cells, cells, right=True) - torch.searchsorted(cells, cells)
+            spread = deviations * (alike.sum(dim=-1, dtype=torch.float64) / 3).sqrt()
+            parts.append((spread / len(keys)).clamp(max=1.0) * most_of_a_sum(len(keys)))
+        found[heads, row] = torch.cat(parts)
     return found
 
 
 def most_of_a_sum(keys: int) -> float:
     """The most that `running_sums` says of so many weights."""
     return _SUM_ROUNDOFF * keys / (2 * THREADS)
-
-
-def _of_sums(weights: Tensor, deviations: float) -> Tensor:
-    """[N] for the weights [N, S] of a row, relative to the largest."""
-    cells = (weights / (_SUM_ROUNDOFF / THREADS * weights.sum(dim=-1, keepdim=True))).floor().sort(dim=-1).values
-    # As many as share a cell with each: added up over all, Σ n_c².
-    alike = torch.searchsorted(cells, cells, right=True) - torch.searchsorted(cells, cells)
-    spread = deviations * (alike.sum(dim=-1, dtype=torch.float64) / 3).sqrt()
-    keys = weights.shape[-1]
-    return (spread / keys).clamp(max=1.0) * most_of_a_sum(keys)
 
 
 def _count(keys: slice | Tensor) -> int:
@@ -194,30 +191,19 @@ def merged_states(outputs: Sequence[Tensor], lses: Sequence[Tensor], lse: Tensor
 
 
 def merged_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
+    q: Tensor,  # [T, N, D], the judged queries
+    k: Tensor,  # [S, N, D], the keys of each request, its context first
+    v: Tensor,  # [S, N, V]
+    output: Tensor,  # [T, N, V], the golden one
+    lse: Tensor,  # [N, T]
     *,
-    rows: Sequence[slice],
-    keys: Sequence[slice],
+    rows: Sequence[slice],  # the judged rows of each request
+    keys: Sequence[slice],  # its keys
+    # where each chunk of its context ends, counted from its first key; none where nothing is merged
     ends: Sequence[Sequence[int]],
-    scale: float,
+    scale: float,  # factor of the logits
 ) -> MergeTerms:
-    """Of a batch whose contexts are cut into chunks, which all rows of a request see.
-
-    Args:
-        q: [T, N, D], the judged queries.
-        k: [S, N, D], the keys of each request, its context first.
-        v: [S, N, V].
-        output: [T, N, V], the golden one.
-        lse: [N, T].
-        rows: the judged rows of each request.
-        keys: its keys.
-        ends: where each chunk of its context ends, counted from its first key; none where nothing is merged.
-        scale: factor of the logits.
-    """
+    """Of a batch whose contexts are cut into chunks, which all rows of a request see."""
     total, squares = torch.zeros_like(output), torch.zeros_like(output)
     for own, seen, cuts in zip(rows, keys, ends, strict=True):
         if own.stop == own.start or not cuts:

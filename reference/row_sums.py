@@ -22,81 +22,53 @@ Kernel = Callable[[Tile, Tensor | None, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class TermSums:
-    """What ErrorTerms are made of, heads first, float32, relative to e^shift as the weights are.
-
-    products [3h, r, V]: magnitude, score and squares as in ErrorTerms. absolute [h, r, V]: Σ |v| of the visible keys.
-    largest [h, r, 1]: the largest weight.
-    """
-
-    products: Tensor
-    absolute: Tensor
-    largest: Tensor
-
-    @staticmethod
-    def zeros(shape: torch.Size, device: torch.device) -> "TermSums":
-        """Nothing added yet; shape: (h, r, V)."""
-        heads, rows, width = shape
-        shapes = (3 * heads, rows, width), (heads, rows, width), (heads, rows, 1)
-        return TermSums(*(torch.zeros(x, device=device) for x in shapes))
-
-    def map(self, view: View) -> "TermSums":
-        return TermSums(*(view(part) for part in vars(self).values()))
-
-    def add(self, products: Tensor, v: Tensor) -> None:
-        """Add a tile; products [3, h, r, c] and its `Keys.low_v`."""
-        products = products.flatten(0, 1)
-        if products.is_cuda:  # without rounding what is added to the operands' dtype
-            torch.baddbmm(self.products, products, v, out_dtype=self.products.dtype, out=self.products)
-        else:
-            self.products.add_(products @ v)
-
-
-@dataclass(frozen=True)
 class RowSums:
-    """Sums of weights p = e^(score - shift), heads first.
+    """Sums of weights p = e^(score - shift), heads first; the last three, float32, are what ErrorTerms are made of."""
 
-    Attributes:
-        output: [h, r, V] float64, Σ p·v.
-        totals: [h, r, 1] float64, Σ p; with error terms [h, r, 2], Σ p and Σ p·magnitude.
-        shift: [h, r, 1] float64, or None for 0.
-        terms: sums of the error terms, or None.
-    """
-
-    output: Tensor
-    totals: Tensor
-    shift: Tensor | None
-    terms: TermSums | None
+    output: Tensor  # [h, r, V] float64, Σ p·v
+    totals: Tensor  # [h, r, 1] float64, Σ p; with error terms [h, r, 2], Σ p and Σ p·magnitude
+    shift: Tensor | None  # [h, r, 1] float64, or None for 0
+    products: Tensor | None = None  # [3h, r, V], magnitude, score and squares as in ErrorTerms; None without
+    absolute: Tensor | None = None  # [h, r, V], Σ |v| of the visible keys
+    largest: Tensor | None = None  # [h, r, 1], the largest weight
 
     @staticmethod
     def zeros(shape: torch.Size, shift: Tensor | None, with_terms: bool, device: torch.device) -> "RowSums":
         """Nothing added yet; shape: (h, r, V)."""
-        heads, rows, _ = shape
+        heads, rows, width = shape
         output = torch.zeros(shape, dtype=torch.float64, device=device)
         totals = output.new_zeros(heads, rows, 1 + with_terms)
-        return RowSums(output, totals, shift, TermSums.zeros(shape, device) if with_terms else None)
+        if not with_terms:
+            return RowSums(output, totals, shift)
+        shapes = (3 * heads, rows, width), (heads, rows, width), (heads, rows, 1)
+        return RowSums(output, totals, shift, *(torch.zeros(x, device=device) for x in shapes))
 
     def map(self, view: View) -> "RowSums":
-        shift = None if self.shift is None else view(self.shift)
-        return RowSums(view(self.output), view(self.totals), shift, self.terms and self.terms.map(view))
+        others = (self.shift, self.products, self.absolute, self.largest)
+        return RowSums(view(self.output), view(self.totals), *(None if part is None else view(part) for part in others))
 
     def add(self, tile: Tile) -> None:
         """Add a tile's keys."""
-        if self.terms is None or tile.keys.low_v is None:
+        low_v = tile.keys.low_v
+        if self.products is None or self.largest is None or low_v is None:
             weights = weigh(tile, self.shift, self.totals)
         else:
-            weights, products = weigh_with_products(tile, self.shift, self.totals, self.terms.largest)
-            self.terms.add(products, tile.keys.low_v)
+            weights, tripled = weigh_with_products(tile, self.shift, self.totals, self.largest)
+            products = tripled.flatten(0, 1)
+            if products.is_cuda:  # without rounding what is added to the operands' dtype
+                torch.baddbmm(self.products, products, low_v, out_dtype=self.products.dtype, out=self.products)
+            else:
+                self.products.add_(products @ low_v)
         self.output.baddbmm_(weights, tile.keys.v)
 
     def set_absolute(self, absolute: Tensor) -> None:
         """Set Σ |v| of the visible keys, which takes no weights."""
-        assert self.terms is not None
-        self.terms.absolute.copy_(absolute)
+        assert self.absolute is not None
+        self.absolute.copy_(absolute)
 
     def extremes(self) -> Tensor:
         """[2] float64: the least Σ p of a row, and the largest sum of the error terms, not finite beyond its range."""
-        largest = self.totals.amax() if self.terms is None else self.terms.products.amax().double()
+        largest = self.totals.amax() if self.products is None else self.products.amax().double()
         return torch.stack((self.totals[..., 0].amin(), largest))
 
 
@@ -117,14 +89,15 @@ def store(sums: RowSums, low: torch.dtype | None, state: AttentionState) -> None
     torch.mul(sums.output, inverse, out=state.output.transpose(0, 1))
     lse = total.log().squeeze(-1)
     state.lse.copy_(lse if sums.shift is None else lse + sums.shift.squeeze(-1))
-    if sums.terms is not None and state.terms is not None:
-        factor, terms = (inverse * margin).float(), sums.terms
-        magnitude, score, squares = terms.products.unflatten(0, (3, -1))
+    if state.terms is not None:
+        assert sums.products is not None and sums.absolute is not None and sums.largest is not None
+        factor = (inverse * margin).float()
+        magnitude, score, squares = sums.products.unflatten(0, (3, -1))
         written = (
             (magnitude, factor, state.terms.magnitude),
             (score, factor, state.terms.score),
             (squares, (inverse.square() * margin).float(), state.terms.squares),
-            (terms.absolute, terms.largest * factor, state.terms.peak),
+            (sums.absolute, sums.largest * factor, state.terms.peak),
         )
         for term, factor_of_row, target in written:
             torch.mul(term, factor_of_row, out=target.transpose(0, 1))
@@ -150,10 +123,11 @@ def weigh_with_products(tile: Tile, shift: Tensor | None, totals: Tensor, larges
     As separate operations this moves 88 bytes an element of a GPU's memory, as one kernel 16. That one serves bfloat16
     only, which large problems are given, since it takes seconds to compile.
     """
-    products = tile.products()
-    kernel = _kernel_for(tile)
-    if kernel is not None:
-        return kernel(tile, shift, totals, largest, products), products
+    products, queries, k = tile.products(), tile.queries, tile.keys.k
+    if k.is_cuda and queries.low is not None and queries.low.dtype == torch.bfloat16:
+        kernel = _kernel(k.shape[2], queries.wide.dtype, k.dtype)
+        if kernel is not None:
+            return kernel(tile, shift, totals, largest, products), products
     low, weighted, squared = products
     weights = weigh(tile, shift, totals[..., :1])
     low.copy_(weights)
@@ -162,13 +136,6 @@ def weigh_with_products(tile: Tile, shift: Tensor | None, totals: Tensor, larges
     totals[..., 1].add_(weighted.sum(-1, dtype=torch.float64))
     torch.maximum(largest, low.amax(-1, keepdim=True), out=largest)
     return weights, products
-
-
-def _kernel_for(tile: Tile) -> Kernel | None:
-    queries, k = tile.queries, tile.keys.k
-    if not k.is_cuda or queries.low is None or queries.low.dtype != torch.bfloat16:
-        return None
-    return _kernel(k.shape[2], queries.wide.dtype, k.dtype)
 
 
 @cache
@@ -181,19 +148,16 @@ def _kernel(width: int, query: torch.dtype, key: torch.dtype) -> Kernel | None:
     if width % STEP:
         return None
     try:
+        # On a tile in the form that every large problem has along its edge.
+        q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
+        queries = Queries(q, None if query == torch.float64 else q[0, 0, 0].double(), None)
+        tile = Tile(queries, TileKeys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
         shift, totals = (torch.zeros(1, 64, columns, dtype=torch.float64, device="cuda") for columns in (1, 2))
         products = torch.zeros(3, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
-        weigh_on_gpu(_zeros(width, query, key), shift, totals, shift.float(), products)
+        weigh_on_gpu(tile, shift, totals, shift.float(), products)
     except Exception:  # a missing compiler shows as any of many exceptions, and costs time only
         return None
     return weigh_on_gpu
-
-
-def _zeros(width: int, query: torch.dtype, key: torch.dtype) -> Tile:
-    """A tile to try the kernel on, in the form that every large problem has along its edge."""
-    q, k = (torch.zeros(1, 64, width, dtype=dtype, device="cuda") for dtype in (query, key))
-    factor = None if query == torch.float64 else q[0, 0, 0].double()
-    return Tile(Queries(q, factor, None), TileKeys(k, k), torch.zeros(64, dtype=torch.long, device="cuda"))
 
 
 def norms(x: Tensor) -> Tensor:

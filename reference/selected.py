@@ -28,82 +28,48 @@ _KEY_ELEMENTS = 2**24
 
 
 def selected_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selected: Tensor,
+    q: Tensor,  # [T, N, D]
+    k: Tensor,  # [S, 1, D] for all heads, or [S, N, D]
+    v: Tensor,  # [S, 1, V] or [S, N, V]; any float dtype
+    selected: Tensor,  # [T, K] integers, rows of k and v, or -1
     *,
-    scale: float,
-    sink: Tensor | None = None,
+    scale: float,  # factor of the logits
+    sink: Tensor | None = None,  # [N], the logit of each head's sink, natural; None without
     with_terms: bool = False,
     with_key_terms: bool = False,
-    rows: Sequence[int] | None = None,
+    rows: Sequence[int] | None = None,  # ascending query numbers; None for all
 ) -> AttentionState:
     """Attention of each query to the keys of its list.
 
-    q: [T, N, D]. k: [S, 1, D] for all heads, or [S, N, D]. v: [S, 1, V] or [S, N, V]; any float dtype. selected:
-    [T, K] integers, rows of k and v, or -1.
-    scale: factor of the logits. sink: [N], the logit of each head's sink, natural; None without. rows: ascending query
-    numbers; None for all. Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a
-    row's list does not name have no influence on it, NaN included. Terms are as `blockwise_attention`'s: of large
-    problems on a GPU up to 5 % larger. Raises ValueError for shapes that do not fit together, no rows, or a list that
-    names a key which is not there.
+    Returns output [T, N, V], LSE [N, T] and the error terms, of the given rows. Keys that a row's list does not name
+    have no influence on it, NaN included. Terms are as `blockwise_attention`'s: of large problems on a GPU up to 5 %
+    larger. Raises ValueError for shapes that do not fit together, no rows, or a list that names a key which is not
+    there.
     """
     _check(q, k, v, selected, sink)
-    options: dict[str, Any] = {"scale": scale, "with_terms": with_terms, "with_key_terms": with_key_terms, "rows": rows}
-    state = (_by_head if k.shape[1] > 1 else _of_all_heads)(q, k, v, selected, **options)
-    return state if sink is None else with_sink(state, sink)
-
-
-def _of_all_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selected: Tensor,
-    scale: float,
-    with_terms: bool,
-    with_key_terms: bool,
-    rows: Sequence[int] | None,
-) -> AttentionState:
-    """The state where all heads share the keys."""
+    if k.shape[1] > 1:  # each head has keys of its own
+        heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
+        options: dict[str, Any] = {"with_terms": with_terms, "with_key_terms": with_key_terms, "rows": rows}
+        parts = [selected_attention(x, y, z, selected, scale=scale, **options) for x, y, z in heads]
+        state = definition.concatenate(parts, heads=True)
+        return state if sink is None else with_sink(state, sink)
     chosen = torch.arange(len(q), device=q.device)
     if rows is not None:
         chosen = torch.tensor(rows, dtype=torch.long, device=q.device)
+    found = None
     pairs = len(chosen) * q.shape[1] * selected.shape[1]
     if with_terms and not with_key_terms and low_precision(pairs, q.device) == torch.bfloat16:
-        state = RowsOverLists(q[chosen], k[:, 0], v[:, 0], selected[chosen], scale).state()
-        if state is not None:
-            return state
-    return _by_definition(q, k, v, selected, chosen, scale, with_terms, with_key_terms)
-
-
-def _by_definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selected: Tensor,
-    chosen: Tensor,
-    scale: float,
-    with_terms: bool,
-    with_key_terms: bool,
-) -> AttentionState:
-    """The state of the chosen rows, one copy of it: the rows of a part are written where they stand."""
-    state = None
-    for part in _alike(selected[chosen], q.shape[1], k.shape[2]):
-        numbers = chosen[part]
-        found = _rows(q[numbers], k, v, selected[numbers], scale, with_terms, with_key_terms)
-        state = state or found.map(lambda x: x.new_empty(len(chosen), *x.shape[1:]))
-        for whole, rows in zip(state.parts(), found.parts(), strict=True):
-            whole[part] = rows
-    if state is None:
+        found = over_lists(q[chosen], k[:, 0], v[:, 0], selected[chosen], scale)
+    if found is None:
+        # One copy of it: the rows of a part are written where they stand.
+        for part, named in _alike(selected[chosen], q.shape[1], k.shape[2]):
+            some = _rows(q[chosen[part]], k, v, named, scale, with_terms, with_key_terms)
+            found = found or some.map(lambda x: x.new_empty(len(chosen), *x.shape[1:]))
+            for whole, own in zip(found.parts(), some.parts(), strict=True):
+                whole[part] = own
+    if found is None:
         raise ValueError("expected at least one row")
-    return state
-
-
-def _by_head(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, **options: Any) -> AttentionState:
-    """The states of all heads, each with keys of its own."""
-    heads = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
-    return definition.concatenate([selected_attention(x, y, z, selected, **options) for x, y, z in heads], heads=True)
+    return found if sink is None else with_sink(found, sink)
 
 
 def with_sink(state: AttentionState, sink: Tensor) -> AttentionState:
@@ -142,23 +108,24 @@ def _powers(name: str, share: Tensor) -> Tensor:
     return share.square() if name in ("squares", "key_spread") else share
 
 
-def _alike(selected: Tensor, heads: int, width: int) -> Iterator[Tensor]:
-    """Numbers of rows [n] that name equally many keys, so many at a time that scores and keys fit their workspaces."""
+def _alike(selected: Tensor, heads: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Numbers of rows [n] that name equally many keys, and these [n, count].
+
+    So many at a time that scores and keys fit their workspaces.
+    """
     counts = (selected != NO_KEY).sum(dim=1)
     for count in counts.unique().tolist():
-        alike = (counts == count).nonzero()[:, 0]
-        rows = (
-            definition.workspace_elements(selected.device) // max(1, heads * count),
-            _KEY_ELEMENTS // max(1, width * count),
-        )
-        yield from alike.split(max(1, min(rows)))
+        scores = definition.workspace_elements(selected.device) // max(1, heads * count)
+        most = max(1, min(scores, _KEY_ELEMENTS // max(1, width * count)))
+        for part in (counts == count).nonzero()[:, 0].split(most):
+            lists = selected[part]
+            yield part, lists[lists != NO_KEY].view(len(part), -1)
 
 
 def _rows(
-    q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float, with_terms: bool, with_key_terms: bool
+    q: Tensor, k: Tensor, v: Tensor, named: Tensor, scale: float, with_terms: bool, with_key_terms: bool
 ) -> AttentionState:
     """The definition for rows that name equally many keys: a row's heads are its queries, and rows are the heads."""
-    named = selected[selected != NO_KEY].view(len(q), -1)
     keys, values = (x[named, 0].transpose(0, 1).to(torch.float64) for x in (k, v))
     queries = q.transpose(0, 1).to(torch.float64)
     visible = torch.ones(q.shape[1], named.shape[1], dtype=torch.bool, device=q.device)
@@ -185,14 +152,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, sink: Tensor | Non
 
 @dataclass(frozen=True)
 class RowLists:
-    """The tokens that the rows of a batch attend to.
+    """The tokens that the rows of a batch attend to."""
 
-    numbers: [T, K] int64, tokens of the row's request, counted from the first of its context; NO_KEY names none.
-    query_start_loc: first row of each request, and the end.
-    """
-
+    # [T, K] int64, tokens of the row's request, counted from the first of its context; NO_KEY names none
     numbers: Tensor
-    query_start_loc: Sequence[int]
+    query_start_loc: Sequence[int]  # first row of each request, and the end
 
     @staticmethod
     def of(
@@ -206,9 +170,21 @@ class RowLists:
 
         Raises ValueError for lists of another number of rows, not of integers, or with a token behind the row's own.
         """
-        own = _own_numbers(query_start_loc, context_lens).to(device)
+        batch = zip(segments(query_start_loc), context_lens, strict=True)
+        places = [torch.arange(rows.stop - rows.start) + context for rows, context in batch]
+        own = torch.cat(places).unsqueeze(1).to(device)  # [T, 1], the token that each row is
         if selected is not None:
-            numbers = _checked_lists(selected, own)
+            if selected.dim() != 2 or len(selected) != len(own) or selected.is_floating_point():
+                got = f"{selected.dtype} {tuple(selected.shape)}"
+                raise ValueError(f"expected a list of integers for each of {len(own)} rows, got {got}")
+            wrong = (selected < NO_KEY) | (selected > own)
+            if bool(wrong.any()):
+                row = int(wrong.any(dim=1).nonzero()[0])
+                raise ValueError(
+                    f"expected lists of tokens up to the row's own, or {NO_KEY}: row {row} sees 0 to {int(own[row])} "
+                    f"and lists {selected[row][wrong[row]].tolist()}"
+                )
+            numbers = selected.long()
         elif window is not None:
             numbers = (own - torch.arange(window, device=device)).clamp(min=NO_KEY)
         else:
@@ -228,36 +204,13 @@ class RowLists:
         return found
 
 
-def _own_numbers(query_start_loc: Sequence[int], context_lens: Sequence[int]) -> Tensor:
-    """[T, 1], the token that each row is."""
-    requests = zip(segments(query_start_loc), context_lens, strict=True)
-    return torch.cat([torch.arange(rows.stop - rows.start) + context for rows, context in requests]).unsqueeze(1)
-
-
-def _checked_lists(selected: Tensor, own: Tensor) -> Tensor:
-    """The lists as int64."""
-    if selected.dim() != 2 or len(selected) != len(own) or selected.is_floating_point():
-        raise ValueError(
-            f"expected a list of integers for each of {len(own)} rows, got {selected.dtype} {tuple(selected.shape)}"
-        )
-    wrong = (selected < NO_KEY) | (selected > own)
-    if bool(wrong.any()):
-        row = int(wrong.any(dim=1).nonzero()[0])
-        raise ValueError(
-            f"expected lists of tokens up to the row's own, or {NO_KEY}: row {row} sees 0 to {int(own[row])} and lists "
-            f"{selected[row][wrong[row]].tolist()}"
-        )
-    return selected.long()
-
-
 _LOW = torch.bfloat16
 _KEYS_OF_A_LANE = 2**17
 """Keys that are gathered at a time for all rows, 1.7 GB of latents: 64 rows of 2,048, whose 128 heads fill a GPU."""
 
 
-@dataclass(frozen=True)
-class RowsOverLists:
-    """Rows and the lists of keys that they name, for a GPU: the same values, near the machine's speed.
+def over_lists(q: Tensor, k: Tensor, v: Tensor, selected: Tensor, scale: float) -> AttentionState | None:
+    """The state of rows and the lists of keys that they name, for a GPU: the same values, near the machine's speed.
 
     Rows that name equally many keys are a batch of products, in which a row's heads are its queries. The sums, their
     kernel and the precision of their error terms are those of `blockwise`. The floor, for each pair of a head's query
@@ -266,72 +219,51 @@ class RowsOverLists:
       terms     2D + 6V operations in bfloat16, 4,224: 5 ps;
       memory    what is gathered for a row serves all of its heads, 50 bytes a column and more: 40 ps for 128 heads.
 
-    Attributes:
-        q: [T, N, D], any float dtype, as are k and v.
-        k: [S, D].
-        v: [S, V].
-        selected: [T, K], numbers of keys, anything below 0 for none.
-        scale: factor of the logits.
+    q: [T, N, D], k: [S, D] and v: [S, V] of any float dtype. selected: [T, K], numbers of keys, anything below 0 for
+    none. Returns error terms in float32; None where operands are not finite, or sums leave the range.
     """
+    state = empty_state(len(q), q.shape[1], v.shape[1], True, q.device)
+    for part in state.parts():
+        part.zero_()
+    state.lse.fill_(-torch.inf)  # stays so for rows that name no key
+    counts, parts = (selected >= 0).sum(dim=1), []
+    for count in counts.unique().tolist():
+        if count:
+            parts += (counts == count).nonzero()[:, 0].split(max(1, _KEYS_OF_A_LANE // count))
+    extremes = torch.ones(len(parts), 2, dtype=torch.float64, device=q.device)
+    of_queries, of_keys = norms(q), norms(k)
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    selected: Tensor
-    scale: float
-
-    def state(self) -> AttentionState | None:
-        """The state of all rows, error terms float32; None where operands are not finite, or sums leave the range."""
-        state = empty_state(len(self.q), self.q.shape[1], self.v.shape[1], True, self.q.device)
-        for part in state.parts():
-            part.zero_()
-        state.lse.fill_(-torch.inf)  # stays so for rows that name no key
-        parts = list(self._alike())
-        extremes = torch.ones(len(parts), 2, dtype=torch.float64, device=self.q.device)
-        lengths = norms(self.q), norms(self.k)
-        in_lanes(self.q.device, [self._fill(state, *work, lengths) for work in zip(parts, extremes, strict=True)])
-        if all(least >= LEAST_SUM and math.isfinite(most) for least, most in extremes.tolist()):
-            return state
-        return None
-
-    def _alike(self) -> Iterator[Tensor]:
-        """Numbers of rows that name equally many keys, one or more."""
-        counts = (self.selected >= 0).sum(dim=1)
-        for count in counts.unique().tolist():
-            if count:
-                yield from (counts == count).nonzero()[:, 0].split(max(1, _KEYS_OF_A_LANE // count))
-
-    def _fill(
-        self, state: AttentionState, rows: Tensor, extremes: Tensor, lengths: tuple[Tensor, Tensor]
-    ) -> Iterator[None]:
+    def fill(rows: Tensor, reached: Tensor) -> Iterator[None]:
         """Write some rows into the state, and their sums' extremes; one step."""
-        lists = self.selected[rows]
+        lists = selected[rows]
         named = lists[lists >= 0].view(len(rows), -1)
-        of_queries, of_keys = lengths[0][rows].double(), lengths[1][named].amax(dim=1).double()
-        shift = (abs(self.scale) * of_queries * of_keys[:, None] - LARGEST_EXPONENT).clamp_(min=0.0).unsqueeze(-1)
-        sums = self._sums(self.q[rows], self.k[named], self.v[named], shift)
-        found = empty_state(self.q.shape[1], len(rows), self.v.shape[1], True, self.q.device)
+        bounds = abs(scale) * of_queries[rows].double() * of_keys[named].amax(dim=1).double()[:, None]
+        shift = (bounds - LARGEST_EXPONENT).clamp_(min=0.0).unsqueeze(-1)
+        sums = _list_sums(q[rows], k[named], v[named], shift, scale)
+        found = empty_state(q.shape[1], len(rows), v.shape[1], True, q.device)
         store(sums, _LOW, found)
         for whole, part in zip(state.parts(), found.parts(), strict=True):
             whole[rows] = part.transpose(0, 1)
-        extremes.copy_(sums.extremes())
+        reached.copy_(sums.extremes())
         yield
 
-    def _sums(self, q: Tensor, k: Tensor, v: Tensor, shift: Tensor) -> RowSums:
-        """Of operands with the rows first, as heads are elsewhere; shift [n, N, 1] float64."""
-        factor = torch.full((), self.scale, dtype=torch.float64, device=q.device)
-        queries = Queries(_readable(q), factor, magnitudes(_readable(q) * self.scale, _LOW))
-        low_v = torch.empty(3 * len(v), *v.shape[1:], dtype=_LOW, device=v.device)
-        absolute, same, squares = low_v.chunk(3)
-        same.copy_(absolute.copy_(v).abs_())
-        torch.square(absolute, out=squares)
-        keys = TileKeys(_readable(k), v.double(), magnitudes(k, _LOW), low_v)
-        sums = RowSums.zeros(torch.Size((*q.shape[:2], v.shape[2])), shift, True, q.device)
-        sums.add(Tile(queries, keys, None))
-        sums.set_absolute(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
-        return sums
+    in_lanes(q.device, [fill(*work) for work in zip(parts, extremes, strict=True)])
+    held = all(least >= LEAST_SUM and math.isfinite(most) for least, most in extremes.tolist())
+    return state if held else None
 
 
-def _readable(x: Tensor) -> Tensor:
-    """Itself in float32, or float64, which the kernel reads; exact."""
-    return x if x.dtype == torch.float64 else x.float()
+def _list_sums(q: Tensor, k: Tensor, v: Tensor, shift: Tensor, scale: float) -> RowSums:
+    """Of operands with the rows first, as heads are elsewhere; shift [n, N, 1] float64."""
+    # In float32, or float64, which the kernel reads; exact.
+    wide_q, wide_k = (x if x.dtype == torch.float64 else x.float() for x in (q, k))
+    factor = torch.full((), scale, dtype=torch.float64, device=q.device)
+    queries = Queries(wide_q, factor, magnitudes(wide_q * scale, _LOW))
+    low_v = torch.empty(3 * len(v), *v.shape[1:], dtype=_LOW, device=v.device)
+    absolute, same, squares = low_v.chunk(3)
+    same.copy_(absolute.copy_(v).abs_())
+    torch.square(absolute, out=squares)
+    keys = TileKeys(wide_k, v.double(), magnitudes(k, _LOW), low_v)
+    sums = RowSums.zeros(torch.Size((*q.shape[:2], v.shape[2])), shift, True, q.device)
+    sums.add(Tile(queries, keys, None))
+    sums.set_absolute(absolute.sum(dim=1, keepdim=True, dtype=torch.float32))
+    return sums

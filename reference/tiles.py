@@ -29,25 +29,21 @@ def folded(size: int, rows: slice = slice(None)) -> View:
     return lambda x: x.view(-1, size, x.shape[-1])[:, rows]
 
 
+def padded(rows: int) -> View:
+    """[h, r, columns] with zeros up to ``rows`` rows: a copy where some are missing."""
+    return lambda x: x if x.shape[1] == rows else pad(x, (0, 0, 0, rows - x.shape[1]))
+
+
 @dataclass(frozen=True)
 class RequestRows:
-    """Rows of one request whose attention is computed.
+    """Rows of one request whose attention is computed."""
 
-    Attributes:
-        q: [r, N, D], the rows.
-        k: [S, N, D], all keys of the request.
-        v: [S, N, V].
-        rows: where the rows stand among those of all requests.
-        positions: number of each row within its request, ascending.
-        diagonal: what a row sees beyond its own position, less one.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    rows: slice
-    positions: Sequence[int]
-    diagonal: int
+    q: Tensor  # [r, N, D], the rows
+    k: Tensor  # [S, N, D], all keys of the request
+    v: Tensor  # [S, N, V]
+    rows: slice  # where the rows stand among those of all requests
+    positions: Sequence[int]  # number of each row within its request, ascending
+    diagonal: int  # what a row sees beyond its own position, less one
 
     def counts(self) -> Tensor:
         """[r] int64, ascending: row i sees keys 0 … counts[i] - 1."""
@@ -97,17 +93,11 @@ def _index(positions: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Queries:
-    """Queries of some heads.
+    """Queries of some heads."""
 
-    Attributes:
-        wide: [h, r, D], float32 where that holds the operand and a GPU's kernel reads it, float64 otherwise.
-        factor: [] float64, the scale that their products are still to be multiplied with, or None.
-        low: [h, r, D] their magnitudes, times the scale's, in low precision, or None.
-    """
-
-    wide: Tensor
-    factor: Tensor | None
-    low: Tensor | None
+    wide: Tensor  # [h, r, D], float32 where that holds the operand and a GPU's kernel reads it, float64 otherwise
+    factor: Tensor | None  # [] float64, the scale that their products are still to be multiplied with, or None
+    low: Tensor | None  # [h, r, D] their magnitudes, times the scale's, in low precision, or None
 
     @staticmethod
     def widened(request: RequestRows, heads: slice, rows: slice, scale: float, low: torch.dtype | None) -> "Queries":
@@ -120,28 +110,18 @@ class Queries:
             return Queries(scaled, None, magnitude)
         return Queries(wide, torch.full((), scale, dtype=torch.float64, device=q.device), magnitude)
 
-    def padded(self, rows: int) -> "Queries":
-        """With zeros after them, ``rows`` rows in all."""
-        return self.map(lambda x: padded(x, rows))
-
     def map(self, view: View) -> "Queries":
         return Queries(view(self.wide), self.factor, None if self.low is None else view(self.low))
 
 
 @dataclass(frozen=True)
 class TileKeys:
-    """Keys and values of some heads.
+    """Keys and values of some heads."""
 
-    Attributes:
-        k: [h, c, D], in float32 or float64 as queries are.
-        v: [h, c, V] float64.
-        low_k: [h, c, D], |k| in low precision, or None without error terms.
-        low_v: [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²; or None.
-    """
-
-    k: Tensor
-    v: Tensor
-    low_k: Tensor | None = None
+    k: Tensor  # [h, c, D], in float32 or float64 as queries are
+    v: Tensor  # [h, c, V] float64
+    low_k: Tensor | None = None  # [h, c, D], |k| in low precision, or None without error terms
+    # [3h, c, V], what the products p, p·magnitude and p² are multiplied with: |v|, |v| and v²; or None
     low_v: Tensor | None = None
 
     @staticmethod
@@ -165,10 +145,6 @@ class TileKeys:
         """Consecutive pieces of ``width`` keys; the last may be shorter."""
         return [self.map(cut(part)) for part in cuts(self.k.shape[1], width)]
 
-    def padded(self, keys: int) -> "TileKeys":
-        """With zeros after them, ``keys`` keys in all."""
-        return self.map(lambda x: padded(x, keys))
-
     def map(self, view: View) -> "TileKeys":
         low_k, low_v = (None if part is None else view(part) for part in (self.low_k, self.low_v))
         return TileKeys(view(self.k), view(self.v), low_k, low_v)
@@ -176,17 +152,11 @@ class TileKeys:
 
 @dataclass(frozen=True)
 class Tile:
-    """Queries and keys that are multiplied with each other.
+    """Queries and keys that are multiplied with each other."""
 
-    Attributes:
-        queries: r rows of h heads.
-        keys: c keys of them.
-        seen: [r] int64, how many of the keys each row sees, or None for all.
-    """
-
-    queries: Queries
-    keys: TileKeys
-    seen: Tensor | None
+    queries: Queries  # r rows of h heads
+    keys: TileKeys  # c keys of them
+    seen: Tensor | None  # [r] int64, how many of the keys each row sees, or None for all
 
     def scores(self) -> Tensor:
         """[h, r, c] float64, -inf where a row does not see a key."""
@@ -207,23 +177,9 @@ class Tile:
         return products
 
 
-@dataclass(frozen=True)
-class Band:
-    """Rows and the keys that they see.
-
-    Attributes:
-        rows: picks the rows of queries and of sums.
-        keys: the keys, in parts that are multiplied at a time.
-        seen: as a tile's, where a row does not see all; then there is one part.
-    """
-
-    rows: View
-    keys: Sequence[TileKeys]
-    seen: Tensor | None = None
-
-    def tiles(self, queries: Queries) -> Iterator[Tile]:
-        """One for each part; queries of these rows."""
-        return (Tile(queries, keys, self.seen) for keys in self.keys)
+Band = tuple[View, Sequence[TileKeys], Tensor | None]
+"""What picks the rows of queries and of sums; the keys that they see, in parts that are multiplied at a time; and as a
+tile's, how many of them each row sees, where those are not all: then there is one part."""
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -244,11 +200,6 @@ def _width(x: Tensor, low: torch.dtype | None) -> torch.dtype:
     return torch.float32 if low == torch.bfloat16 and x.dtype.itemsize <= 4 else torch.float64
 
 
-def padded(x: Tensor, rows: int) -> Tensor:
-    """[h, r, columns] with zeros up to ``rows`` rows."""
-    return x if x.shape[1] == rows else pad(x, (0, 0, 0, rows - x.shape[1]))
-
-
 LANES = 2
 """Works on a GPU at a time: while one is in its matrix products, another one moves memory, or begins."""
 _END = object()
@@ -260,23 +211,14 @@ _SHARE_OF_FREE = 0.5
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the blocks.
+    """Sizes of the blocks."""
 
-    Attributes:
-        heads: heads in a batch of matrix products.
-        panel: queries whose sums are taken together, a multiple of ``queries``.
-        queries: queries in a block, ``step`` times a power of two.
-        step: queries in the smallest block, half of which may be hidden.
-        keys: keys in a block.
-        span: keys that are widened to float64 at a time, a multiple of ``keys``.
-    """
-
-    heads: int
-    panel: int
-    queries: int
-    step: int
-    keys: int
-    span: int
+    heads: int  # heads in a batch of matrix products
+    panel: int  # queries whose sums are taken together, a multiple of ``queries``
+    queries: int  # queries in a block, ``step`` times a power of two
+    step: int  # queries in the smallest block, half of which may be hidden
+    keys: int  # keys in a block
+    span: int  # keys that are widened to float64 at a time, a multiple of ``keys``
 
 
 def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes: int) -> Blocks:
@@ -286,9 +228,13 @@ def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes:
 
     Tall blocks have few products that wait for one another, small ones leave a GPU idle and a CPU in its dispatcher.
     """
-    gpu = device.type == "cuda"
-    lane = _workspace(device) // (LANES if gpu else 1)
-    group, rows, step = (min(heads, 8), 2048, 256) if gpu else (min(heads, 4), 128, 32)
+    group, rows, step, lane = min(heads, 4), 128, 32, _CPU_BYTES
+    if device.type == "cuda":
+        group, rows, step = min(heads, 8), 2048, 256
+        free, _ = torch.cuda.mem_get_info(device)
+        if _SHARE_OF_FREE * free < _GPU_BYTES:  # asked only then, since the allocator takes a while to answer
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        lane = min(_GPU_BYTES, int(_SHARE_OF_FREE * free)) // LANES
     width = _rounded(int(0.625 * lane) // (pair_bytes * group * rows), 512, 2 * rows)
     # A row and its sums take half as much again as a key. A triangle has as many keys as rows, and when its keys are
     # there those of a span no longer are.
@@ -297,24 +243,14 @@ def plan_blocks(device: torch.device, *, heads: int, key_bytes: int, pair_bytes:
     return Blocks(heads=group, panel=panel, queries=rows, step=step, keys=width, span=span)
 
 
-def cuts(stop: int, step: int, start: int = 0) -> Iterator[slice]:
-    """Consecutive slices of ``step`` from ``start`` to ``stop``; the last may be shorter."""
-    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
-
-
-def _workspace(device: torch.device) -> int:
-    """Bytes that all temporaries may take together."""
-    if device.type != "cuda":
-        return _CPU_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    if _SHARE_OF_FREE * free < _GPU_BYTES:  # asked only then, since the allocator takes a while to answer
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(_GPU_BYTES, int(_SHARE_OF_FREE * free))
-
-
 def _rounded(number: int, multiple: int, most: int = 2**30) -> int:
     """``number`` rounded down to a multiple, at least one of it and ``most`` at most."""
     return min(most, max(multiple, number // multiple * multiple))
+
+
+def cuts(stop: int, step: int, start: int = 0) -> Iterator[slice]:
+    """Consecutive slices of ``step`` from ``start`` to ``stop``; the last may be shorter."""
+    return (slice(at, min(at + step, stop)) for at in range(start, stop, step))
 
 
 def in_lanes(device: torch.device, works: Sequence[Iterator[object]]) -> None:
@@ -323,21 +259,21 @@ def in_lanes(device: torch.device, works: Sequence[Iterator[object]]) -> None:
         deque(chain.from_iterable(works), maxlen=0)
         return
     main, streams = torch.cuda.current_stream(device), _streams(device)
+
+    def on(stream: torch.cuda.Stream, steps: Iterator[object]) -> Iterator[None]:
+        while True:
+            with torch.cuda.stream(stream):
+                if next(steps, _END) is _END:
+                    return
+            yield
+
     for stream in streams:
         stream.wait_stream(main)
-    lanes = (_on(stream, chain.from_iterable(works[lane::LANES])) for lane, stream in enumerate(streams))
+    lanes = (on(stream, chain.from_iterable(works[lane::LANES])) for lane, stream in enumerate(streams))
     for step in zip_longest(*lanes):
         del step
     for stream in streams:
         main.wait_stream(stream)
-
-
-def _on(stream: torch.cuda.Stream, steps: Iterator[object]) -> Iterator[None]:
-    while True:
-        with torch.cuda.stream(stream):
-            if next(steps, _END) is _END:
-                return
-        yield
 
 
 @cache

@@ -22,18 +22,15 @@ def is_finite(value: object) -> TypeGuard[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """An extension of the context, in the terms of a model's configuration.
+    """An extension of the context, as a configuration tells it. Raises ValueError for numbers out of range."""
 
-    factor: the extended context by the original one. original_positions: length of the original one in tokens.
-    beta_fast, beta_slow: turns over the original context from which a pair keeps its frequency, and up to which it is
-    slowed down by the whole factor. mscale, mscale_all_dim: 0 where the configuration has none.
-    Raises ValueError for numbers out of range.
-    """
-
-    factor: float
-    original_positions: int
+    factor: float  # the extended context by the original one
+    original_positions: int  # length of the original one in tokens
+    # beta_fast, beta_slow: turns over the original context from which a pair keeps its frequency, and up to which it is
+    # slowed down by the whole factor
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    # mscale, mscale_all_dim: 0 where the configuration has none
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
 

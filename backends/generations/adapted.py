@@ -127,8 +127,14 @@ class AdaptedPrefillBackend(MLAPrefillBackend):
         out: Tensor | None = None,
         output_scale: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        return self._new_tokens((q, k, v), return_softmax_lse, out, output_scale)
+
+    def _new_tokens(
+        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
+    ) -> Any:
+        """The call, as the driven class takes it."""
         given = {name: x for name, x in (("out", out), ("output_scale", output_scale)) if x is not None}
-        return self._target.run_prefill_new_tokens(q, k, v, return_softmax_lse=return_softmax_lse, **given)
+        return self._target.run_prefill_new_tokens(*operands, return_softmax_lse=lse, **given)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self._target.run_prefill_context_chunk(chunk_idx, q, k, v)
@@ -142,13 +148,9 @@ def first_columns(result: Any, width: int) -> Any:
 
 
 def copied_to(out: Tensor, result: Any) -> Any:
-    """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do.
-
-    Raises:
-        ValueError: the output has another shape, which a copy would broadcast.
-    """
+    """A call's result with the output copied to ``out``, as the callers of a kernel without an output tensor do."""
     output = result[0] if isinstance(result, tuple) else result
-    if output.shape != out.shape:
+    if output.shape != out.shape:  # a copy would broadcast it
         raise ValueError(f"expected an output of shape {list(out.shape)}, got {list(output.shape)}")
     out.copy_(output)
     return (out, *result[1:]) if isinstance(result, tuple) else out

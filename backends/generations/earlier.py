@@ -43,12 +43,9 @@ class MLAPrefillBuilderState:
 
 
 class MLAPrefillImpl(AttentionSizes, ABC):
-    """The kernel of a backend: it keeps its configuration, and gets the metadata in each call.
+    """The kernel of a backend: it keeps its configuration, and gets the metadata in each call."""
 
-    Attributes:
-        requires_v_padding: whether the output is as wide as the queries; the caller then takes the first V columns.
-    """
-
+    # whether the output is as wide as the queries; the caller then takes the first V columns
     requires_v_padding: bool = True
 
     def __init__(
@@ -69,14 +66,9 @@ class MLAPrefillImpl(AttentionSizes, ABC):
     def run_prefill_new_tokens(
         self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """See :class:`interface.MLAPrefillBackend`.
+        """See :class:`interface.MLAPrefillBackend`: q and k [T, N, P + R], rope applied, v [T, N, V].
 
-        Args:
-            prefill_metadata: of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
-            q: [T, N, P + R], rope applied; the others as there.
-            k: [T, N, P + R].
-            v: [T, N, V].
-            return_softmax_lse: whether to return the LSE as well.
+        The metadata are of the backend's own class, finished by its ``post_process`` and ``finalize`` methods.
         """
 
     @abstractmethod
@@ -202,19 +194,11 @@ class EarlierAdapter(AdaptedPrefillBackend):
         )
         self._prefill_metadata = batch.prefill
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def _new_tokens(
+        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
+    ) -> Any:
         check_unquantised(self, output_scale)
-        result = self._unpadded(
-            self._target.run_prefill_new_tokens(self._prefill_metadata, q, k, v, return_softmax_lse)
-        )
+        result = self._unpadded(self._target.run_prefill_new_tokens(self._prefill_metadata, *operands, lse))
         return result if out is None else copied_to(out, result)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,30 @@
-"""The present generation of the MLA prefill interface, as in vLLM 0.33: context chunks are objects, not indices.
+"""The present generation of the MLA prefill interface, as in vLLM 0.33, and what drives a class of it as vLLM does.
 
-A chunk is a run of neighbouring requests that all have keys in it, of which only the first may continue a context that
-an earlier chunk began. Symbols: T query tokens, N heads, V value head dim; n requests, t query tokens and s keys of one
-chunk.
+Its context chunks are objects, not indices: runs of neighbouring requests that all have keys in the chunk, of which
+only the first may continue a context that an earlier chunk began; a chunk of our plans names every request, some with
+no keys in it. Its layer hands over the rows that the metadata count and no others, so further rows of a call stay here.
+
+Symbols: T query tokens, N heads, V value head dim; n requests, t query tokens and s keys of one chunk.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, count
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from mla_conformance.backends import metadata
+from mla_conformance.backends import metadata as ours
+from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend, copied_to, first_columns
 from mla_conformance.backends.interface import PrefillKernelBackend
+from mla_conformance.backends.metadata import int32
 
 
 @dataclass
 class ContextChunk:
-    """A slice of the cached context of a run of requests.
-
-    Attributes:
-        padded_local_seq_lens: with decode context parallelism only, as all that follows but
-            ``num_local_context_tokens``: keys on this rank, padded where ranks share the sequences.
-    """
+    """A slice of the cached context of a run of requests."""
 
     index: int  # position in the plan
     request_slice: slice  # the requests of the run
@@ -38,6 +40,8 @@ class ContextChunk:
     seq_lens: Tensor  # [n] int32, on the CPU
     token_to_seq: Tensor  # [s] int32, on the device; the request of each key, counted from the run's first
     all_rows_active: bool  # whether every request has queries and keys
+    # with decode context parallelism only, as all that follows but ``num_local_context_tokens``: keys on this rank,
+    # padded where ranks share the sequences
     padded_local_seq_lens: list[int] | None = None
     local_context_lens_allranks: list[list[int]] | None = None
     padded_local_cu_seq_lens: Tensor | None = None
@@ -52,27 +56,19 @@ class ContextChunk:
 
 @dataclass
 class ChunkedContextMetadata:
-    """All chunks of a batch of B requests.
-
-    Attributes:
-        dcp_manager: collectives of decode context parallelism; None without.
-    """
+    """All chunks of a batch of B requests."""
 
     context_lens: Tensor  # [B] int32, on the device
     workspace: Tensor  # [workspace tokens, L + R], holds a chunk's gathered latents
     chunks: list[ContextChunk]  # in the order in which they are attended to
     context_lens_list: list[int]  # the same lengths, on the host
     empty_token_slices: list[slice]  # query tokens of each request without context
-    dcp_manager: Any = None
+    dcp_manager: Any = None  # collectives of decode context parallelism; None without
 
 
 @dataclass
-class MLACommonPrefillMetadata(metadata.MLACommonPrefillMetadata):
-    """What a prefill backend may know of a batch, with this generation's chunks.
-
-    Attributes:
-        chunked_context: None when no request has cached context.
-    """
+class MLACommonPrefillMetadata(ours.MLACommonPrefillMetadata):
+    """What a prefill backend may know of a batch, with this generation's chunks."""
 
     chunked_context: ChunkedContextMetadata | None = None  # type: ignore[assignment]
     prefill_backend: Any = None  # the instance that was prepared with this metadata
@@ -100,13 +96,149 @@ class MLAPrefillBackend(PrefillKernelBackend):
     ) -> tuple[Tensor, Tensor]:
         """Unmasked attention of a run's new tokens to one chunk of its cached context.
 
-        Args:
-            chunk: one of the prepared ``chunked_context.chunks``.
-            q: [t, N, P + R], the run's query tokens.
-            k: [s, N, P + R].
-            v: [s, N, V]; any strides.
-            out: [t, N, V] to be written in place, given only to a backend that supports it.
-
-        Returns:
-            (output [t, N, V], lse [N, t] float32, natural logarithm).
+        q [t, N, P + R] are the run's query tokens, k [s, N, P + R], v [s, N, V] of any strides; out [t, N, V], to be
+        written in place, is given only to a backend that supports it. Returns (output [t, N, V], lse [N, t] float32,
+        natural logarithm).
         """
+
+
+class PresentAdapter(AdaptedPrefillBackend):
+    """Stands for one metadata builder, which clones the backend once and prepares the clone for each batch."""
+
+    def _start(self) -> Any:
+        original = super()._start()
+        clone = original.clone()
+        if clone is original or type(clone) is not type(original):
+            raise TypeError(f"clone() must return another {type(original).__name__}, got {clone!r}")
+        return clone
+
+    def prepare_metadata(self, prefill_metadata: ours.MLACommonPrefillMetadata) -> None:
+        self._plan = planned_runs(prefill_metadata)
+        starts, context = prefill_metadata.query_start_loc, prefill_metadata.chunked_context
+        chunks = [chunk for runs in self._plan for chunk in runs]
+        translated, self._only_chunk = None, False
+        # A batch without any context has no plan there, where ours may plan one chunk of nothing.
+        if context is not None and chunks:
+            lengths, tokens = context.seq_lens.sum(dim=0).tolist(), starts.tolist()
+            empty = [slice(tokens[row], tokens[row + 1]) for row, length in enumerate(lengths) if not length]
+            translated = ChunkedContextMetadata(
+                context_lens=int32(lengths, starts.device),
+                workspace=context.workspace,
+                chunks=chunks,
+                context_lens_list=lengths,
+                empty_token_slices=empty,
+            )
+            self._only_chunk = len(chunks) == 1 and not empty
+        self._output_dtype, self._query_rows = prefill_metadata.output_dtype, int(starts[-1])
+        given = {each.name: getattr(prefill_metadata, each.name) for each in fields(prefill_metadata)}
+        super().prepare_metadata(
+            MLACommonPrefillMetadata(**given | {"chunked_context": translated}, prefill_backend=self._target)
+        )
+
+    def _new_tokens(
+        self, operands: tuple[Tensor, Tensor, Tensor], lse: bool, out: Tensor | None, output_scale: Tensor | None
+    ) -> Any:
+        """``out`` goes to a backend that supports it, or with a scale; for any other the result is copied to it."""
+        rows, more = self._query_rows, len(operands[0]) - self._query_rows
+        if more > 0:
+            q, k, v = (x[:rows] for x in operands)
+            result = self._new_tokens((q, k, v), lse, None if out is None else out[:rows], output_scale)
+            output, *lses = result if isinstance(result, tuple) else (result,)
+            if out is not None and output.data_ptr() == out.data_ptr():
+                out[rows:].zero_()
+                output = out
+            else:
+                output = torch.cat([output, output.new_zeros(more, *output.shape[1:])])
+            behind = [torch.cat([x, x.new_full((x.shape[0], more), -torch.inf)], dim=1) for x in lses]
+            return (output, behind[0]) if behind else output
+        if self._target.supports_out() or output_scale is not None:
+            return super()._new_tokens(operands, lse, out, output_scale)
+        result = first_columns(super()._new_tokens(operands, lse, None, None), self.v_head_dim)
+        return result if out is None else copied_to(out, result)
+
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Call the backend for every run of the chunk; a row of no run is 0 with LSE -inf, as the layer fills it."""
+        runs = self._plan[chunk_idx]
+        # Requests outside of the runs have no keys, so those of the runs stand end to end.
+        keys = [chunk.num_context_tokens for chunk in runs]
+        k_parts, v_parts = (x[: sum(keys)].split(keys) for x in (k, v))
+        if self._only_chunk and runs[0].token_slice.stop == q.shape[0]:
+            return self._call(runs[0], q, k_parts[0], v_parts[0], None)
+        output = q.new_zeros(q.shape[0], self.num_heads, self.v_head_dim, dtype=self._output_dtype)
+        lse = q.new_full((self.num_heads, q.shape[0]), -torch.inf, dtype=torch.float32)
+        # The layer lets a backend write in place unless it merges the result, or takes it as a whole.
+        in_place = self._target.supports_out() and not self._only_chunk
+        for chunk, k_part, v_part in zip(runs, k_parts, v_parts, strict=True):
+            rows = output[chunk.token_slice]
+            given = rows if in_place and not chunk.is_continuation else None
+            part, part_lse = self._call(chunk, q[chunk.token_slice], k_part, v_part, given)
+            if given is not None and part.data_ptr() != rows.data_ptr():
+                raise ValueError(f"{self.get_name()} supports out and returned another tensor than the one given")
+            found = [("output", part, rows)] if given is None else []
+            for name, got, place in (*found, ("lse", part_lse, lse[:, chunk.token_slice])):
+                # A copy alone would hide another dtype or a broadcast.
+                if got.shape != place.shape or got.dtype != place.dtype:
+                    raise ValueError(
+                        f"context chunk: expected {name} {list(place.shape)} {place.dtype}, got {list(got.shape)} "
+                        f"{got.dtype}"
+                    )
+                place.copy_(got)
+        return output, lse
+
+    def _call(self, chunk: ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        given = {} if out is None else {"out": out}
+        result = self._target.run_prefill_context_chunk(chunk, q, k, v, **given)
+        return result if self._target.supports_out() else first_columns(result, self.v_head_dim)
+
+
+def planned_runs(metadata: ours.MLACommonPrefillMetadata) -> list[list[ContextChunk]]:
+    """The runs of every chunk of the plan, numbered through; empty without cached context.
+
+    Maxima that exceed the true ones exceed a run's by the same factor.
+    """
+    context, number, device = metadata.chunked_context, count(), metadata.query_start_loc.device
+    if context is None:
+        return []
+    first, queries = metadata.query_start_loc.tolist(), metadata.query_start_loc.diff().tolist()
+    looseness = metadata.max_query_len // max(1, *queries)
+    plan = []
+    for starts, seq_lens, longest in zip(
+        context.starts.tolist(), context.seq_lens.tolist(), context.max_seq_lens, strict=True
+    ):
+        runs = []
+        for run in runs_of(starts, seq_lens):
+            own, keys, row = queries[run], seq_lens[run], first[run.start]
+            runs.append(
+                ContextChunk(
+                    index=next(number),
+                    request_slice=run,
+                    token_slice=slice(row, row + sum(own)),
+                    continuation_token_end=row + own[0],
+                    is_continuation=starts[run.start] > 0,
+                    num_context_tokens=sum(keys),
+                    query_start_loc=int32(list(accumulate(own, initial=0)), device),
+                    max_query_len=max(own) * looseness,
+                    cu_seq_lens=int32(list(accumulate(keys, initial=0)), device),
+                    starts=int32(starts[run], device),
+                    max_seq_len=max(keys) * (longest // max(seq_lens)),
+                    seq_lens=int32(keys, torch.device("cpu")),
+                    token_to_seq=int32([place for place, length in enumerate(keys) for _ in range(length)], device),
+                    all_rows_active=min(own) > 0,
+                    num_local_context_tokens=sum(keys),
+                )
+            )
+        plan.append(runs)
+    return plan
+
+
+def runs_of(starts: Sequence[int], seq_lens: Sequence[int]) -> Iterator[slice]:
+    """The requests of each run of one chunk, given the first context position and the keys of every request."""
+    begin = None
+    for request, (start, length) in enumerate(zip(starts, seq_lens, strict=True)):
+        if begin is not None and (start or not length):
+            yield slice(begin, request)
+            begin = None
+        if begin is None and length:
+            begin = request
+    if begin is not None:
+        yield slice(begin, len(seq_lens))

@@ -6,8 +6,6 @@ configuration has it by default; nothing is compiled and no graph is captured. N
 class is given.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from types import SimpleNamespace
@@ -45,13 +43,7 @@ def quant_key_for(cls: type, quant_key: QuantKey) -> Any:
 
 
 def minimal_vllm_config(dimensions: MLADimensions, num_heads: int, dtype: torch.dtype) -> SimpleNamespace:
-    """The entries of an engine's configuration that vLLM's MLA prefill backends read, one rank and no warm-up.
-
-    Args:
-        dimensions: head dims.
-        num_heads: heads on this rank.
-        dtype: dtype of the model.
-    """
+    """The entries of an engine's configuration that vLLM's MLA prefill backends read, one rank and no warm-up."""
     text = SimpleNamespace(**asdict(dimensions), num_attention_heads=num_heads)
     return SimpleNamespace(
         model_config=SimpleNamespace(dtype=dtype, hf_text_config=text),
@@ -63,18 +55,23 @@ def minimal_vllm_config(dimensions: MLADimensions, num_heads: int, dtype: torch.
 
 
 def engine_config(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> Any:
-    """A ``VllmConfig`` for one layer; a stand-in takes the place of the model, which vLLM reads from files.
+    """A ``VllmConfig`` for one layer of so many heads on this rank, by what a driver without vLLM says of it.
 
-    Args:
-        config: what a driver without vLLM says of batches and cache.
-        num_heads: heads on this rank.
-        kv_lora_rank: L.
-        dimensions: head dims.
+    A stand-in takes the place of the model, which vLLM reads from files.
     """
     vllm = import_module("vllm.config")
     eager = vllm.CompilationConfig(mode=vllm.CompilationMode.NONE, cudagraph_mode=vllm.CUDAGraphMode.NONE)
     found = vllm.VllmConfig(compilation_config=eager)
-    found.model_config = _model(config, num_heads, kv_lora_rank, dimensions)
+    found.model_config = SimpleNamespace(
+        dtype=config.model_config.dtype,
+        max_model_len=config.model_config.max_model_len,
+        hf_text_config=SimpleNamespace(
+            **asdict(dimensions), kv_lora_rank=kv_lora_rank, q_lora_rank=None, num_attention_heads=num_heads
+        ),
+        is_diffusion=False,
+        get_head_size=lambda: kv_lora_rank + dimensions.qk_rope_head_dim,
+        get_num_attention_heads=lambda parallel_config: num_heads,
+    )
     found.scheduler_config.max_num_seqs = config.scheduler_config.max_num_seqs
     found.cache_config.block_size = config.cache_config.block_size
     found.cache_config.cache_dtype = config.cache_config.cache_dtype
@@ -85,11 +82,7 @@ def engine_config(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimens
 
 
 def prefill_class(dtype: torch.dtype, dimensions: MLADimensions) -> Any:
-    """The prefill backend that vLLM selects on this machine.
-
-    Raises:
-        ValueError: none can be used.
-    """
+    """The prefill backend that vLLM selects on this machine; ValueError where none can be used."""
     return import_module(_PREFILLS).get_mla_prefill_backend(minimal_vllm_config(dimensions, 1, dtype))
 
 
@@ -102,15 +95,12 @@ def why_no_prefill(dtype: torch.dtype, dimensions: MLADimensions) -> str:
     return ""
 
 
-@contextmanager
-def current_config(config: Any) -> Iterator[None]:
+def current_config(config: Any) -> Any:
     """What is made inside of it reads ``config``."""
-    with import_module("vllm.config").set_current_vllm_config(config):
-        yield
+    return import_module("vllm.config").set_current_vllm_config(config)
 
 
-@contextmanager
-def forward_context(config: Any, metadata: Any) -> Iterator[None]:
+def forward_context(config: Any, metadata: Any) -> Any:
     """The layer's calls inside of it compute the batch of ``metadata``."""
     context = import_module("vllm.forward_context")
     batch = context.ForwardContext(
@@ -118,19 +108,4 @@ def forward_context(config: Any, metadata: Any) -> Iterator[None]:
         attn_metadata={LAYER_NAME: metadata},
         slot_mapping={LAYER_NAME: metadata.slot_mapping},
     )
-    with context.override_forward_context(batch):
-        yield
-
-
-def _model(config: LayerConfig, num_heads: int, kv_lora_rank: int, dimensions: MLADimensions) -> SimpleNamespace:
-    text = SimpleNamespace(
-        **asdict(dimensions), kv_lora_rank=kv_lora_rank, q_lora_rank=None, num_attention_heads=num_heads
-    )
-    return SimpleNamespace(
-        dtype=config.model_config.dtype,
-        max_model_len=config.model_config.max_model_len,
-        hf_text_config=text,
-        is_diffusion=False,
-        get_head_size=lambda: kv_lora_rank + dimensions.qk_rope_head_dim,
-        get_num_attention_heads=lambda parallel_config: num_heads,
-    )
+    return context.override_forward_context(batch)

@@ -1,39 +1,149 @@
-"""The two parts of an attention layer: what builds metadata of a batch, and what computes.
+"""The parts of an attention layer, names as in vLLM's ``v1.attention.backend``: types, a batch, a builder, computation.
 
-They are vLLM's ``AttentionMetadataBuilder``, ``AttentionImpl`` and ``MLAAttentionImpl``.
+They are vLLM's ``CommonAttentionMetadata``, ``AttentionMetadataBuilder``, ``AttentionImpl`` and ``MLAAttentionImpl``.
 """
 
+import warnings
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.layer.attention_types import (
-    AttentionLayer,
-    AttentionMetadata,
-    AttentionType,
-    CommonAttentionMetadata,
-)
 from mla_conformance.backends.layer.context_parallel import ContextParallelGroup, get_dcp_group
 from mla_conformance.backends.quant_key import QuantKey
+
+
+class AttentionType(StrEnum):
+    """Which tokens attend to which; a string, so that it can be compared with one."""
+
+    DECODER = "decoder"  # causal attention among the tokens of a decoder
+    ENCODER = "encoder"  # attention among the encoder's tokens of an encoder-decoder model
+    ENCODER_ONLY = "encoder_only"  # attention among the tokens of a model without a decoder
+    ENCODER_DECODER = "encoder_decoder"  # the decoder's queries to the encoder's keys
+
+
+class AttentionMetadata:
+    """Base of what a builder tells a layer of a batch."""
+
+
+class AttentionLayer(Protocol):
+    """The layer on whose behalf an ``AttentionImpl`` computes: it holds the scales of quantised operands.
+
+    Scales are float32 scalar tensors, the value that code 1.0 stands for; the floats are the same on the host.
+    """
+
+    _q_scale: Tensor
+    _k_scale: Tensor
+    _v_scale: Tensor
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+    _prob_scale: Tensor
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: AttentionMetadata
+    ) -> Tensor:
+        """Attention of ``query`` to the cache after ``key`` and ``value`` were written to it."""
+        ...
+
+
+def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
+    """Whether the cache holds codes rather than values of the model's dtype."""
+    return layout_of(kv_cache_dtype) != "auto"
+
+
+_BY_REQUEST = (
+    *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu", "dcp_local_seq_lens"),
+    *("dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+)
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """A batch, before a backend's builder makes its own metadata of it; B requests, T tokens."""
+
+    query_start_loc: Tensor  # [B + 1] int32, on the device; where each request's tokens start
+    query_start_loc_cpu: Tensor  # the same on the host
+    seq_lens: Tensor  # [B] int32, on the device; computed and new tokens of each request
+    num_reqs: int  # B; may count padding
+    num_actual_tokens: int  # T; may count padding
+    max_query_len: int  # longest query in tokens
+    max_seq_len: int  # longest sequence in tokens; may exceed the true one
+    block_table_tensor: Tensor  # [B, max blocks] int32, on the device
+    slot_mapping: Tensor  # [T] int64, on the device; -1 for a token that is not stored
+    causal: bool = True  # whether a token attends to no later one
+    logits_indices_padded: Tensor | None = None  # for layers that prefill only what the logits need
+    num_logits_indices: int | None = None  # how many of these count
+    encoder_seq_lens: Tensor | None = None  # [B], for cross attention
+    encoder_seq_lens_cpu: Any | None = None  # the same on the host, a numpy array
+    dcp_local_seq_lens: Tensor | None = None  # [B] int32, on the device; tokens of each sequence on this rank
+    dcp_local_seq_lens_cpu: Tensor | None = None  # the same on the host
+    _seq_lens_cpu: Tensor | None = None
+    _num_computed_tokens_cpu: Tensor | None = None
+    _num_computed_tokens_cache: Tensor | None = None
+
+    @property
+    def seq_lens_cpu(self) -> Tensor:
+        """Deprecated: ``seq_lens`` on the host."""
+        _warn("seq_lens_cpu", "seq_lens.cpu()")
+        return self.host_seq_lens()
+
+    @property
+    def num_computed_tokens_cpu(self) -> Tensor:
+        """Deprecated: [B] tokens computed before this batch, on the host."""
+        _warn("num_computed_tokens_cpu", "query_start_loc_cpu and seq_lens")
+        if self._num_computed_tokens_cpu is None:
+            self._num_computed_tokens_cpu = self.host_seq_lens() - self.query_start_loc_cpu.diff()
+        return self._num_computed_tokens_cpu
+
+    def host_seq_lens(self) -> Tensor:
+        """``seq_lens`` on the host, copied from the device if whoever made the batch left none; then it waits."""
+        if self._seq_lens_cpu is None:
+            self._seq_lens_cpu = self.seq_lens.cpu()
+        return self._seq_lens_cpu
+
+    def compute_num_computed_tokens(self) -> Tensor:
+        """[B] tokens computed before this batch, on the device; nothing is copied to the host."""
+        if self._num_computed_tokens_cache is None:
+            self._num_computed_tokens_cache = self.seq_lens - self.query_start_loc.diff()
+        return self._num_computed_tokens_cache
+
+    def unpadded(self, num_actual_tokens: int, num_actual_reqs: int) -> "CommonAttentionMetadata":
+        """The batch's first requests and tokens alone; the tensors are views."""
+        held = {name: getattr(self, name) for name in _BY_REQUEST}
+        rows: dict[str, Any] = {name: x if x is None else x[:num_actual_reqs] for name, x in held.items()}
+        return replace(
+            self,
+            **rows,
+            query_start_loc=self.query_start_loc[: num_actual_reqs + 1],
+            query_start_loc_cpu=self.query_start_loc_cpu[: num_actual_reqs + 1],
+            num_reqs=num_actual_reqs,
+            num_actual_tokens=num_actual_tokens,
+            slot_mapping=self.slot_mapping[:num_actual_tokens],
+            _num_computed_tokens_cache=None,
+        )
+
+
+def _warn(name: str, instead: str) -> None:
+    warnings.warn(f"{name} is deprecated: it may wait for the device; use {instead}", DeprecationWarning, stacklevel=3)
+
 
 M = TypeVar("M")
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Builds the metadata of one group of layers, once a batch.
-
-    Attributes:
-        reorder_batch_threshold: longest query, in tokens, that counts as decode and is expected at the front of a
-            batch; None if the order does not matter.
-        supports_update_block_table: whether :meth:`update_block_table` is implemented.
-    """
+    """Builds the metadata of one group of layers, once a batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    # longest query, in tokens, that counts as decode and is expected at the front of a batch; None if the order does
+    # not matter
     reorder_batch_threshold: int | None = None
-    supports_update_block_table: bool = False
+    supports_update_block_table: bool = False  # whether :meth:`update_block_table` is implemented
 
     @abstractmethod
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -70,25 +180,14 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> M:
-        """The metadata of a batch.
+        """The metadata of a batch, reordered if the builder asks for it.
 
-        Args:
-            common_prefix_len: tokens that all sequences begin with, a hint.
-            common_attn_metadata: the batch, reordered if the builder asks for it.
-            fast_build: whether building fast is worth more than computing fast, for metadata that is used little.
+        That all sequences begin with ``common_prefix_len`` tokens is a hint; ``fast_build``: building fast is worth
+        more than computing fast, for metadata that is used little.
         """
 
     def update_block_table(self, metadata: M, blk_table: Tensor, slot_mapping: Tensor) -> M:
-        """The metadata of the same batch over other pages.
-
-        Args:
-            metadata: what :meth:`build` returned.
-            blk_table: [B, max blocks] int32.
-            slot_mapping: [T] int64.
-
-        Raises:
-            NotImplementedError: ``supports_update_block_table`` is false.
-        """
+        """What :meth:`build` returned for the same batch, over other pages [B, max blocks] and slots [T]."""
         raise NotImplementedError(f"{type(self).__name__} cannot update a block table; build the metadata anew")
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> M:
@@ -96,12 +195,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata)
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> M:
-        """The metadata of a draft model's batch.
-
-        Args:
-            common_attn_metadata: the batch.
-            draft_index: which token of the drafted chain, or which level of the drafted tree.
-        """
+        """The metadata of a draft model's batch; which token of the drafted chain, or which level of the tree."""
         return self.build(common_prefix_len=0, common_attn_metadata=common_attn_metadata, fast_build=True)
 
     def use_cascade_attention(
@@ -127,10 +221,6 @@ class AttentionImpl(ABC, Generic[T]):
     """Attention of one layer; every instance knows its context-parallel ranks before its constructor runs.
 
     As vLLM reads its process groups, an instance reads :func:`get_dcp_group`.
-
-    Attributes:
-        supports_mtp_with_cp_non_trivial_interleave_size: whether several query tokens a request are computed
-            right where ranks take turns of more than one token.
     """
 
     num_heads: int  # query heads on this rank
@@ -138,6 +228,7 @@ class AttentionImpl(ABC, Generic[T]):
     scale: float  # softmax scale
     can_return_lse_for_decode: bool = False  # whether decode can return the LSE, which merging over ranks needs
     supports_pcp: bool = False  # whether prefill context parallelism is computed
+    # whether several query tokens a request are computed right where ranks take turns of more than one token
     supports_mtp_with_cp_non_trivial_interleave_size: bool = False
     need_to_return_lse_for_decode: bool = False  # whether it must
     supports_quant_query_input: bool = False  # whether the query may come quantised
@@ -177,29 +268,17 @@ class AttentionImpl(ABC, Generic[T]):
     @abstractmethod
     def forward(
         self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: T,
-        output: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        layer: AttentionLayer,  # holds the scales
+        query: Tensor,  # [T, N, head size]
+        key: Tensor,  # [T, KV heads, head size]
+        value: Tensor,  # [T, KV heads, head size]
+        kv_cache: Tensor,  # as ``AttentionBackend.get_kv_cache_shape`` says
+        attn_metadata: T,  # of the batch
+        output: Tensor | None = None,  # to be written
+        output_scale: Tensor | None = None,  # scale of a quantised output
+        output_block_scale: Tensor | None = None,  # scales of an output that is quantised in blocks
     ) -> Tensor:
-        """Write ``key`` and ``value`` to the cache and attend to it.
-
-        Args:
-            layer: holds the scales.
-            query: [T, N, head size].
-            key: [T, KV heads, head size].
-            value: [T, KV heads, head size].
-            kv_cache: as ``AttentionBackend.get_kv_cache_shape`` says.
-            attn_metadata: of the batch.
-            output: to be written.
-            output_scale: scale of a quantised output.
-            output_block_scale: scales of an output that is quantised in blocks.
-        """
+        """Write ``key`` and ``value`` to the cache and attend to it."""
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         """Whether ``forward`` can write its output quantised by ``quant_key``."""
@@ -210,10 +289,7 @@ class AttentionImpl(ABC, Generic[T]):
 
 
 class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
-    """Attention over latents: L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
-
-    It is constructed with the keywords of ``mla_kernels.MLAKernels``.
-    """
+    """Attention over latents, constructed with the keywords of ``mla_impl.MLACommonImpl``."""
 
     @abstractmethod
     def forward(

@@ -1,7 +1,6 @@
 """The attention-layer interface: a backend names its classes and says what it supports (vLLM's ``AttentionBackend``).
 
-Names and keywords are those of ``vllm.v1.attention.backend``, whose other names are in ``attention_types`` and
-``attention_impl``.
+Names and keywords are those of ``vllm.v1.attention.backend``, whose other names are in ``attention_impl``.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +11,7 @@ import torch
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.cache_dtypes import contradiction, layout_of
 from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.attention_impl import AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 Subclassed = TypeVar("Subclassed")
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
@@ -52,26 +50,14 @@ class AttentionBackend(ABC):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Logical shape of one layer's cache.
-
-        Args:
-            num_blocks: pages.
-            block_size: tokens of a page.
-            num_kv_heads: heads of keys and values; 1 for MLA.
-            head_size: elements of a head; L + R for MLA.
-            cache_dtype_str: name of the cache's dtype.
-        """
+        """Logical shape of one layer's cache of pages of ``block_size`` tokens; MLA has one head, of L + R elements."""
 
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         """Order of the cache's dimensions in memory, outermost first, as a permutation of the logical ones.
 
-        Args:
-            include_num_layers_dimension: whether a dimension of layers is prepended to the logical shape; a result
-                of the length without it means that the memory has none.
-
-        Raises:
-            NotImplementedError: the memory is laid out as the logical shape.
+        A dimension of layers may be prepended to the logical shape; a result of the length without it means that the
+        memory has none. Raises NotImplementedError: the memory is laid out as the logical shape.
         """
         raise NotImplementedError("the cache lies in memory as its logical shape says")
 
@@ -119,8 +105,7 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """Whether the tokens of an image may attend to each other in both directions."""
+    def supports_mm_prefix(cls) -> bool:  # whether the tokens of an image may attend to each other in both directions
         return False
 
     @classmethod
@@ -190,8 +175,7 @@ class AttentionBackend(ABC):
         return reasons if combination is None else [*reasons, combination]
 
     @classmethod
-    def get_required_kv_cache_layout(cls) -> str | None:
-        """The layout that the cache must have, or None if any will do."""
+    def get_required_kv_cache_layout(cls) -> str | None:  # None if any will do
         return None
 
 

@@ -25,15 +25,7 @@ _TILES = _LATENT // _TILE
 
 
 def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
-    """The layout of that name.
-
-    Args:
-        kv_cache_dtype: the name.
-        tile_scales: what the scales of an ``fp8_ds_mla`` entry are when it is written, ``float32`` or ``pow2``.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The layout of that name; ValueError for another, or other ``tile_scales``, those of ``fp8_ds_mla`` entries."""
     if tile_scales not in TILE_SCALES:
         raise ValueError(f"expected tile scales of {', '.join(TILE_SCALES)}, got {tile_scales!r}")
     layout = layout_of(kv_cache_dtype)
@@ -43,20 +35,12 @@ def known_layout(kv_cache_dtype: str, tile_scales: str = "float32") -> str:
 
 
 def entry_width(kv_cache_dtype: str, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-    """Elements of the cache's dtype that a token takes: L + R, or 656 bytes.
-
-    Raises:
-        ValueError: an unknown layout, or one without room for such latents.
-    """
+    """Elements of the cache's dtype that a token takes; ValueError for an unknown layout, or one without room."""
     return cache_layout.entry_width(known_layout(kv_cache_dtype), kv_lora_rank, qk_rope_head_dim)
 
 
 def cache_dtype(kv_cache_dtype: str, model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the cache tensor.
-
-    Raises:
-        ValueError: an unknown layout, or one that does not store such a model.
-    """
+    """Dtype of the cache tensor. Raises ValueError: an unknown layout, or one that does not store such a model."""
     return cache_layout.cache_dtype(known_layout(kv_cache_dtype), model_dtype)
 
 
@@ -90,28 +74,15 @@ def _codes(quotient: Tensor) -> Tensor:
 
 
 def concat_and_cache_mla(
-    kv_c: Tensor,
-    k_pe: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    scale: Tensor,
-    tile_scales: str = "float32",
+    kv_c: Tensor,  # [T, L] of the model's dtype
+    k_pe: Tensor,  # [T, R] of the model's dtype
+    kv_cache: Tensor,  # [blocks, page, entry]
+    slot_mapping: Tensor,  # [up to T] integers; -1 writes nothing, and neither do the tokens past its end
+    kv_cache_dtype: str,  # name of the layout
+    scale: Tensor,  # float32 scalar tensor, of the layout ``fp8`` alone
+    tile_scales: str = "float32",  # what the scales of an ``fp8_ds_mla`` entry are to be
 ) -> None:
-    """Write tokens into their slots, in place; waits for nothing on the device but to refuse a bad slot.
-
-    Args:
-        kv_c: [T, L] of the model's dtype.
-        k_pe: [T, R] of the model's dtype.
-        kv_cache: [blocks, page, entry].
-        slot_mapping: [up to T] integers; -1 writes nothing, and neither do the tokens past its end.
-        kv_cache_dtype: name of the layout.
-        scale: float32 scalar tensor, of the layout ``fp8`` alone.
-        tile_scales: what the scales of an ``fp8_ds_mla`` entry are to be.
-
-    Raises:
-        ValueError: an unknown layout, a cache of another layout, or a slot outside of the cache.
-    """
+    """Write tokens into their slots, in place; waits for nothing on the device but to refuse a slot outside of it."""
     layout = known_layout(kv_cache_dtype, tile_scales)
     width, dtype = entry_width(layout, kv_c.shape[-1], k_pe.shape[-1]), cache_dtype(layout, kv_c.dtype)
     if kv_cache.dim() != 3 or kv_cache.shape[-1] != width or kv_cache.dtype != dtype:
@@ -139,30 +110,16 @@ def concat_and_cache_mla(
 
 
 def gather_cache(
-    src_cache: Tensor,
-    dst: Tensor,
-    block_table: Tensor,
-    cu_seq_lens: Tensor,
-    batch_size: int,
-    seq_starts: Tensor | None,
-    kv_cache_dtype: str,
-    scale: Tensor,
+    src_cache: Tensor,  # [blocks, page, entry]
+    dst: Tensor,  # [tokens, L + R] of the model's dtype; its first ``cu_seq_lens[batch_size]`` rows are written
+    block_table: Tensor,  # [B, max blocks] integers
+    cu_seq_lens: Tensor,  # [B + 1] int32; which rows of ``dst`` are whose
+    batch_size: int,  # B
+    seq_starts: Tensor | None,  # [B] int32, the first token of each request that is collected; None means 0
+    kv_cache_dtype: str,  # name of the layout
+    scale: Tensor,  # float32 scalar tensor, of the layout ``fp8`` alone
 ) -> None:
-    """Collect a part of each request's cached latents, requests one after another, dequantised.
-
-    Args:
-        src_cache: [blocks, page, entry].
-        dst: [tokens, L + R] of the model's dtype; its first ``cu_seq_lens[batch_size]`` rows are written.
-        block_table: [B, max blocks] integers.
-        cu_seq_lens: [B + 1] int32; which rows of ``dst`` are whose.
-        batch_size: B.
-        seq_starts: [B] int32, the first token of each request that is collected; None means 0.
-        kv_cache_dtype: name of the layout.
-        scale: float32 scalar tensor, of the layout ``fp8`` alone.
-
-    Raises:
-        ValueError: an unknown layout, a ``dst`` or a block table that is too short, or a block outside of the cache.
-    """
+    """Collect a part of each request's cached latents, requests one after another, dequantised; refuses misfits."""
     page, bounds = src_cache.shape[1], cu_seq_lens[: batch_size + 1].long()
     total = int(bounds[-1])
     if total > dst.shape[0]:
@@ -187,29 +144,15 @@ def gather_cache(
 
 
 def copy_blocks_mla(kv_caches: Sequence[Tensor], src_to_dst: Tensor) -> None:
-    """Copy whole blocks within each layer's cache; all are read before the first is written.
-
-    Args:
-        kv_caches: [blocks, page, entry] of each layer.
-        src_to_dst: [copies, 2] integers.
-
-    Raises:
-        ValueError: a block outside of a cache, or one that is written twice.
-    """
+    """Copy whole blocks within each layer's cache; all are read before the first is written. As `swap_blocks`."""
     for cache in kv_caches:
         swap_blocks(cache, cache, src_to_dst)
 
 
 def swap_blocks(src: Tensor, dst: Tensor, src_to_dst: Tensor) -> None:
-    """Copy whole blocks from one cache to another, such as between a GPU and the host.
+    """Copy whole blocks, [copies, 2] integers, from one cache [blocks, page, entry] to another, on any devices.
 
-    Args:
-        src: [blocks, page, entry].
-        dst: [blocks, page, entry] of the same page and entry.
-        src_to_dst: [copies, 2] integers.
-
-    Raises:
-        ValueError: caches of different pages, a block outside of a cache, or one that is written twice.
+    ValueError for caches of different pages, a block outside of a cache, or one that is written twice.
     """
     if src.shape[1:] != dst.shape[1:] or src.dtype != dst.dtype:
         raise ValueError(

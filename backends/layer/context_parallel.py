@@ -61,7 +61,6 @@ class OnlyRank(ContextParallelGroup):
     world_size, rank = 1, 0
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[1, ...]."""
         return x.unsqueeze(0)
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -69,11 +68,7 @@ class OnlyRank(ContextParallelGroup):
 
 
 class DistributedGroup(ContextParallelGroup):
-    """Ranks in processes of their own.
-
-    Args:
-        process_group: of ``torch.distributed``; None means all processes.
-    """
+    """Ranks in processes of their own: those of a group of ``torch.distributed``, or all of them."""
 
     def __init__(self, process_group: Any = None) -> None:
         self._process_group = process_group
@@ -118,15 +113,8 @@ def merge_over_ranks(group: ContextParallelGroup, output: Tensor, lse: Tensor) -
     """Attention of this rank's heads to the keys of all ranks.
 
     Each rank receives what the others computed for its heads. vLLM knows this way too (``dcp_a2a_lse_reduce``);
-    weighing before a reduce-scatter, its other one, sends as much, and would state the merge a second time.
-
-    Args:
-        group: the ranks.
-        output: [T, W·N, L] of all heads, over the keys of this rank.
-        lse: [W·N, T].
-
-    Returns:
-        [T, N, L] of the dtype of ``output``.
+    weighing before a reduce-scatter, its other one, sends as much, and would state the merge a second time. Output
+    [T, W·N, L] and LSE [W·N, T] of all heads over the keys of this rank give [T, N, L] of the dtype of ``output``.
     """
     outputs = group.all_to_all(output.unflatten(1, (group.world_size, -1)).transpose(0, 1))
     lses = group.all_to_all(lse.unflatten(0, (group.world_size, -1)))
@@ -135,43 +123,39 @@ def merge_over_ranks(group: ContextParallelGroup, output: Tensor, lse: Tensor) -
 
 
 class Lockstep:
-    """Ranks as threads of which one runs at a time; one that waits for what others give lets them run.
-
-    Args:
-        world_size: how many ranks.
-    """
+    """Ranks as threads of which one runs at a time; one that waits for what others give lets them run."""
 
     def __init__(self, world_size: int) -> None:
         self.groups = tuple(LockstepGroup(world_size, rank, self) for rank in range(world_size))
         self._turn = threading.Condition()
 
     def run(self, steps: Sequence[Callable[[], Any]]) -> list[Any]:
-        """What each rank's step returned.
-
-        Raises:
-            BaseException: what a step raised; of several the first, since others may have waited for that rank.
-        """
+        """What each rank's step returned; raises what the first of them raised, for which others may have waited."""
         self._given: list[list[Tensor]] = [[] for _ in steps]
         self._ended: set[int] = set()
-        self._errors: list[BaseException] = []
+        errors: list[BaseException] = []
         results: list[Any] = [None for _ in steps]
-        threads = [
-            threading.Thread(target=self._take_part, args=(rank, step, results)) for rank, step in enumerate(steps)
-        ]
+
+        def take_part(rank: int, step: Callable[[], Any]) -> None:
+            with self._turn:
+                try:
+                    results[rank] = step()
+                except BaseException as error:
+                    errors.append(error)
+                self._ended.add(rank)
+                self._turn.notify_all()
+
+        threads = [threading.Thread(target=take_part, args=each) for each in enumerate(steps)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if self._errors:
-            raise self._errors[0]
+        if errors:
+            raise errors[0]
         return results
 
     def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
-        """What each rank gave at the same place of its order; ``rank`` gives ``x``.
-
-        Raises:
-            RuntimeError: another rank ended before, or gave something of another form.
-        """
+        """What each rank gave at the same place of its order, all of one form; ``rank`` gives ``x``."""
         number = len(self._given[rank])
         self._given[rank].append(x.clone())
         self._turn.notify_all()
@@ -187,15 +171,6 @@ class Lockstep:
 
     def _ended_before(self, number: int) -> list[int]:
         return [rank for rank in self._ended if len(self._given[rank]) <= number]
-
-    def _take_part(self, rank: int, step: Callable[[], Any], results: list[Any]) -> None:
-        with self._turn:
-            try:
-                results[rank] = step()
-            except BaseException as error:
-                self._errors.append(error)
-            self._ended.add(rank)
-            self._turn.notify_all()
 
 
 @dataclass(frozen=True)

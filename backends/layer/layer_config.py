@@ -8,56 +8,46 @@ from typing import Any
 
 import torch
 
+from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model: its dtype, the longest sequence in tokens, and L + R."""
-
     dtype: torch.dtype
-    max_model_len: int
-    head_size: int
+    max_model_len: int  # longest sequence in tokens
+    head_size: int  # L + R
 
     def get_head_size(self) -> int:
-        """Elements of a cached latent, L + R."""
         return self.head_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How batches are made: most requests at once, and whether prompts are split."""
-
-    max_num_seqs: int
-    chunked_prefill_enabled: bool = True
+    max_num_seqs: int  # most requests at once
+    chunked_prefill_enabled: bool = True  # whether prompts are split
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The cache: tokens of a page, the name of its layout, and whether prefixes are shared."""
-
-    block_size: int
-    cache_dtype: str = "auto"
+    block_size: int  # tokens of a page
+    cache_dtype: str = "auto"  # name of its layout
     enable_prefix_caching: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Decode context parallelism: ranks, and consecutive tokens that one of them keeps."""
-
-    decode_context_parallel_size: int = 1
-    cp_kv_cache_interleave_size: int = 1
+    decode_context_parallel_size: int = 1  # ranks
+    cp_kv_cache_interleave_size: int = 1  # consecutive tokens that one of them keeps
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """Speculative decoding: drafted tokens a step."""
-
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | None = None  # drafted tokens a step
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompilationConfig:
-    """The layers of the model by name, entered by those whose builders look them up."""
-
+    # the layers of the model by name, entered by those whose builders look them up
     static_forward_context: dict[str, Any] = field(default_factory=dict)
 
 
@@ -87,19 +77,33 @@ def set_current_config(config: LayerConfig) -> Iterator[None]:
 
 
 def get_current_config() -> LayerConfig:
-    """The configuration that a layer is made for.
-
-    Raises:
-        LookupError: outside of :func:`set_current_config`.
-    """
+    """The configuration that a layer is made for; LookupError outside of :func:`set_current_config`."""
     return _current.get()
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLAAttentionSpec:
-    """The cache of one group of layers: tokens of a page, elements of an entry's latents, name of the layout."""
+    """The cache of one group of layers."""
 
-    block_size: int
-    head_size: int
+    block_size: int  # tokens of a page
+    head_size: int  # elements of an entry's latents
     num_kv_heads: int = 1
-    cache_dtype_str: str = "auto"
+    cache_dtype_str: str = "auto"  # name of the layout
+
+
+def workspace_tokens(config: Any) -> int:
+    """Tokens of the workspace: eight longest sequences or four pages a request, and no more than 128 Ki tokens.
+
+    It is 0 where no prefill can have context: neither are prompts split nor prefixes cached. Of ``config``, as
+    :class:`LayerConfig`, only model, scheduler and cache are read. ValueError: less than a page for each request.
+    """
+    if not (config.scheduler_config.chunked_prefill_enabled or config.cache_config.enable_prefix_caching):
+        return 0
+    pages = config.scheduler_config.max_num_seqs * config.cache_config.block_size
+    tokens: int = min(max(8 * config.model_config.max_model_len, 4 * pages), MAX_WORKSPACE_TOKENS)
+    if tokens < pages:
+        raise ValueError(
+            f"expected a context workspace of at least a page for each request, {config.scheduler_config.max_num_seqs} "
+            f"requests x {config.cache_config.block_size} tokens, got {tokens} tokens; lower max_num_seqs"
+        )
+    return tokens

@@ -1,18 +1,17 @@
-"""A batch of an MLA layer: its form, its requests, and the fields of the layer's metadata; what is refused on the way.
+"""A batch of an MLA layer: its form and its requests, and what is refused on the way to its metadata.
 
 ``common_metadata`` is the first half of the seed's builder: slots, block tables, padding for a captured graph.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
-from mla_conformance.backends.layer.mla_metadata import part
 from mla_conformance.reference.dimensions import MLADimensions
 
 
@@ -28,23 +27,13 @@ class BatchForm(NamedTuple):
 
 
 def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
-    """Refuse lengths that contradict each other; a sequence of 0 with a query of 1 is a row of padding.
-
-    Args:
-        query_lens: [B] integers, on the host.
-        seq_lens: [B] integers, on the host.
-
-    Raises:
-        ValueError: a negative length, or a query longer than its sequence.
-    """
+    """Refuse negative lengths [B], on the host, and queries longer than their sequences, by a ValueError."""
+    # A sequence of 0 with a query of 1 is a row of padding.
+    longer = (query_lens > seq_lens) & ~((seq_lens == 0) & (query_lens == 1))
     for name, wrong, expected in (
         ("query", query_lens < 0, "0 or more tokens"),
         ("sequence", seq_lens < 0, "0 or more tokens"),
-        (
-            "query",
-            (query_lens > seq_lens) & ~((seq_lens == 0) & (query_lens == 1)),
-            "no more tokens than its sequence, whose length counts the new tokens",
-        ),
+        ("query", longer, "no more tokens than its sequence, whose length counts the new tokens"),
     ):
         if bool(wrong.any()):
             request = int(wrong.int().argmax())
@@ -55,11 +44,7 @@ def check_lengths(query_lens: Tensor, seq_lens: Tensor) -> None:
 
 
 def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sharding) -> None:
-    """Refuse a batch whose fields contradict each other.
-
-    Raises:
-        ValueError: contradictory lengths, too few slots, or a block table that is too short.
-    """
+    """Refuse contradictory lengths, too few slots, or a block table that is too short, by a ValueError."""
     query_lens = common.query_start_loc_cpu[: common.num_reqs + 1].diff()
     seq_lens = common.host_seq_lens()[: common.num_reqs]
     if not common.num_reqs or len(query_lens) != common.num_reqs or len(seq_lens) != common.num_reqs:
@@ -84,15 +69,10 @@ def check_common(common: CommonAttentionMetadata, block_size: int, sharding: Sha
 
 
 def count_decodes(query_lens: Tensor, threshold: int | None, uniform: bool) -> int:
-    """Decodes at the front of a batch, as vLLM's builder splits it.
+    """Decodes at the front of a batch of queries [B], as vLLM's builder splits it; by ``threshold`` None decodes none.
 
-    A short query behind a prefill prefills as well. Requests without a query pad a batch of decodes of one length for a
-    graph, and decode.
-
-    Args:
-        query_lens: [B] integers, on the host.
-        threshold: longest query that decodes; None if none does.
-        uniform: whether decodes must have one length; a short query of another length then prefills.
+    A short query behind a prefill prefills as well, and if decodes must be ``uniform`` one of another length. Requests
+    without a query pad a batch of decodes of one length for a graph, and decode.
     """
     if threshold is None or int(query_lens[0]) > threshold:
         return 0
@@ -102,64 +82,12 @@ def count_decodes(query_lens: Tensor, threshold: int | None, uniform: bool) -> i
     return int(decodes.int().cumprod(dim=0).sum())
 
 
-def layer_fields(
-    common: CommonAttentionMetadata, prefills: int, prefills_first: bool, sharding: Sharding
-) -> dict[str, Any]:
-    """The fields of ``MLACommonMetadata`` that a batch gives; tensors are views of the batch's where they can be.
-
-    Args:
-        common: a checked batch.
-        prefills: requests that prefill.
-        prefills_first: whether they come before the decodes or after them.
-        sharding: which of the tokens this rank stores.
-    """
-    requests, decodes = common.num_reqs, common.num_reqs - prefills
-    prefilling, decoding = part(prefills, decodes, prefills_first), part(decodes, prefills, not prefills_first)
-    query_lens = common.query_start_loc_cpu[: requests + 1].diff()
-    seq_lens, seq_lens_cpu = common.seq_lens[:requests], common.host_seq_lens()[:requests]
-    fields: dict[str, Any] = {"dcp_world_size": sharding.world_size, "dcp_rank": sharding.rank}
-    if sharding.world_size > 1:
-        given = common.dcp_local_seq_lens
-        on_device = local_seq_lens(common.seq_lens, sharding) if given is None else given
-        fields["dcp_local_seq_lens"] = on_device[:requests]
-        fields["dcp_local_seq_lens_cpu"] = local_seq_lens(seq_lens_cpu, sharding)
-    return fields | {
-        "num_prefills": prefills,
-        "num_decodes": decodes,
-        "num_prefill_tokens": int(query_lens[prefilling].sum()),
-        # The rows that pad a graph's batch belong to it, though no request has them.
-        "num_decode_tokens": int(query_lens[decoding].sum()) if prefills else common.num_actual_tokens,
-        "prefills_first": prefills_first,
-        "slot_mapping": common.slot_mapping[: common.num_actual_tokens],
-        "seq_lens": seq_lens_cpu.tolist(),
-        "seq_lens_tensor": seq_lens,
-        "query_start_loc": common.query_start_loc[: requests + 1],
-        "query_lens_cpu": query_lens,
-        "seq_start_loc": torch.nn.functional.pad(seq_lens.cumsum(dim=0, dtype=torch.int32), (1, 0)),
-        # A row of padding has more queries than keys.
-        "context_lens_tensor": common.compute_num_computed_tokens()[:requests].clamp(min=0),
-        "block_tables": common.block_table_tensor[:requests],
-        "max_query_len": _longest(query_lens),
-        "max_decode_query_len": _longest(query_lens[decoding], default=1),
-        "max_prefill_seq_len": _longest(seq_lens_cpu[prefilling]),
-        "max_decode_seq_len": _longest(seq_lens_cpu[decoding]),
-        "cp_kv_cache_interleave_size": sharding.interleave,
-    }
-
-
-def _longest(lengths: Tensor, default: int = 0) -> int:
-    return int(lengths.max()) if lengths.numel() else default
-
-
 class LayerRequest(NamedTuple):
-    """One request of a batch.
-
-    Attributes:
-        block_ids: physical blocks in the order of its tokens, on this rank; may be longer than needed.
-    """
+    """One request of a batch."""
 
     query_len: int  # new tokens
     context_len: int  # tokens computed before
+    # physical blocks in the order of its tokens, on this rank; may be longer than needed
     block_ids: Sequence[int] | np.ndarray
     is_prompt: bool  # whether it prefills
 
@@ -167,18 +95,7 @@ class LayerRequest(NamedTuple):
 def common_metadata(
     requests: Sequence[LayerRequest], *, padding: int, block_size: int, device: torch.device, sharding: Sharding
 ) -> CommonAttentionMetadata:
-    """The batch as every layer of a model sees it.
-
-    Args:
-        requests: at least one.
-        padding: rows of padding behind them.
-        block_size: tokens of a page.
-        device: where the kernels read the tensors.
-        sharding: which of the tokens this rank stores.
-
-    Raises:
-        ValueError: no request, contradictory lengths, or blocks that do not hold a request's tokens.
-    """
+    """The batch as every layer of a model sees it, padding behind the requests; refuses contradictory ones."""
     if not requests or padding < 0:
         raise ValueError(f"expected at least one request and no negative padding, got {len(requests)} and {padding}")
     lengths = np.array([(r.query_len, r.context_len) for r in requests], dtype=np.int64)

@@ -15,34 +15,24 @@ from torch import Tensor
 from mla_conformance.backends.decode import MLADecodeBackend
 from mla_conformance.backends.graph_support import AttentionCGSupport
 from mla_conformance.backends.kernel import UnsupportedConfiguration, accepts_block_size
-from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder
-from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
-from mla_conformance.backends.layer.context_chunks import ContextPlan, plan_context, share_context
-from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group
-from mla_conformance.backends.layer.mla_batch import (
-    LayerRequest,
-    check_common,
-    common_metadata,
-    count_decodes,
-    layer_fields,
+from mla_conformance.backends.layer.attention_impl import AttentionMetadataBuilder, CommonAttentionMetadata
+from mla_conformance.backends.layer.context_parallel import Sharding, get_dcp_group, local_seq_lens
+from mla_conformance.backends.layer.layer_config import workspace_tokens
+from mla_conformance.backends.layer.mla_batch import LayerRequest, check_common, common_metadata, count_decodes
+from mla_conformance.backends.layer.mla_metadata import (
+    ContextPlan,
+    MLACommonMetadata,
+    part,
+    plan_context,
+    share_context,
 )
-from mla_conformance.backends.layer.mla_context import workspace_tokens
-from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
-    """Builds metadata for the layers of one cache group.
-
-    Attributes:
-        attention_backend: the backend whose ``get_builder_cls`` returned the class.
-        block_size: tokens of a page.
-        context_chunk_workspace_size: tokens of the workspace; 0 where no prefill can have context.
-        dcp_rank: this rank among ``decode_context_parallel_size``, that of :func:`get_dcp_group`; settable.
-        is_profile_run: whether the next batches only measure memory; settable.
-    """
+    """Builds metadata for the layers of one cache group; ``dcp_rank`` and ``is_profile_run`` are settable."""
 
     supports_update_block_table = True
-    attention_backend: ClassVar[Any] = None
+    attention_backend: ClassVar[Any] = None  # the backend whose ``get_builder_cls`` returned the class
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -50,9 +40,9 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         self.head_dim = kv_cache_spec.head_size
         self.chunked_prefill_enabled = vllm_config.scheduler_config.chunked_prefill_enabled
         self.enable_prefix_caching = vllm_config.cache_config.enable_prefix_caching
-        self.context_chunk_workspace_size = workspace_tokens(vllm_config)
-        self.dcp_rank = get_dcp_group().rank
-        self.is_profile_run = False
+        self.context_chunk_workspace_size = workspace_tokens(vllm_config)  # 0 where no prefill can have context
+        self.dcp_rank = get_dcp_group().rank  # among ``decode_context_parallel_size``
+        self.is_profile_run = False  # whether the next batches only measure memory
         backend, decode = self.attention_backend, self._decode_backend()
         if backend is not None and not backend.supports_head_size(self.head_dim):
             raise ValueError(
@@ -89,14 +79,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     ) -> MLACommonMetadata:
         """The metadata of a batch whose decodes come first; the workspace is the builder's own.
 
-        Args:
-            common_prefix_len: without influence.
-            common_attn_metadata: the batch.
-            fast_build: without influence, nothing here trades one speed for another.
-
-        Raises:
-            ValueError: a batch that contradicts itself.
-            UnsupportedConfiguration: attention that is not causal.
+        Neither a common prefix nor ``fast_build`` has an influence: nothing here trades one speed for another. Raises
+        ValueError: a batch that contradicts itself; UnsupportedConfiguration: attention that is not causal.
         """
         common = common_attn_metadata
         if not common.causal:
@@ -113,12 +97,8 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def build_from_requests(self, requests: Sequence[LayerRequest], cuda_graph_pad_size: int = -1) -> MLACommonMetadata:
         """The metadata of a batch whose prefills come first; ``MLACommonState.begin_forward`` binds the workspace.
 
-        Args:
-            requests: at least one.
-            cuda_graph_pad_size: rows of padding behind them; -1 where no graph is used.
-
-        Raises:
-            ValueError: a batch that contradicts itself, prefills behind decodes, or a block table that is too short.
+        So many rows of padding stand behind it, -1 where no graph is used. Raises ValueError: a batch that contradicts
+        itself, prefills behind decodes, or a block table that is too short.
         """
         prompts = [request.is_prompt for request in requests]
         prefills = sum(prompts)
@@ -138,11 +118,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
         return self._assemble(common, prefills, prefills_first=True, use_cuda_graph=cuda_graph_pad_size >= 0)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> MLACommonMetadata:
-        """The metadata of a batch of decodes that a CUDA graph is captured with.
-
-        Raises:
-            ValueError: a prefill in the batch.
-        """
+        """The metadata of a batch of decodes that a CUDA graph is captured with; ValueError for a prefill in it."""
         metadata = self.build(0, common_attn_metadata)
         if metadata.num_prefills:
             raise ValueError(
@@ -172,17 +148,47 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
     def _assemble(
         self, common: CommonAttentionMetadata, prefills: int, prefills_first: bool, use_cuda_graph: bool
     ) -> MLACommonMetadata:
-        """The metadata of ``common``, its lengths checked."""
-        sharding = self._sharding()
+        """The metadata of ``common``, its lengths checked; tensors are views of the batch's where they can be."""
+        sharding, requests, decodes = self._sharding(), common.num_reqs, common.num_reqs - prefills
+        prefilling, decoding = part(prefills, decodes, prefills_first), part(decodes, prefills, not prefills_first)
+        query_lens = common.query_start_loc_cpu[: requests + 1].diff()
+        seq_lens, seq_lens_cpu = common.seq_lens[:requests], common.host_seq_lens()[:requests]
+        local = local_cpu = None
+        if sharding.world_size > 1:
+            given = common.dcp_local_seq_lens
+            local = (local_seq_lens(common.seq_lens, sharding) if given is None else given)[:requests]
+            local_cpu = local_seq_lens(seq_lens_cpu, sharding)
         metadata = MLACommonMetadata(
-            **layer_fields(common, prefills, prefills_first, sharding),
+            num_prefills=prefills,
+            num_decodes=decodes,
+            num_prefill_tokens=int(query_lens[prefilling].sum()),
+            # The rows that pad a graph's batch belong to it, though no request has them.
+            num_decode_tokens=int(query_lens[decoding].sum()) if prefills else common.num_actual_tokens,
+            prefills_first=prefills_first,
+            slot_mapping=common.slot_mapping[: common.num_actual_tokens],
+            seq_lens=seq_lens_cpu.tolist(),
+            seq_lens_tensor=seq_lens,
+            query_start_loc=common.query_start_loc[: requests + 1],
+            query_lens_cpu=query_lens,
+            seq_start_loc=torch.nn.functional.pad(seq_lens.cumsum(dim=0, dtype=torch.int32), (1, 0)),
+            # A row of padding has more queries than keys.
+            context_lens_tensor=common.compute_num_computed_tokens()[:requests].clamp(min=0),
+            block_tables=common.block_table_tensor[:requests],
+            max_query_len=_longest(query_lens),
+            max_decode_query_len=_longest(query_lens[decoding], default=1),
+            max_prefill_seq_len=_longest(seq_lens_cpu[prefilling]),
+            max_decode_seq_len=_longest(seq_lens_cpu[decoding]),
             dtype=self.vllm_config.model_config.dtype,
             use_cuda_graph=use_cuda_graph,
             head_dim=self.head_dim,
             is_profile_run=self.is_profile_run,
+            dcp_world_size=sharding.world_size,
+            dcp_rank=sharding.rank,
+            cp_kv_cache_interleave_size=sharding.interleave,
+            dcp_local_seq_lens=local,
+            dcp_local_seq_lens_cpu=local_cpu,
         )
-        context_lens = common.host_seq_lens()[: common.num_reqs] - metadata.query_lens_cpu
-        plan = metadata.context_plan = self._plan(context_lens[metadata.prefill_requests])
+        plan = metadata.context_plan = self._plan((seq_lens_cpu - query_lens)[prefilling])
         metadata.context_shares = None if plan is None else share_context(plan, sharding, self.device)
         return metadata
 
@@ -200,3 +206,7 @@ class MLACommonMetadataBuilder(AttentionMetadataBuilder[MLACommonMetadata]):
             page_size=self.page_size,
             device=self.device,
         )
+
+
+def _longest(lengths: Tensor, default: int = 0) -> int:
+    return int(lengths.max()) if lengths.numel() else default

@@ -3,24 +3,28 @@
 Each step is a method that a subclass may replace.
 """
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
+from mla_conformance.backends.cache_dtypes import layout_of
 from mla_conformance.backends.decode import output_of
-from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer.attention_types import AttentionLayer
-from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, gather_cache
-from mla_conformance.backends.layer.context_chunks import ContextShares
+from mla_conformance.backends.kernel import HEAD_DIMS, UnsupportedConfiguration
+from mla_conformance.backends.layer.attention_impl import AttentionLayer, AttentionType, MLAAttentionImpl
+from mla_conformance.backends.layer.cache_ops import concat_and_cache_mla, entry_width, gather_cache
 from mla_conformance.backends.layer.context_parallel import gather_heads, merge_over_ranks
-from mla_conformance.backends.layer.mla_kernels import MLAKernels
-from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
+from mla_conformance.backends.layer.mla_metadata import ContextShares, MLACommonMetadata
 from mla_conformance.reference.attention import merge
+
+_WEIGHT_NAMES = ("weight", "qweight", "weight_packed")
+
 
 State = tuple[Tensor, Tensor]
 """Output [T, N, V] and LSE [N, T]."""
 
 
-class MLACommonImpl(MLAKernels):
+class MLACommonImpl(MLAAttentionImpl[MLACommonMetadata]):
     """Prefills multiply latents out to keys and values; decodes attend to the latents with an absorbed query.
 
     Symbols: T tokens, N heads on this rank, L ``kv_lora_rank``, P/R/V the nope, rope and value head dims.
@@ -29,37 +33,138 @@ class MLACommonImpl(MLAKernels):
     latents that it gathers from all ranks, of a decode from what each of them makes of its own latents for all heads.
     """
 
+    # the backend whose ``get_impl_cls`` returned the class; it names the kernels
+    attention_backend: ClassVar[Any] = None
+    can_return_lse_for_decode = True
+    W_UK_T: Tensor  # [N, P, L], once weights are processed
+    W_UV: Tensor  # [N, L, V], once weights are processed
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+    ) -> None:
+        for name, value in (
+            ("alibi_slopes", alibi_slopes),
+            ("sliding_window", sliding_window),
+            ("logits_soft_cap", logits_soft_cap),
+            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
+            ("indexer", indexer),
+            ("attn_type", None if attn_type == AttentionType.DECODER else attn_type),
+        ):
+            if value is not None:
+                raise UnsupportedConfiguration(f"an MLA layer does not support {name}, got {value!r}")
+        self.num_heads, self.head_size, self.scale, self.num_kv_heads = num_heads, head_size, float(scale), num_kv_heads
+        self.q_lora_rank, self.kv_lora_rank, self.v_head_dim = q_lora_rank, kv_lora_rank, v_head_dim
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.qk_head_dim = qk_nope_head_dim, qk_rope_head_dim, qk_head_dim
+        self.kv_cache_dtype = layout_of(kv_cache_dtype)
+        self.kv_b_proj = kv_b_proj
+        self._prepared: tuple[object, object] = (None, None)
+        entry_width(self.kv_cache_dtype, kv_lora_rank, qk_rope_head_dim)
+        for name, got, expected in (
+            ("head_size", head_size, kv_lora_rank + qk_rope_head_dim),
+            ("qk_head_dim", qk_head_dim, qk_nope_head_dim + qk_rope_head_dim),
+            ("num_kv_heads", num_kv_heads, 1),
+        ):
+            if got != expected:
+                raise ValueError(
+                    f"expected {name} {expected} for L = {kv_lora_rank}, P = {qk_nope_head_dim}, "
+                    f"R = {qk_rope_head_dim} and one latent head, got {got}"
+                )
+        backend = self.attention_backend
+        names = ("num_heads", "scale", "kv_lora_rank", *HEAD_DIMS)
+        sizes = {"vllm_config": backend.vllm_config} | {name: getattr(self, name) for name in names}
+        prefill, decode = backend.prefill_backend, backend.decode_backend
+        if decode is not None and self.kv_cache_dtype not in decode.supported_kv_cache_dtypes:
+            raise UnsupportedConfiguration(
+                f"{decode.get_name()}: cache dtype {self.kv_cache_dtype} not supported (supported: "
+                f"{', '.join(decode.supported_kv_cache_dtypes)})"
+            )
+        self.prefill: Any = None if prefill is None else prefill(**sizes)  # None if the layer has none, as the decode
+        # A rank decodes for the heads of all of them.
+        sizes["num_heads"] *= self.dcp_world_size
+        self.decode: Any = None if decode is None else decode(**sizes, kv_cache_dtype=self.kv_cache_dtype)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Split ``kv_b_proj``, a projection from L to N·(P + V), into ``W_UK_T`` and ``W_UV`` of ``act_dtype``.
+
+        One with quantised weights is asked for the image of the identity, without its bias.
+        """
+        linear = self.kv_b_proj
+        weight = stored_weight(linear)
+        if not is_dense(weight):
+            identity = torch.eye(self.kv_lora_rank, dtype=act_dtype, device=weight.device)
+            if hasattr(linear, "quant_method"):
+                weight = linear.quant_method.apply(linear, identity, bias=None).mT
+            elif getattr(linear, "bias", None) is not None:
+                raise ValueError(
+                    "expected a kv_b_proj without a bias, or a quant_method that can leave it out; got a bias"
+                )
+            else:
+                image = linear(identity)
+                weight = (image[0] if isinstance(image, tuple) else image).mT
+        expected = (self.num_heads * (self.qk_nope_head_dim + self.v_head_dim), self.kv_lora_rank)
+        if weight.shape != expected:
+            raise ValueError(
+                f"expected a kv_b_proj weight [N·(P + V), L] = {list(expected)} for N = {self.num_heads}, "
+                f"P = {self.qk_nope_head_dim}, V = {self.v_head_dim}, L = {self.kv_lora_rank}, got {list(weight.shape)}"
+            )
+        by_head = weight.to(act_dtype).unflatten(0, (self.num_heads, -1))
+        self.W_UK_T, w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)
+        self.W_UV = w_uv.transpose(1, 2)
+
+    def prepare(self, attn_metadata: MLACommonMetadata) -> None:
+        """Hand the batch to the kernels.
+
+        ``forward`` does so for a batch it has not seen; before a captured graph is replayed with new contents of the
+        same buffers, whoever replays it does.
+        """
+        parts = (attn_metadata.prefill_metadata, attn_metadata.decode_metadata)
+        if attn_metadata.dcp_world_size != self.dcp_world_size or attn_metadata.dcp_rank != self.dcp_rank:
+            raise ValueError(
+                f"expected metadata of rank {self.dcp_rank} of {self.dcp_world_size}, where the layer was made, got "
+                f"those of rank {attn_metadata.dcp_rank} of {attn_metadata.dcp_world_size}; construct layer and "
+                "builder inside of `with dcp_group(group)`, with decode_context_parallel_size the group's"
+            )
+        for role, kernel, part in zip(("prefill", "decode"), (self.prefill, self.decode), parts, strict=True):
+            if part is not None and kernel is None:
+                raise UnsupportedConfiguration(f"the batch has a {role}, and the layer has no {role} backend")
+            if part is not None:
+                kernel.prepare_metadata(part)
+        self._prepared = parts
+
     def forward(
         self,
-        layer: AttentionLayer,
-        q: Tensor,
-        k_c_normed: Tensor,
-        k_pe: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: MLACommonMetadata | None,
-        output: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
+        layer: AttentionLayer,  # holds ``_k_scale``, the scale of an ``fp8`` cache
+        q: Tensor,  # [T, N·(P + R)] or [T, N, P + R], rope applied; rows that the metadata does not count are ignored
+        k_c_normed: Tensor,  # [T, L]
+        k_pe: Tensor,  # [T, 1, R] or [T, R], rope applied
+        kv_cache: Tensor,  # of the layout ``kv_cache_dtype``; one without elements is neither written nor read
+        attn_metadata: MLACommonMetadata | None,  # None in a run that only measures memory: the result is 0
+        output: Tensor | None = None,  # [T, N·V], to be written
+        output_scale: Tensor | None = None,  # not supported
+        output_block_scale: Tensor | None = None,  # not supported
     ) -> Tensor:
         """Attention of a batch, its new latents written to the cache first.
 
-        Args:
-            layer: holds ``_k_scale``, the scale of an ``fp8`` cache.
-            q: [T, N·(P + R)] or [T, N, P + R], rope applied; rows that the metadata does not count are ignored.
-            k_c_normed: [T, L].
-            k_pe: [T, 1, R] or [T, R], rope applied.
-            kv_cache: of the layout ``kv_cache_dtype``; one without elements is neither written nor read.
-            attn_metadata: None in a run that only measures memory: the result is 0.
-            output: [T, N·V], to be written.
-            output_scale: not supported.
-            output_block_scale: not supported.
-
-        Returns:
-            [T, N·V] of the query's dtype, 0 in the rows that the metadata does not count.
-
-        Raises:
-            UnsupportedConfiguration: a quantised output.
-            ValueError: operands that do not fit the metadata or the cache.
+        Returns [T, N·V] of the query's dtype, 0 in the rows that the metadata does not count. Raises
+        UnsupportedConfiguration: a quantised output; ValueError: operands that do not fit the metadata or the cache.
         """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedConfiguration("quantised output not supported; quantise the result of forward")
@@ -78,7 +183,8 @@ class MLACommonImpl(MLAKernels):
                 f"expected at least {tokens} tokens by the metadata, as many in each operand, got {rows[0]} of q, "
                 f"{rows[1]} of k_c_normed and {rows[2]} of k_pe"
             )
-        if not self.is_prepared(attn_metadata):
+        prefill, decode = self._prepared
+        if prefill is not attn_metadata.prefill_metadata or decode is not attn_metadata.decode_metadata:
             self.prepare(attn_metadata)
         workspace = attn_metadata.context_chunk_workspace
         if attn_metadata.is_profile_run and workspace is not None:  # what multiplying out a full one takes
@@ -165,10 +271,7 @@ class MLACommonImpl(MLAKernels):
     def _forward_decode(
         self, ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, attn_metadata: MLACommonMetadata, k_scale: Tensor
     ) -> State:
-        """Attention of the absorbed query to the latents that this rank holds: output [T, N, L] and LSE [N, T].
-
-        N are the heads of all ranks.
-        """
+        """Attention of the absorbed query of all ranks' heads to this rank's latents: output [T, N, L], LSE [N, T]."""
         return self.decode.run_decode(ql_nope, q_pe, kv_cache, k_scale)
 
     def _v_up_proj(self, x: Tensor) -> Tensor:
@@ -209,3 +312,19 @@ class MLACommonImpl(MLAKernels):
         kv = (projected[0] if isinstance(projected, tuple) else projected).unflatten(-1, (self.num_heads, -1))
         k_nope, v = kv.tensor_split([self.qk_nope_head_dim], dim=-1)
         return torch.cat((k_nope, k_pe.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1), v
+
+
+def stored_weight(linear: Any) -> Tensor:
+    """The weight of a linear layer as it is stored, possibly in codes; ValueError for a layer without one."""
+    stored: Tensor | None = next((getattr(linear, name) for name in _WEIGHT_NAMES if hasattr(linear, name)), None)
+    if stored is None:
+        raise ValueError(
+            f"expected a linear layer with one of the attributes {', '.join(_WEIGHT_NAMES)}, got a "
+            f"{type(linear).__name__}"
+        )
+    return stored
+
+
+def is_dense(weight: Tensor) -> bool:
+    """Whether a stored weight holds values, not codes."""
+    return weight.dtype.is_floating_point and weight.dtype.itemsize > 1

@@ -21,24 +21,16 @@ _LATENT, _ROPE = 512, 64
 
 
 class MLACommonBackend(AttentionBackend):
-    """An MLA layer over a prefill and a decode backend; :func:`mla_backend` makes one.
-
-    Attributes:
-        prefill_backend: computes prefills; None if the layer has none.
-        decode_backend: computes decodes; None if the layer has none.
-        impl_class: the computation; a subclass may replace one of its steps.
-        builder_class: builds the metadata.
-        vllm_config: what the kernels' constructors receive.
-        tile_scales: what the scales of an ``fp8_ds_mla`` entry are when it is written.
-    """
+    """An MLA layer over a prefill and a decode backend; :func:`mla_backend` makes one."""
 
     accept_output_buffer = True
-    prefill_backend: ClassVar[type[MLAPrefillBackend] | None] = None
-    decode_backend: ClassVar[type[MLADecodeBackend] | None] = None
+    prefill_backend: ClassVar[type[MLAPrefillBackend] | None] = None  # computes prefills; None if the layer has none
+    decode_backend: ClassVar[type[MLADecodeBackend] | None] = None  # computes decodes; None if the layer has none
+    # the computation; a subclass may replace one of its steps
     impl_class: ClassVar[type[MLACommonImpl]] = MLACommonImpl
-    builder_class: ClassVar[type[MLACommonMetadataBuilder]] = MLACommonMetadataBuilder
-    vllm_config: ClassVar[Any] = None
-    tile_scales: ClassVar[str] = "float32"
+    builder_class: ClassVar[type[MLACommonMetadataBuilder]] = MLACommonMetadataBuilder  # builds the metadata
+    vllm_config: ClassVar[Any] = None  # what the kernels' constructors receive
+    tile_scales: ClassVar[str] = "float32"  # what the scales of an ``fp8_ds_mla`` entry are when it is written
 
     @classmethod
     def get_name(cls) -> str:
@@ -69,11 +61,7 @@ class MLACommonBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[blocks, page, entry]; an entry's elements are those of the cache's dtype.
-
-        Raises:
-            ValueError: several heads, or a layout that is unknown or holds no such latents.
-        """
+        """[blocks, page, entry]; an entry's elements are those of the cache's dtype."""
         if num_kv_heads != 1:
             raise ValueError(f"expected num_kv_heads 1, all heads share a latent, got {num_kv_heads}")
         width = cache_ops.entry_width(cache_dtype_str, *_latent_dims(head_size))
@@ -115,15 +103,7 @@ class MLACommonBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        device_capability: DeviceCapability | None,
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
     ) -> str | None:
         """A layout that holds no such latents, or what must be installed first."""
         try:
@@ -145,20 +125,11 @@ def _latent_dims(head_size: int) -> tuple[int, int]:
 
 
 def mla_backend(
-    prefill: type[MLAPrefillBackend] | None,
-    decode: type[MLADecodeBackend] | None,
-    base: type[MLACommonBackend] = MLACommonBackend,
+    prefill: type[MLAPrefillBackend] | None,  # computes prefills; None for a layer that only decodes
+    decode: type[MLADecodeBackend] | None,  # computes decodes; None for a layer that only prefills
+    base: type[MLACommonBackend] = MLACommonBackend,  # the layer's class, such as one with another ``impl_class``
 ) -> type[MLACommonBackend]:
-    """The MLA layer of two kernels.
-
-    Args:
-        prefill: computes prefills; None for a layer that only decodes.
-        decode: computes decodes; None for a layer that only prefills.
-        base: the layer's class, such as one with another ``impl_class``.
-
-    Raises:
-        ValueError: no kernel at all.
-    """
+    """The MLA layer of two kernels. Raises ValueError: no kernel at all."""
     kernels = [kernel for kernel in (prefill, decode) if kernel is not None]
     if not kernels:
         raise ValueError("expected a prefill or a decode backend, got neither")

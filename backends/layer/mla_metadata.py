@@ -1,16 +1,96 @@
-"""What an MLA layer is told of a batch of prefills and decodes (vLLM's ``MLACommonMetadata``)."""
+"""What an MLA layer is told of a batch (vLLM's ``MLACommonMetadata``), and the chunks of its prefills' context."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
-from mla_conformance.backends.layer.attention_types import AttentionMetadata
+from mla_conformance.backends.layer.attention_impl import AttentionMetadata
 from mla_conformance.backends.layer.cache_ops import may_look_at
-from mla_conformance.backends.layer.context_chunks import ContextPlan, ContextShares
+from mla_conformance.backends.layer.context_parallel import Sharding, local_seq_lens, local_token
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
+
+
+class ContextPlan(NamedTuple):
+    """C chunks of the contexts of B prefills; chunk i holds the i-th share of every context."""
+
+    cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which gathered rows are whose
+    starts: Tensor  # [C, B] int32, on the device; first token of each request in the chunk
+    seq_tot: list[int]  # tokens of each chunk
+    max_seq_lens: list[int]  # longest request of each chunk, in tokens
+    seq_lens: Tensor  # [C, B] int32, on the host
+
+
+def plan_context(
+    context_lens: Tensor, *, workspace_tokens: int, page_size: int, device: torch.device
+) -> ContextPlan | None:
+    """Cut contexts [B] into chunks that fit the workspace and start at pages; None if no request has context.
+
+    The plan of ``reference.chunking``, without a loop. Raises ValueError: a workspace below a page for each context.
+    """
+    with_context = int((context_lens > 0).sum())
+    if not with_context:
+        return None
+    share = workspace_tokens // with_context // page_size * page_size
+    if share < 1:
+        raise ValueError(
+            f"expected a workspace of at least {with_context * page_size} tokens, a page of {page_size} for each of "
+            f"{with_context} contexts, got {workspace_tokens}; enlarge it or prefill fewer requests at once"
+        )
+    first = torch.arange(0, int(context_lens.max()), share, dtype=torch.int64).unsqueeze(1)
+    lengths = (context_lens.long() - first).clamp(min=0, max=share)
+    bounds = torch.nn.functional.pad(lengths.cumsum(dim=1), (1, 0))
+    return ContextPlan(
+        cu_seq_lens=bounds.to(device, torch.int32),
+        starts=first.expand_as(lengths).to(device, torch.int32),
+        seq_tot=bounds[:, -1].tolist(),
+        max_seq_lens=lengths.amax(dim=1).tolist(),
+        seq_lens=lengths.to(torch.int32),
+    )
+
+
+class ContextShares(NamedTuple):
+    """The shares of W ranks in the C chunks of the contexts of B prefills.
+
+    A rank's part of a chunk are its own tokens, requests end to end, without gaps between them: it reads nothing
+    through the block table but what it holds. Parts are sent as long as the longest; what the others hold behind their
+    last token is not looked at.
+    """
+
+    cu_seq_lens: Tensor  # [C, B + 1] int32, on the device; which rows of this rank's part are whose
+    starts: Tensor  # [C, B] int32, on the device; first of this rank's tokens of each request in the chunk
+    rows: list[int]  # length of the longest part of each chunk
+    # of each chunk [tokens] int64, on the device; where each of its tokens lies among the parts of all ranks, requests
+    # end to end and each in the order of its positions
+    order: list[Tensor]
+
+
+def share_context(plan: ContextPlan, sharding: Sharding, device: torch.device) -> ContextShares | None:
+    """The shares in the chunks of ``plan``, which is that of one rank; None where no ranks share.
+
+    Chunks start at pages of whole sequences. A share may start anywhere: vLLM cuts chunks at common multiples of pages
+    and turns instead, so that its parts are padded less, and leaves the tokens of a request in the order of the ranks.
+    """
+    if sharding.world_size == 1:
+        return None
+    lengths = plan.seq_lens.long()
+    first = lengths.cumsum(dim=0) - lengths
+    ranks = [sharding._replace(rank=rank) for rank in range(sharding.world_size)]
+    starts = torch.stack([local_seq_lens(first, one) for one in ranks])
+    held = torch.stack([local_seq_lens(first + lengths, one) for one in ranks]) - starts
+    bounds = torch.nn.functional.pad(held.cumsum(dim=-1), (1, 0))
+    rows = bounds[..., -1].amax(dim=0).tolist()
+    order = []
+    for chunk, room in enumerate(rows):
+        request = torch.arange(len(lengths[chunk])).repeat_interleave(lengths[chunk])
+        skipped = first[chunk] - (lengths[chunk].cumsum(dim=0) - lengths[chunk])
+        owner, local = local_token(torch.arange(len(request)) + skipped[request], sharding)
+        row = owner * room + bounds[owner, chunk, request] + local - starts[owner, chunk, request]
+        order.append(row.to(device))
+    own_bounds, own_starts = (x[sharding.rank].to(device, torch.int32) for x in (bounds, starts))
+    return ContextShares(own_bounds, own_starts, rows, order)
 
 
 @dataclass(kw_only=True)
@@ -19,19 +99,13 @@ class MLACommonMetadata(AttentionMetadata):
 
     Of a request, ``context_len`` tokens were computed before, ``query_len`` are new, ``seq_len`` is their sum. A row of
     padding is a decode of one token with ``seq_len`` 0. What is no tensor here stays as it is when a graph is replayed.
-
-    Attributes:
-        max_decode_seq_len: longest sequence of a decode; 0 without decodes. May exceed the true one.
-        context_plan: the chunks of the prefills' context; None without any.
-        context_shares: what of these chunks each rank holds; None on one rank.
-        dcp_local_seq_lens: [B] int32, tokens on this rank; None on one rank.
     """
 
-    num_prefills: int  # requests that prefill
+    num_prefills: int = 0  # requests that prefill
     num_decodes: int  # requests that decode, padding included
-    num_prefill_tokens: int  # new tokens of the prefills
+    num_prefill_tokens: int = 0  # new tokens of the prefills
     num_decode_tokens: int  # new tokens of the decodes; without prefills also the rows that pad a graph's batch
-    prefills_first: bool  # whether the prefills come before the decodes or after them
+    prefills_first: bool = True  # whether the prefills come before the decodes or after them
     slot_mapping: Tensor  # [T] int64; -1 for a token that is not stored
     seq_lens: list[int]  # B lengths, on the host
     seq_lens_tensor: Tensor  # [B] int32
@@ -40,21 +114,21 @@ class MLACommonMetadata(AttentionMetadata):
     seq_start_loc: Tensor  # [B + 1] int32, cumulative ``seq_lens``
     context_lens_tensor: Tensor  # [B] int32
     block_tables: Tensor  # [B, max blocks] int32
-    max_query_len: int  # longest query of the batch, in tokens
-    max_decode_query_len: int  # longest query of a decode; 1 without decodes
-    max_prefill_seq_len: int  # longest sequence of a prefill; 0 without prefills
-    max_decode_seq_len: int
+    max_query_len: int = 1  # longest query of the batch, in tokens
+    max_decode_query_len: int = 1  # longest query of a decode; 1 without decodes
+    max_prefill_seq_len: int = 0  # longest sequence of a prefill; 0 without prefills
+    max_decode_seq_len: int  # longest sequence of a decode; 0 without decodes. May exceed the true one
     dtype: torch.dtype  # of the model
     use_cuda_graph: bool = False  # whether the batch is padded to run in a captured graph
     head_dim: int | None = None  # L + R
     is_profile_run: bool = False  # whether only the memory that a batch would take is of interest
-    context_plan: ContextPlan | None = None
-    context_shares: ContextShares | None = None
+    context_plan: ContextPlan | None = None  # the chunks of the prefills' context; None without any
+    context_shares: ContextShares | None = None  # what of these chunks each rank holds; None on one rank
     context_chunk_workspace: Tensor | None = None  # [workspace tokens, L + R], bound late
     dcp_world_size: int = 1  # ranks that share the sequences' tokens
     dcp_rank: int = 0  # this rank
     cp_kv_cache_interleave_size: int = 1  # consecutive tokens that a rank keeps
-    dcp_local_seq_lens: Tensor | None = None
+    dcp_local_seq_lens: Tensor | None = None  # [B] int32, tokens on this rank; None on one rank
     dcp_local_seq_lens_cpu: Tensor | None = None  # the same on the host
     _cached_prefill_metadata: MLACommonPrefillMetadata | None = None
     _cached_decode_metadata: MLACommonDecodeMetadata | None = None
@@ -77,11 +151,7 @@ class MLACommonMetadata(AttentionMetadata):
 
     @property
     def prefill_metadata(self) -> MLACommonPrefillMetadata | None:
-        """The prefills alone, for a prefill backend; None without any. The same object until the batch changes.
-
-        Raises:
-            ValueError: the prefills have context and no workspace was bound.
-        """
+        """The prefills alone, for a prefill backend; None without any. The same object until the batch changes."""
         if self._cached_prefill_metadata is None and self.num_prefills:
             part, context = self.prefill_requests, None
             lengths = self.query_lens_cpu[part]
@@ -131,27 +201,17 @@ class MLACommonMetadata(AttentionMetadata):
 
     def advance_step(
         self,
-        model_input: Any,
-        sampled_token_ids: Tensor | None,
-        block_size: int,
-        num_seqs: int,
-        num_queries: int,
-        turn_prefills_into_decodes: bool = False,
+        model_input: Any,  # its ``input_tokens`` and ``input_positions``, [num_seqs] int64, are advanced as well
+        sampled_token_ids: Tensor | None,  # [num_queries] or [num_queries, 1]; None leaves ``input_tokens``
+        block_size: int,  # tokens of a page
+        num_seqs: int,  # requests, padding included
+        num_queries: int,  # requests that count, the first ones
+        turn_prefills_into_decodes: bool = False,  # whether prefills in the batch decode from now on
     ) -> None:
         """Become the next decode step's metadata, in place: every request has one new token, its sampled one.
 
-        Where nothing but decodes of one token precedes, all tensors keep their storage.
-
-        Args:
-            model_input: its ``input_tokens`` and ``input_positions``, [num_seqs] int64, are advanced as well.
-            sampled_token_ids: [num_queries] or [num_queries, 1]; None leaves ``input_tokens``.
-            block_size: tokens of a page.
-            num_seqs: requests, padding included.
-            num_queries: requests that count, the first ones.
-            turn_prefills_into_decodes: whether prefills in the batch decode from now on.
-
-        Raises:
-            ValueError: a batch that is no such step, or a block table without a page for a next token.
+        Where nothing but decodes of one token precedes, all tensors keep their storage. Raises ValueError: a batch that
+        is no such step, or a block table without a page for a next token.
         """
         if self.num_prefills and not turn_prefills_into_decodes:
             raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.layer.mla_context import workspace_tokens
+from mla_conformance.backends.layer.layer_config import workspace_tokens
 from mla_conformance.backends.layer.mla_metadata import MLACommonMetadata
 
 PAD_SLOT_ID = -1
@@ -17,9 +17,8 @@ PAD_SLOT_ID = -1
 class MLACommonState:
     """The workspace for cached context, and buffers that keep their storage from a graph's capture to its replays.
 
-    Args:
-        runner: read are ``model_config``, ``scheduler_config``, ``cache_config``, ``device``, ``graph_block_tables``
-            ([most requests, most blocks] numpy) and ``max_seq_len_to_capture``.
+    Of the runner it reads the configurations of model, scheduler and cache, ``device``, ``graph_block_tables``
+    ([most requests, most blocks] numpy) and ``max_seq_len_to_capture``.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -47,23 +46,14 @@ class MLACommonState:
             del self._graph_slot_mapping, self._graph_seq_lens, self._graph_starts, self._graph_block_tables
 
     def graph_clone(self, batch_size: int) -> Self:
-        """A state of its own for one captured graph.
-
-        Raises:
-            ValueError: outside of :meth:`graph_capture`.
-        """
+        """A state of its own for one captured graph. Raises ValueError: outside of :meth:`graph_capture`."""
         self._require_capture()
         return type(self)(self.runner)
 
     def graph_capture_get_metadata_for_batch(
         self, batch_size: int, is_encoder_decoder_model: bool = False
     ) -> MLACommonMetadata:
-        """Metadata over the buffers: ``batch_size`` decodes of one token, each of its first cached token.
-
-        Raises:
-            ValueError: outside of :meth:`graph_capture`, or a batch larger than the buffers.
-            NotImplementedError: an encoder-decoder model.
-        """
+        """Metadata over the buffers, inside of :meth:`graph_capture`: decodes of one token, the first cached one."""
         _require_decoder_only(is_encoder_decoder_model)
         self._require_capture()
         held = min(len(self._graph_slot_mapping), len(self._graph_block_tables))
@@ -71,11 +61,8 @@ class MLACommonState:
             raise ValueError(f"expected a batch of 1..{held} requests, the captured buffers', got {batch_size}")
         starts = self._graph_starts[: batch_size + 1]
         return MLACommonMetadata(
-            num_prefills=0,
             num_decodes=batch_size,
-            num_prefill_tokens=0,
             num_decode_tokens=batch_size,
-            prefills_first=True,
             slot_mapping=self._graph_slot_mapping[:batch_size],
             seq_lens=[1] * batch_size,
             seq_lens_tensor=self._graph_seq_lens[:batch_size],
@@ -84,9 +71,6 @@ class MLACommonState:
             seq_start_loc=starts,
             context_lens_tensor=torch.zeros_like(self._graph_seq_lens[:batch_size]),
             block_tables=self._graph_block_tables[:batch_size],
-            max_query_len=1,
-            max_decode_query_len=1,
-            max_prefill_seq_len=0,
             max_decode_seq_len=self.runner.max_seq_len_to_capture,
             dtype=self.model_config.dtype,
             use_cuda_graph=True,
@@ -111,11 +95,7 @@ class MLACommonState:
     def prepare_graph_input_buffers(
         self, input_buffers: dict[str, Tensor], attn_metadata: MLACommonMetadata, is_encoder_decoder_model: bool = False
     ) -> None:
-        """Fill the buffers of a captured batch with another one; rows that it lacks become padding.
-
-        Raises:
-            ValueError: a batch that is no batch of decodes, is larger than the captured one, or has longer sequences.
-        """
+        """Fill the buffers of a captured batch with another one of decodes, if it fits; other rows become padding."""
         _require_decoder_only(is_encoder_decoder_model)
         new = self.get_graph_input_buffers(attn_metadata) if attn_metadata.num_decodes else {}
         captured = input_buffers["slot_mapping"].shape[0]
@@ -137,11 +117,7 @@ class MLACommonState:
             buffer[corner].copy_(new[name][corner])
 
     def begin_forward(self, model_input: Any) -> None:
-        """Bind the workspace, allocated at the first call where the input lies, to the batch.
-
-        Args:
-            model_input: its ``attn_metadata`` receives the workspace, its ``input_tokens`` say where.
-        """
+        """Bind the workspace, allocated at the first call where the ``input_tokens`` lie, to the ``attn_metadata``."""
         if not self.context_chunk_workspace_size:
             return
         if self.context_chunk_workspace is None:

@@ -19,7 +19,7 @@ from mla_conformance.backends.eager_generations import (
     PresentEagerPrefillBackend,
 )
 from mla_conformance.backends.generations import earlier
-from mla_conformance.backends.generations.present_adapter import planned_runs
+from mla_conformance.backends.generations.present import planned_runs
 from mla_conformance.backends.interface import MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.loading import as_backend, load_backend

@@ -19,7 +19,7 @@ from mla_conformance.roles.layer.role import LAYER
 from mla_conformance.roles.prefill.problem import PREFILL
 from mla_conformance.roles.prepare.role import PREPARE
 from mla_conformance.roles.sparse.problem import SPARSE
-from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
+from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER
 from mla_conformance.roles.topk.role import TOPK
 from mla_conformance.roles.tree.problem import TREE
 

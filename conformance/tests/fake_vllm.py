@@ -4,7 +4,7 @@ It has the names that such a vLLM has, and as much behind them as a layer needs;
 """
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,19 +15,15 @@ from mla_conformance.backends.layer.mla_batch import count_decodes
 STATE: dict[str, Any] = {"config": None, "batch": None, "prefill": True}
 
 
-@dataclass(kw_only=True)
-class CommonAttentionMetadata:
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    causal: bool
-    seq_lens_cpu_upper_bound: torch.Tensor
+# A batch has these fields and no others.
+CommonAttentionMetadata = make_dataclass(
+    "CommonAttentionMetadata",
+    [
+        *("query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len"),
+        *("max_seq_len", "block_table_tensor", "slot_mapping", "causal", "seq_lens_cpu_upper_bound"),
+    ],
+    kw_only=True,
+)
 
 
 class Builder:
@@ -41,7 +37,7 @@ class Builder:
         drafted = getattr(config.speculative_config, "num_speculative_tokens", 0)
         self.threshold = max(self.reorder_batch_threshold, 1 + drafted)
 
-    def build(self, common_prefix_len: int, common: CommonAttentionMetadata) -> Any:
+    def build(self, common_prefix_len: int, common: Any) -> Any:
         lengths = common.query_start_loc_cpu.diff()
         decodes = count_decodes(lengths, self.threshold, uniform=True)
         if decodes < common.num_reqs:
@@ -82,6 +78,12 @@ class Impl:
 class MLAAttention:
     """Writes, absorbs, and calls the backend's computation."""
 
+    kv_b_proj: Any
+    num_heads: int
+    qk_nope_head_dim: int
+    kv_lora_rank: int
+    prefix: str
+
     def __init__(self, **given: Any) -> None:
         config = STATE["config"]
         vars(self).update(given)
@@ -94,12 +96,12 @@ class MLAAttention:
             setattr(self, name, torch.tensor(1.0))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        linear = self.kv_b_proj  # type: ignore[attr-defined]
+        linear = self.kv_b_proj
         coded = linear.quant_method is not None
         identity = torch.eye(linear.input_size_per_partition, dtype=act_dtype)
         weight = linear.quant_method.apply(linear, identity, bias=None).mT if coded else linear.weight
-        by_head = weight.clone().unflatten(0, (self.num_heads, -1))  # type: ignore[attr-defined]
-        self.w_uk, self.w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)  # type: ignore[attr-defined]
+        by_head = weight.clone().unflatten(0, (self.num_heads, -1))
+        self.w_uk, self.w_uv = by_head.tensor_split([self.qk_nope_head_dim], dim=1)
 
     def get_kv_cache_spec(self, config: Any) -> Any:
         return SimpleNamespace(block_size=config.cache_config.block_size)
@@ -108,8 +110,8 @@ class MLAAttention:
         self.cache = cache.squeeze(1)
 
     def __call__(self, q: torch.Tensor, kv_c: torch.Tensor, k_pe: torch.Tensor, output_shape: Any) -> torch.Tensor:
-        batch = STATE["batch"].attn_metadata[self.prefix]  # type: ignore[attr-defined]
-        self.write(torch.cat([kv_c, k_pe[:, 0]], dim=-1), STATE["batch"].slot_mapping[self.prefix])  # type: ignore[attr-defined]
+        batch = STATE["batch"].attn_metadata[self.prefix]
+        self.write(torch.cat([kv_c, k_pe[:, 0]], dim=-1), STATE["batch"].slot_mapping[self.prefix])
         output = q.new_full(output_shape, torch.nan)
         starts = batch.common.query_start_loc_cpu.tolist()
         for request, rows in enumerate(map(slice, starts[:-1], starts[1:])):
@@ -126,18 +128,18 @@ class MLAAttention:
             if slot >= 0:
                 self.cache[slot // page, slot % page] = entry
 
-    def _entries(self, common: CommonAttentionMetadata, request: int) -> torch.Tensor:
+    def _entries(self, common: Any, request: int) -> torch.Tensor:
         length, page = int(common.seq_lens[request]), self.cache.shape[1]
         blocks = common.block_table_tensor[request, : -(-length // page)].long()
         return self.cache[blocks].flatten(0, 1)[:length]
 
     def _prefill(self, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        return self.impl.forward_mha(q, *entries.tensor_split([self.kv_lora_rank], dim=1))  # type: ignore[attr-defined]
+        return self.impl.forward_mha(q, *entries.tensor_split([self.kv_lora_rank], dim=1))
 
     def _decode(self, q: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        nope, rope = q.tensor_split([self.qk_nope_head_dim], dim=-1)  # type: ignore[attr-defined]
+        nope, rope = q.tensor_split([self.qk_nope_head_dim], dim=-1)
         absorbed = torch.einsum("tnp,npl->tnl", nope.float(), self.w_uk.float())
-        latent = self.impl.forward_mqa(torch.cat([absorbed, rope], dim=-1), entries, self.kv_lora_rank)  # type: ignore[attr-defined]
+        latent = self.impl.forward_mqa(torch.cat([absorbed, rope], dim=-1), entries, self.kv_lora_rank)
         return torch.einsum("tnl,nvl->tnv", latent, self.w_uv.float())
 
 
@@ -187,12 +189,8 @@ def _held(name: str, value: Any) -> Any:
 
 
 def _vllm_config(compilation_config: Any) -> Any:
-    return SimpleNamespace(
-        compilation_config=compilation_config,
-        scheduler_config=SimpleNamespace(),
-        cache_config=SimpleNamespace(),
-        speculative_config=None,
-    )
+    empty = {name: SimpleNamespace() for name in ("scheduler_config", "cache_config")}
+    return SimpleNamespace(compilation_config=compilation_config, speculative_config=None, **empty)
 
 
 def _get_mla_prefill_backend(config: Any) -> Any:

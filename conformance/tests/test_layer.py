@@ -18,7 +18,7 @@ from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.cache_layout import encode
 from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase, Order
-from mla_conformance.roles.layer.driver import Layer
+from mla_conformance.roles.layer.role import Layer
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import CPU, judged, little_work
 
@@ -240,7 +240,7 @@ def test_a_captured_layer_has_its_scales_from_before(monkeypatch: pytest.MonkeyP
 
         return replay, replay()
 
-    monkeypatch.setattr("mla_conformance.trials.layer_graph.captured", capturing)
+    monkeypatch.setattr("mla_conformance.trials.layers.captured", capturing)
     assert judged(EAGER, REPLAYS).status is Status.PASS
 
 

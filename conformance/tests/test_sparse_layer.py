@@ -19,8 +19,7 @@ from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.problem import LayerBatch
 from mla_conformance.roles.sparse_layer.call import SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
-from mla_conformance.roles.sparse_layer.problem import SparseLayerBatch
-from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
+from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER, SparseLayerBatch
 from mla_conformance.roles.table import build_problem, golden_of
 from mla_conformance.tests.drawn import CPU
 

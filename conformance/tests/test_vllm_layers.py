@@ -15,6 +15,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.distributed import main
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Status
+from mla_conformance.tests.test_layer import SOURCE as LAYERS
 from mla_conformance.trials.judge_one import judge_one
 from mla_conformance.trials.subject import Subject, describe
 from mla_conformance.trials.trial import Context
@@ -161,21 +162,10 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}",
 print([judge_ranks(backend, torch.device("cpu")) for backend in backends])
 torch.distributed.destroy_process_group()
 """
-WRONG = """
-from mla_conformance.backends.layer.mla_impl import MLACommonImpl
-from mla_conformance.defects.bases import EagerLayer
-
-
-class SilentSecond(EagerLayer):
-    class impl_class(MLACommonImpl):
-        def do_kv_cache_update(self, *operands):
-            if self.dcp_rank != 1:
-                super().do_kv_cache_update(*operands)
-"""
 
 
 def test_processes_that_share_the_tokens_give_what_one_would(tmp_path: Path, python: Path) -> None:
-    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "wrong.py").write_text(LAYERS)
     given = (str(tmp_path / "rendezvous"), "EAGER", f"{tmp_path / 'wrong.py'}:SilentSecond")
     ranks = [
         subprocess.Popen([str(python), "-c", SCRIPT, str(rank), *given], stdout=subprocess.PIPE, text=True)

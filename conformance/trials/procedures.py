@@ -16,10 +16,10 @@ from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.table import judge
-from mla_conformance.trials import graph, layer_graph, sparse_layer_graph
+from mla_conformance.trials import graph
 from mla_conformance.trials.bounds import memory_bounds
 from mla_conformance.trials.far import judge_far_away
-from mla_conformance.trials.layer_blocks import loads_packed, moves_blocks, shapes_cache
+from mla_conformance.trials.layers import layer_graph, loads_packed, moves_blocks, shapes_cache, sparse_layer_graph
 from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.session import many_batches, session
@@ -278,14 +278,12 @@ PROCEDURES: Mapping[str, Callable[[Trial], object]] = {
     for procedure in (
         Trial.conforms, session, many_batches, determinism, batch_invariance, request_order, causal_prefix,
         split_invariance, merge_states, v_linearity, no_side_effects, cache_write, weight_absorption,
-        prefill_decode_agreement, streams,
+        prefill_decode_agreement, streams, layer_graph, sparse_layer_graph,
         neighbours, neighbour_keys, memory_bounds, refuses_or_conforms,
         selection_order, selection_padding, selection_rows,
     )
 } | {
     "graph": graph.replays,
-    "layer_graph": layer_graph.replays,
-    "sparse_layer_graph": sparse_layer_graph.replays,
     "far": judge_far_away,
 }  # fmt: skip
 """Procedures by the names that entries of the vocabulary give them."""

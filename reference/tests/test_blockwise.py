@@ -228,7 +228,7 @@ def test_the_pass_with_the_kernel_agrees_with_the_definition(
     dtype: torch.dtype, factor: float, causal: bool, rows: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blockwise, "_LOW_PRECISION_PAIRS", 0)
-    monkeypatch.setattr(blockwise, "_block_pairs", lambda device: 0)
+    monkeypatch.setattr(blockwise, "workspace_elements", lambda device: 0)
     q, k, v = (_normal(seed, 3000, 2, width, dtype=dtype) for seed, width in ((1, 192), (2, 192), (3, 128)))
     options: dict[str, Any] = {"query_start_loc": (0, 2500, 3000), "key_start_loc": (0, 2500, 3000), "scale": 0.07}
     options |= {"causal": causal, "with_terms": True}

@@ -13,7 +13,7 @@ import mla_conformance.reference.attention as definition
 from mla_conformance.reference.attention import AttentionState, attention
 from mla_conformance.reference.error_budget import Roundoffs
 from mla_conformance.reference.index_scores import index_scores, window_scores
-from mla_conformance.reference.selected import RowsOverLists, selected_attention, with_sink
+from mla_conformance.reference.selected import over_lists, selected_attention, with_sink
 
 Normal = Callable[..., Tensor]
 T, N, S, D, V = 7, 3, 20, 6, 4
@@ -143,7 +143,7 @@ def test_rows_over_lists_are_the_definition_and_their_terms_a_little_larger(qkv:
     chosen = lists(9)
     k[(chosen[..., None] == torch.arange(S)).any(dim=(0, 1)).logical_not()] = torch.nan  # keys that no list names
     expected = selected(qkv, chosen, with_terms=True)
-    state = RowsOverLists(q, k[:, 0], v[:, 0], chosen, 0.4).state()
+    state = over_lists(q, k[:, 0], v[:, 0], chosen, 0.4)
     assert state is not None and state.terms is not None and expected.terms is not None
     assert_same(AttentionState(state.output, state.lse), AttentionState(expected.output, expected.lse))
     for name, term in expected.terms.by_name().items():
@@ -155,7 +155,7 @@ def test_rows_over_lists_leave_to_the_definition_what_they_cannot_hold(qkv: tupl
     q, k, v = qkv
     for beyond in (1e4 * q[3, 1], torch.nan):
         q[3, 1] = beyond
-        assert RowsOverLists(q, k[:, 0], v[:, 0], lists(9), 0.4).state() is None
+        assert over_lists(q, k[:, 0], v[:, 0], lists(9), 0.4) is None
 
 
 EXACT = {"p": 0.0, "p_floor": 0.0, "partials": 0.0, "output": 0.0, "output_floor": 0.0, "row_sum": 0.0, "exp": 0.0}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
-from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
+from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
 from mla_conformance.backends.layer.context_parallel import Sharding
 from mla_conformance.backends.layer.layer_config import (
     CacheConfig,

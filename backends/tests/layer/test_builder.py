@@ -9,10 +9,9 @@ import torch
 
 from mla_conformance.backends.block_size import MultipleOf
 from mla_conformance.backends.graph_support import AttentionCGSupport
-from mla_conformance.backends.layer.attention_types import CommonAttentionMetadata
-from mla_conformance.backends.layer.layer_config import CacheConfig, MLAAttentionSpec
+from mla_conformance.backends.layer.attention_impl import CommonAttentionMetadata
+from mla_conformance.backends.layer.layer_config import CacheConfig, MLAAttentionSpec, workspace_tokens
 from mla_conformance.backends.layer.mla_batch import LayerRequest, count_decodes
-from mla_conformance.backends.layer.mla_context import workspace_tokens
 
 CPU = torch.device("cpu")
 

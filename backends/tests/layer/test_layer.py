@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.layer.attention_types import AttentionType
+from mla_conformance.backends.layer.attention_impl import AttentionType
 from mla_conformance.backends.layer.cache_ops import (
     cache_dtype,
     concat_and_cache_mla,

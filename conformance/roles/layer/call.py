@@ -1,8 +1,9 @@
-"""A call of a layer."""
+"""A call of a layer, and its weights as a model holds them."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -15,20 +16,28 @@ from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.chunking import PLANNERS, ContextChunk, plan_context_chunks
 from mla_conformance.reference.projections import Projection
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.layer.weights import Linear, PackedLinear, as_linear
 
 
-class LayerDriver(Protocol):
-    """What a call needs of the layer under test."""
+class Linear:
+    """A linear layer as vLLM has them: called, it returns its bias as well."""
 
-    def load(self, linear: Linear | PackedLinear) -> None:
-        """Load or update weights."""
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight  # [out, in]
 
-    def prepare(self, call: "LayerCall") -> None:
-        """Build the metadata of a batch."""
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x @ self.weight.mT, None
 
-    def forward(self, call: "LayerCall", output: torch.Tensor | None) -> Any:
-        """The layer's result."""
+
+class PackedLinear:
+    """The same with its weight in codes, under the name that packed formats have for it."""
+
+    def __init__(self, dense: Linear) -> None:
+        largest = float(dense.weight.abs().max())
+        self.unit = 2.0 ** math.ceil(math.log2(largest / 127))  # what a code of 1 stands for
+        self.qweight = (dense.weight / self.unit).to(torch.int8)  # [out, in]
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x @ (self.qweight.to(x.dtype) * self.unit).mT, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +114,19 @@ class LayerCall(CallOfARank):
         shape = (self.query.shape[0], self.q.shape[1] * self.v.shape[-1])
         return Guarded.allocate(shape, self.query.dtype, self.query.device)
 
-    def load(self, backend: LayerDriver) -> None:
-        """Weights alone, where another layer's metadata are to serve."""
-        dense = as_linear(self.weight, self.query.dtype, self.query.device)
-        backend.load(PackedLinear(dense) if self.packed else dense)
+    def load(self, backend: Any) -> None:
+        """Weights alone, where another layer's metadata are to serve: one row of [N·(P + V), L] for each column."""
+        weight = self.weight.flatten(1).mT.to(self.query.dtype).to(self.query.device).contiguous()
+        backend.load(PackedLinear(Linear(weight)) if self.packed else Linear(weight))
 
-    def prepare(self, backend: LayerDriver) -> None:
+    def prepare(self, backend: Any) -> None:
         self.load(backend)
         backend.prepare(self)
 
-    def invoke(self, backend: LayerDriver, out: Guarded | None) -> Any:
+    def on_rank(self, backend: Any) -> Any:
+        return self.invoke(backend, None)
+
+    def invoke(self, backend: Any, out: Guarded | None) -> Any:
         """``forward`` on the cache as it was before; its result by heads."""
         self.reset()
         result = backend.forward(self, None if out is None else out.view)
@@ -159,11 +171,7 @@ class RankedCall(CallOnRanks[LayerCall]):
         return replace(super().of(parts), merges=max(parts[0].merges, len(parts) - 1))
 
     def regrouped(self, case: LayerCase, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: which entries a rank writes goes by the whole batch.
-
-        Raises:
-            ProblemError: always.
-        """
+        """Not here: which entries a rank writes goes by the whole batch. Raises ProblemError: always."""
         raise ProblemError(f"{case.id}: a batch on ranks cannot be regrouped; expected ranks=1 where requests are")
 
     def joined(self, results: Sequence[Any]) -> Any:

@@ -6,7 +6,6 @@ from enum import StrEnum
 from itertools import cycle, islice, product
 from typing import Any, ClassVar
 
-from mla_conformance.backends.layer.mla_context import MAX_WORKSPACE_TOKENS
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.batches import WITH_DECODES, WITH_PREFILLS
@@ -15,7 +14,7 @@ from mla_conformance.cases.case import Call, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.grammar import Data, Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Row, Rule, Space, exactly, measured, never, plain, values
-from mla_conformance.reference.chunking import plan_context_chunks
+from mla_conformance.reference.chunking import MAX_WORKSPACE_TOKENS, plan_context_chunks
 
 LATENTS = (
     *(Data.NORMAL, Data.OUTLIERS, Data.LOW_RANK, Data.INTEGERS, Data.RISING, Data.TINY_VALUES),
@@ -82,11 +81,6 @@ class LayerCase(CachedCase):
         """Tokens of the workspace that a layer gathers context into: no layer has more than 128 Ki."""
         return min(self.workspace, MAX_WORKSPACE_TOKENS)
 
-    def heads_of(self, rank: int) -> slice:
-        """The heads that a rank computes: equal shares, in order."""
-        each = self.heads // self.ranks
-        return slice(rank * each, (rank + 1) * each)
-
     def without(self, requests: range) -> dict[str, Any]:
         return {**super().without(requests), "decodes": sum(index not in requests for index in self.decoding)}
 
@@ -150,19 +144,12 @@ class _Batch:
     share: int  # tokens of a context in a chunk
 
 
-def _batches(
-    order: str,
-    queries: str,
-    tokens: str,
-    others: str,
-    chunks: str,
-    longest: str,
-    tile: str,
-    page: str,
-    last: str,
-    *,
-    draw: Draw = PLAIN,
-) -> Iterator[_Batch]:
+_SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "page", "last page")
+
+
+def _batches(*classes: str, draw: Draw = PLAIN) -> Iterator[_Batch]:
+    """Of these classes of `_SHAPE`."""
+    order, queries, tokens, others, chunks, longest, tile, page, last = classes
     patterns = batches.query_tokens(queries, draw) if queries else ((),)
     for pattern, size in product(patterns, draw.some(batches.PAGES, page)):
         if chunks == "0" and not pattern:  # nothing is longer than the new tokens of the longest prefill
@@ -187,9 +174,6 @@ def _share(context: int, page: int, chunks: str, draw: Draw) -> int:
         return page
     shares = (-(-context // (number * page)) * page for number in draw.some(CHUNKS, chunks))
     return next((share for share in shares if CHUNKS.class_of(-(-context // share)) == chunks), 0)
-
-
-_SHAPE = ("order", "queries", "tokens", "others", "chunks", "longest", "tile", "page", "last page")
 
 
 def _exists(*classes: str) -> bool:

@@ -1,5 +1,6 @@
 """From a layer case to its calls: a batch of prefills and decodes over a paged cache, and what it must leave there."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from itertools import starmap
@@ -15,10 +16,9 @@ from mla_conformance.problems.operands import REGIMES, Site, edges, segments, st
 from mla_conformance.problems.written import TIE_SLACK, ExpectedCache
 from mla_conformance.reference.cache_layout import decode_rows, encode
 from mla_conformance.reference.chunking import plan_context_chunks
-from mla_conformance.reference.projections import expand_key, up_project
+from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.layer.call import LayerCall, RankedCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.layer.weights import draw_weights
 
 _TILE, _TILES = 128, slice(512, 528)
 _TOKENS = 128
@@ -26,19 +26,16 @@ _TOKENS = 128
 _LEAST_EXPONENT, _MANTISSA_BITS = -6, 3
 _ASIDE = 1 - 2.0**-6
 _TINY, _LARGE = 2.0**-20, 64.0
+_GRID = 32
+"""Steps of the grid in a standard deviation of dense weights; four deviations are within an int8."""
+_SLICE_MARGIN = 16
 
 Latents = tuple[torch.Tensor, torch.Tensor]
 """kv_c [S, L] and k_pe [S, R] of one request."""
 
 
 def shaped(kind: str, kv_c: torch.Tensor, k_pe: torch.Tensor) -> Latents:
-    """The latents of a request in the order of its tokens, made from N(0,1) ones.
-
-    Args:
-        kind: a name in ``roles.layer.case.LATENTS``.
-        kv_c: [S, L].
-        k_pe: [S, R].
-    """
+    """The latents of a request in the order of its tokens, of a kind in ``LATENTS``, from N(0,1) [S, L] and [S, R]."""
     if kind in _TRANSFORMS:
         return _TRANSFORMS[kind](kv_c), k_pe
     keys = REGIMES[kind].keys(torch.cat([kv_c, k_pe], dim=-1).unsqueeze(1))[:, 0]
@@ -88,7 +85,21 @@ _TRANSFORMS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-_SLICE_MARGIN = 16
+def selection(latents: int, heads: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """[latents, heads, width] with one non-zero in each column, no two columns of a head in the same row."""
+    weight = torch.zeros(latents, heads, width, dtype=torch.float64)
+    column, factors = torch.arange(width), torch.tensor((1.0, -1.0, 0.5, -0.5), dtype=torch.float64)
+    for head in range(heads):
+        picked = torch.randperm(latents, generator=generator)[:width]
+        weight[picked, head, column] = factors[torch.randint(len(factors), (width,), generator=generator)]
+    return weight
+
+
+def _dense(latents: int, heads: int, width: int, generator: torch.Generator) -> torch.Tensor:
+    """[latents, heads, width], normal with a variance near 1/latents."""
+    unit = 2.0 ** -round(math.log2(_GRID * latents**0.5))
+    normal = torch.randn(latents, heads, width, generator=generator, dtype=torch.float64)
+    return (normal * _GRID).round().clamp(-127, 127) * unit
 
 
 class LayerBatch(CachedBatch[LayerCase]):
@@ -96,8 +107,12 @@ class LayerBatch(CachedBatch[LayerCase]):
 
     @cached_property
     def weight(self) -> torch.Tensor:
-        """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU."""
-        return draw_weights(self.case, self.drawing(self.case.model) if self.case.model else self.generator)
+        """[L, N, P + V] float64 of ``kv_b_proj``, on the CPU: [W_UK; W_UV] for each head."""
+        case, dims = self.case, self.case.dimensions
+        draw = _dense if case.weights == "dense" else selection
+        generator = self.drawing(case.model) if case.model else self.generator
+        widths = (dims.qk_nope_head_dim, dims.v_head_dim)
+        return kv_b_proj(*(draw(case.kv_lora_rank, case.heads, width, generator) for width in widths))
 
     @cached_property
     def latents(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,13 +172,16 @@ class LayerBatch(CachedBatch[LayerCase]):
 
     def calls(self) -> tuple[LayerCall | RankedCall]:
         _ = self.weight, self.latents, self.queries  # drawn in this order, whatever asks first
-        new_kv_c, new_k_pe = (self._new_tokens(x) for x in self.latents)
+        ends = zip(start_loc(self.totals)[1:], self.case.q, strict=False)
+        new = torch.cat([torch.arange(end - q, end) for end, q in ends])
+        new_kv_c, new_k_pe = (self._padded(x[new]) for x in self.latents)
         kv_c, k_pe = lay_out_latents(new_kv_c, new_k_pe, self.case)
         parts = tuple(self._call(rank, kv_c, k_pe) for rank in range(self.case.ranks))
         return (parts[0] if self.case.ranks == 1 else RankedCall.of(parts),)
 
     def _call(self, rank: int, kv_c: torch.Tensor, k_pe: torch.Tensor) -> LayerCall:
-        case, heads = self.case, self.case.heads_of(rank)
+        case, each = self.case, self.case.heads // self.case.ranks
+        heads = slice(rank * each, (rank + 1) * each)  # equal shares, in order
         held, rows = self.held(rank)
         lengths = [*map(len, held), *[0] * (len(case.q) + case.pad - len(held))]
         pages = write_pages(self, PageForm(case.cache, case.page), self.entries[rows], lengths)
@@ -186,7 +204,7 @@ class LayerBatch(CachedBatch[LayerCase]):
             latents=self.seen[0],
             requests=tuple(starmap(LayerRequest, batch)),
             padding=case.pad or -1,
-            padding_counts=self.case.padding_counts,
+            padding_counts=case.padding_counts,
             written={"kv_cache": expected.image()},
             merges=len(chunks),
             rank=rank,
@@ -195,12 +213,6 @@ class LayerBatch(CachedBatch[LayerCase]):
     @property
     def _prefills(self) -> list[bool]:
         return [index not in self.case.decoding for index in range(len(self.case.q))]
-
-    def _new_tokens(self, x: torch.Tensor) -> torch.Tensor:
-        """The rows [S, width] of the new tokens, and poison for the padding."""
-        stops = start_loc(self.totals)[1 : len(self.case.q) + 1]
-        parts = [x[stop - q : stop] for stop, q in zip(stops, self.case.q, strict=True)]
-        return self._padded(torch.cat(parts))
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         """With rows of another poison than the cache's, so that it shows where they were written."""

@@ -140,9 +140,9 @@ class SparseLayerCall(CallOfARank):
 
     def run(self, backend: MLASparseLayerBackend) -> Any:
         """The call on memory as it is; its result by heads and values."""
-        return self.by_heads(self.returned(backend), self.weights.o_proj)
+        return self.by_heads(self.on_rank(backend), self.weights.o_proj)
 
-    def returned(self, backend: MLASparseLayerBackend) -> Any:
+    def on_rank(self, backend: MLASparseLayerBackend) -> Any:
         """What the layer returns, on memory as it is."""
         caches: dict[str, Any] = {"index_kv_cache": None}
         caches |= {name: image.cache for name, image in self.written.items()}

@@ -184,10 +184,6 @@ def _fields(row: Row, draw: Draw) -> Fields:
     return {"call": Call.SPARSE_LAYER, "q": q, "kv": kv, "decodes": decodes, **selected}
 
 
-def _shared(heads: str, ranks: str) -> bool:
-    return int(heads) % int(ranks) == 0
-
-
 def _long_enough(selected: str, keys: str, new: str) -> bool:
     least = _TOKENS.first(new) if new in _TOKENS.parts else int(new)
     return max(_longest(selected, keys)) >= least
@@ -229,7 +225,11 @@ SPARSE_LAYER = Space(
         batches.NOT_BOTH,
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "tokens"), _long_enough),
         Rule("a request is no shorter than its new tokens", ("selected", "keys", "queries"), _long_enough),
-        Rule("ranks have equal shares of the heads", ("heads", "ranks"), _shared),
+        Rule(
+            "ranks have equal shares of the heads",
+            ("heads", "ranks"),
+            lambda heads, ranks: int(heads) % int(ranks) == 0,
+        ),
     ),
     shape=_fields,
     small={"requests": ("2 to 7", "1"), "heads": ("4", "1", "5"), "selected": ("8 by 4 heads", "2 by 2 heads")},

@@ -5,6 +5,7 @@ latents have a root mean square of a power of two, index keys such a variance, p
 layer in float64, rounded where a layer stores, is the only right one.
 """
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -19,8 +20,20 @@ from mla_conformance.reference.layer_index import index_keys, index_queries, ind
 from mla_conformance.reference.prepare_index import Prepared, rotated
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
-from mla_conformance.roles.sparse_layer.topics import Topics, drawn_blocks, stacked
 from mla_conformance.roles.sparse_layer.weights import DrawnLayer, put
+
+_PAIR, _ABREAST = 2, 4
+_MOST_KEYS = 80
+"""Different keys of the tokens of a request that are of a topic, so that they are independent of one another."""
+_OTHERS = 2
+"""Different keys of the tokens that are of none."""
+_MOST_MEAN = 3
+_ASIDE = -0.1
+"""What a topic's query and the key of another token make."""
+_DECOYS = ((8.0, 2.0**-5), (2.0**-5, 8.0))
+"""Size of a decoy's query, and its weight."""
+_BLOCK = (7, *[2] * 16, *[1] * 15)
+"""Magnitudes of half a block of 64 columns, of which the other half has the negative: their mean square is 4."""
 
 MARGIN = 0.5
 """Of the best score of a row, how far the last selected token stands above the best that is left out."""
@@ -29,6 +42,97 @@ _LEAST = 2.0**-6
 """Of a latent, so that none is a subnormal number."""
 _LARGER = 4.0
 """Latents and keys before their norms, so that its epsilon is nothing beside them."""
+
+
+def drawn_blocks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """[rows, columns] float64 integers of mean 0 and mean square 4 in every 64 columns; a norm of them rounds nothing.
+
+    Divided by a power of two they are e4m3 codes under the scale of a largest magnitude of 7.
+    """
+    block = torch.tensor([*_BLOCK, *(-x for x in _BLOCK)], dtype=torch.float64)
+    order = torch.rand(rows, columns // len(block), len(block), generator=generator).argsort(dim=-1)
+    return block[order].flatten(1)
+
+
+@dataclass(frozen=True)
+class Topics:
+    """Index keys and queries whose best tokens no rounding can confuse: the topics of a request, as they are complete.
+
+    Tokens are in topics: pairs, or where many are selected as many as it takes, four topics side by side. A query is
+    made of whole topics, one or two for each head, so that their tokens score 1 and all others 0. One head is a decoy:
+    it scores a quarter for a topic that is not to be selected, by a large query with a small weight or a small query
+    with a large one, so that whoever forgets one of the two selects it.
+    """
+
+    of: Tensor  # [total] the topic of each token, -1 of none
+    size: int  # tokens of a topic; those of a pair have keys of their own, those of a larger one the same
+
+    @staticmethod
+    def drawn(total: int, topk: int, size: int, generator: torch.Generator) -> "Topics":
+        """Of the first tokens, so that every row that selects has whole topics; pairs also of some behind them."""
+        at = torch.arange(total)
+        if size > _PAIR:  # side by side, since pairs turn back after four tokens: so a topic has one key
+            topic = at // (_ABREAST * size) * _ABREAST + at % _ABREAST
+            return Topics(topic.masked_fill(topic >= _MOST_KEYS, -1), size)
+        first = min(total, topk + _PAIR)
+        rest = torch.randperm(total - first, generator=generator)[: _MOST_KEYS - first] + first
+        tokens = torch.cat((at[:first], rest.sort().values))
+        return Topics(torch.full((total,), -1).index_put((tokens,), torch.arange(len(tokens)) // _PAIR), size)
+
+    @cached_property
+    def first(self) -> Tensor:
+        """[topics], the first token of each."""
+        named = self.of >= 0
+        start = torch.full((int(self.of.max()) + 1,), len(self.of))
+        return start.scatter_reduce(0, self.of[named], named.nonzero()[:, 0], "amin")
+
+    @cached_property
+    def last(self) -> Tensor:
+        """[topics], the last token of each; behind all tokens of one that the request does not complete."""
+        named = self.of >= 0
+        end = torch.zeros_like(self.first).scatter_reduce(0, self.of[named], named.nonzero()[:, 0], "amax")
+        return end.where(torch.bincount(self.of[named]) == self.size, len(self.of))
+
+    def keys(self, columns: int, generator: torch.Generator) -> Tensor:
+        """[total, columns] integers: keys before their norm, each around a mean of its own.
+
+        Tokens that are of no topic have one of two.
+        """
+        total, others = len(self.of), self.of < 0
+        own, few = (drawn_blocks(rows, columns, generator) for rows in (total, _OTHERS))
+        if self.size > _PAIR:
+            own = own[self.first[self.of.clamp(min=0)]]
+        own[others] = few[torch.arange(int(others.sum())) % _OTHERS]
+        return own + torch.randint(-_MOST_MEAN, _MOST_MEAN + 1, (total, 1), generator=generator)
+
+    def directions(self, keys: Tensor) -> Tensor:
+        """[topics, D] queries that score 1 for the tokens of a topic, by all keys [total, D] of the request."""
+        labelled = torch.cat((keys, self.of.double().unsqueeze(1)), dim=1)
+        _, same = torch.unique(labelled, dim=0, return_inverse=True)
+        chosen = torch.zeros(int(same.max()) + 1, dtype=torch.long).index_put((same,), torch.arange(len(keys)))
+        different, of = keys[chosen], self.of[chosen]
+        wanted = torch.full((len(self.first), len(different)), _ASIDE, dtype=torch.float64)
+        wanted[of[of >= 0], (of >= 0).nonzero()[:, 0]] = 1.0
+        return wanted @ torch.linalg.solve(different @ different.mT, different)
+
+    def query(
+        self, bound: int, topk: int, heads: int, directions: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """Queries [heads, D] and weights [heads] of a row that sees the first ``bound`` tokens."""
+        whole, begun = (int((ends < bound).sum()) for ends in (self.last, self.first))
+        order = torch.randperm(whole if bound > topk else len(directions), generator=generator)
+        chosen, rest = order.tensor_split([topk // self.size])
+        left = [*rest.tolist(), *range(whole, begun)]
+        query = torch.zeros(heads, directions.shape[1], dtype=torch.float64)
+        # Of few topics, which a row that sees no more tokens than it selects may have, some are asked for twice.
+        asked = torch.arange(max(len(chosen), heads - 1))
+        query.index_add_(0, asked % (heads - 1), directions[chosen[asked % len(chosen)]])
+        size, weight = _DECOYS[int(torch.randint(2, (), generator=generator))]
+        query[-1] = size * directions[left[0]] if left else query[0]
+        weights = torch.ones(heads, dtype=torch.float64)
+        weights[-1] = weight
+        place = torch.randperm(heads, generator=generator)
+        return query[place], weights[place]
 
 
 class HiddenStates(CachedBatch[SparseLayerCase]):
@@ -64,7 +168,12 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
     def hidden(self) -> Tensor:
         """[S, hidden] of all tokens in the model's dtype: the columns that are picked, and others."""
         case, layer, tokens = self.case, self.layer, len(self.positions)
-        known = self._normed_latents(tokens)
+        # Latents have a root mean square that is a power of two; of a cache of codes they are codes.
+        if case.holds_codes or case.data == Data.INTEGERS:
+            known = _LARGER * drawn_blocks(tokens, case.kv_lora_rank, self.generator)
+        else:
+            known = torch.randn(tokens, case.kv_lora_rank, generator=self.generator, dtype=torch.float64)
+            known = _of_one_size(torch.copysign(known.abs().clamp(min=_LEAST), known))
         drawn = torch.randn(tokens, case.hidden_size, generator=self.generator).double()
         keys = [topics.keys(INDEX_DIM, self.generator) for topics in self.topics]
         drawn = put(drawn, layer.weights.W_DKV, known)
@@ -73,14 +182,6 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         assert layer.weights.W_DQ is not None
         drawn[self.new] = put(put(drawn[self.new], layer.weights.W_DQ, asked), layer.index.weights_proj, weights)
         return drawn.to(self.dtype)
-
-    def _normed_latents(self, tokens: int) -> Tensor:
-        """[S, L] of a root mean square that is a power of two; of a cache of codes they are codes."""
-        columns = self.case.kv_lora_rank
-        if self.case.holds_codes or self.case.data == Data.INTEGERS:
-            return _LARGER * drawn_blocks(tokens, columns, self.generator)
-        drawn = torch.randn(tokens, columns, generator=self.generator, dtype=torch.float64)
-        return _of_one_size(torch.copysign(drawn.abs().clamp(min=_LEAST), drawn))
 
     def _asked(self, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """What latent queries [T, Lq] before their norm and weights [T, H] are to be."""
@@ -91,7 +192,7 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
             sizes = case.topk, case.queries
             bounds = range(kv + 1, rows.stop - rows.start + 1)
             found += [topics.query(bound, *sizes, directions, self.generator) for bound in bounds]
-        q, asked = stacked(found)
+        q, asked = (torch.stack(rows) for rows in zip(*found, strict=True))  # [T, H, D] and [T, H]
         query = torch.arange(case.index_heads) % case.queries
         weights = (asked / query.bincount())[:, query]
         first = (INDEX_DIM - form.rotation.dim) * form.rope_last
@@ -120,34 +221,25 @@ class HiddenStates(CachedBatch[SparseLayerCase]):
         return index_scores(q, index_weights(self.hidden[new], layer.index), self.keys, **starts)
 
     @cached_property
-    def bounds(self) -> Tensor:
-        """[T] int64, tokens that each new one sees."""
-        return self.positions[self.new] + 1
-
-    @cached_property
     def lists(self) -> Tensor:
         """[T, K] int64, positions that each new token attends to, -1 behind them."""
         columns, longest = self.case.topk, max(self.case.totals)
-        seen = torch.arange(longest) < self.bounds.unsqueeze(1)
+        bounds = self.positions[self.new] + 1  # [T] int64, tokens that each new one sees
+        seen = torch.arange(longest) < bounds.unsqueeze(1)
         scores = self.scores.scores
         if self.case.shared:
             scores = torch.rand(len(seen), longest, generator=self.generator, dtype=torch.float64)
         best = scores.masked_fill(~seen, -torch.inf).topk(min(columns, longest), dim=1)
-        if not self.case.shared:
-            self._require_margin(best.values)
+        rows = bounds > columns
+        if not self.case.shared and bool(rows.any()):
+            # What is left out against what is selected; a score of what is selected is the unit.
+            visible = scores.masked_fill(~self.scores.visible, -torch.inf)
+            behind = visible.topk(columns + 1, dim=1).values[rows, -1]
+            gap = float(((best.values[rows, -1] - behind) / best.values[rows, 0]).min())
+            if gap < MARGIN:
+                raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {gap:.3f}")
         named = best.indices.masked_fill(best.values == -torch.inf, NO_KEY)
         return torch.nn.functional.pad(named, (0, columns - named.shape[1]), value=NO_KEY)
-
-    def _require_margin(self, best: Tensor) -> None:
-        """Hold what is left out against what is selected; a score of what is selected is the unit."""
-        rows = self.bounds > self.case.topk
-        if not bool(rows.any()):
-            return
-        scores = self.scores.scores.masked_fill(~self.scores.visible, -torch.inf)
-        behind = scores.topk(self.case.topk + 1, dim=1).values[rows, -1]
-        gap = (best[rows, -1] - behind) / best[rows, 0]
-        if float(gap.min()) < MARGIN:
-            raise ProblemError(f"{self.case.id}: expected scores {MARGIN} apart, got {float(gap.min()):.3f}")
 
 
 def _of_one_size(x: Tensor) -> Tensor:

@@ -1,16 +1,19 @@
 """From a sparse layer's case to its call: hidden states, both caches, and the buffer of selected tokens."""
 
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.sparse_layer import MLASparseLayerMetadata
+from mla_conformance.backends.prepare import IndexPreparation
+from mla_conformance.backends.roles import IndexSpace, Role
+from mla_conformance.backends.sparse import MLASparseMetadata
+from mla_conformance.backends.sparse_layer import MLASparseLayerConfig, MLASparseLayerMetadata
 from mla_conformance.cases.case import Call, Layout
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, Pages, sparse_metadata, write_pages
+from mla_conformance.judging.judge import AttentionJudge
+from mla_conformance.judging.verdict import Check
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, sparse_metadata, write_pages
 from mla_conformance.problems.memory import Guarded
 from mla_conformance.problems.operands import lay_out, start_loc
 from mla_conformance.problems.written import CacheImage, ExpectedCache
@@ -18,31 +21,18 @@ from mla_conformance.reference.cache_layout import encode
 from mla_conformance.reference.layer import latents, queries
 from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
+from mla_conformance.roles.layer.role import LayersOnRanks
 from mla_conformance.roles.sparse_layer.call import SelectedLists, SparseLayerCall, SparseLayerOnRanks
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM
 from mla_conformance.roles.sparse_layer.hidden_states import HiddenStates
+from mla_conformance.roles.sparse_layer.weights import EPSILON
 
 _INDEX_SEED = 10**6
 _BEHIND = 2
 """Rows of the buffer behind those of the batch."""
 _UNTOUCHED = 0x5A5A5A5A
-
-
-@dataclass(frozen=True)
-class _Cache:
-    """A cache before the new tokens are written."""
-
-    batch: CachedBatch[Any]  # of its own layout and blocks
-    pages: Pages  # where it is
-    image: CacheImage  # what must be in it afterwards
-
-    def slots(self, padding: int) -> Tensor:
-        """[T] int64 of the new tokens, -1 of padding behind them."""
-        return torch.nn.functional.pad(self.image.slots, (0, padding), value=-1)
-
-    def metadata(self) -> Any:
-        return sparse_metadata(self.batch, self.pages, self.batch.totals, paged=True, space=IndexSpace.POSITION)
 
 
 class SparseLayerBatch(HiddenStates):
@@ -54,10 +44,10 @@ class SparseLayerBatch(HiddenStates):
         return (parts[0] if self.case.tp == 1 else SparseLayerOnRanks.of(parts),)
 
     def _call(self, rank: int) -> SparseLayerCall:
-        case, latent, index = self.case, self._cache(self, self._latents), self._index_cache()
+        case = self.case
+        latent, attention, slots = self._cache(self, self._latents)
+        index, indexing, index_slots = self._index_cache()
         q, k, v = (x.chunk(case.tp, dim=1)[rank] for x in self._attended)
-        written: dict[str, CacheImage | SelectedLists] = {"kv_cache": latent.image}
-        written |= {} if case.shared else {"index_kv_cache": index.image}
         first = torch.tensor(start_loc(case.totals)[:-1]).repeat_interleave(torch.tensor(case.q))
         x = self.padded(self.hidden[self.new]).unsqueeze(1)
         table = self.layer.index_spec.rotation.table(torch.arange(max(case.totals)))
@@ -72,10 +62,12 @@ class SparseLayerBatch(HiddenStates):
             positions=torch.nn.functional.pad(self.positions[self.new], (0, case.pad)).to(self.device),
             cos_sin_cache=table.round().float().to(self.device),  # exact: pairs turn by quarters
             weights=self.layer.handed(case, self.dtype, self.device, rank),
-            metadata=MLASparseLayerMetadata(
-                latent.metadata(), index.metadata(), latent.slots(case.pad), index.slots(case.pad), case.decodes
-            ),
-            written={**written, "topk_indices_buffer": self._buffer()},
+            metadata=MLASparseLayerMetadata(attention, indexing, slots, index_slots, case.decodes),
+            written={
+                "kv_cache": latent,
+                **({} if case.shared else {"index_kv_cache": index}),
+                "topk_indices_buffer": self._buffer(),
+            },
             case=case,
             rank=rank,
         )
@@ -96,29 +88,30 @@ class SparseLayerBatch(HiddenStates):
         q, k, v = (x.to(self.device) for x in found)
         return q, k, v
 
-    def _index_cache(self) -> _Cache:
+    def _index_cache(self) -> tuple[CacheImage, MLASparseMetadata, Tensor]:
         """In blocks of its own."""
         keys = self.keys.to(self.dtype)
-        same = {name: getattr(self.case, name) for name in ("dtype", "q", "kv", "page", "pad", "poison", "inflate")}
+        names = ("dtype", "q", "kv", "page", "pad", "poison", "inflate", "tails", "layers", "spare")
         case = IndexerCase(
             capability=Call.INDEX_TOPK,
             cache=self.case.index_cache,
             scales=self.case.index_scales,
             dims=f"{INDEX_DIM}-0-{INDEX_DIM}-{INDEX_DIM}",
             seed=self.case.seed + _INDEX_SEED,
-            tails=self.case.tails,
-            layers=self.case.layers,
-            spare=self.case.spare,
-            **same,
+            **{name: getattr(self.case, name) for name in names},
         )
         return self._cache(CachedBatch(case, self.device, self.salt), (keys, keys[:, :0]))
 
-    def _cache(self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]) -> _Cache:
+    def _cache(
+        self, batch: CachedBatch[Any], parts: tuple[Tensor, Tensor]
+    ) -> tuple[CacheImage, MLASparseMetadata, Tensor]:
+        """A cache with what must stand in it afterwards, its metadata, and the slots [T] of new tokens and padding."""
         case = batch.case
         entries = encode(*parts, case.cache, case.cache_scale, case.scales)
         pages = write_pages(batch, PageForm(case.cache, case.page), entries, batch.totals)
-        new = torch.cat([torch.arange(q + kv) >= kv for q, kv in zip(case.q, case.kv, strict=True)])
-        return _Cache(batch, pages, ExpectedCache(case, pages, new, parts).image())
+        image = ExpectedCache(case, pages, self.new, parts).image()
+        metadata = sparse_metadata(batch, pages, batch.totals, paged=True, space=IndexSpace.POSITION)
+        return image, metadata, torch.nn.functional.pad(image.slots, (0, self.case.pad), value=-1)
 
     def _buffer(self) -> SelectedLists:
         """With what an earlier layer has left, where this one reuses it."""
@@ -133,3 +126,46 @@ class SparseLayerBatch(HiddenStates):
         return SelectedLists(
             guarded.view, guarded.storage.clone(), lists, free, case.pad, kept=case.shared, starts=self.counted
         )
+
+
+class SparseLayerJudge(AttentionJudge):
+    """What it wrote first, since a wrong selection explains a wrong output, then its attention."""
+
+    writes: ClassVar = Check.WRITTEN
+    writes_first: ClassVar = True
+
+
+class _SparseLayer(RoleDefinition):
+    def kernel(self, kernel: Any, case: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        configs = [self.config_of(case, dtype, tp_rank=rank) for rank in range(case.tp)]
+        layers = [kernel(config, vllm_config=None) for config in configs]
+        return layers[0] if case.tp == 1 else LayersOnRanks(layers)
+
+
+SPARSE_LAYER = _SparseLayer(
+    role=Role.SPARSE_LAYER,
+    batch=SparseLayerBatch,
+    config=MLASparseLayerConfig,
+    facts=lambda case, dtype: {
+        "num_heads": case.heads // case.tp,
+        "is_neox_style": case.layer_pairs == "halves",
+        "rms_norm_eps": EPSILON,
+        "preparation": IndexPreparation(
+            head_dim=INDEX_DIM,
+            rope_dim=case.dimensions.qk_rope_head_dim,
+            rope_first=not case.rope_last,
+            is_neox_style=case.pairs == "halves",
+            hadamard=False,
+            scale_format=case.index_scales,
+            fold_scales=True,
+            eps=EPSILON,
+        ),
+        "index_n_heads": case.index_heads,
+        "topk_tokens": case.topk,
+        "skip_topk": case.shared,
+        "index_kv_cache_dtype": case.index_cache,
+        "tp_size": case.tp,
+        "tp_rank": 0,
+    },
+    judge=SparseLayerJudge,
+)

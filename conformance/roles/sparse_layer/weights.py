@@ -12,7 +12,7 @@ from mla_conformance.reference.layer import LayerSpec
 from mla_conformance.reference.layer_index import IndexerSpec, IndexerWeights
 from mla_conformance.reference.projections import MLAWeights
 from mla_conformance.reference.rope import Rotation
-from mla_conformance.roles.layer.weights import selection
+from mla_conformance.roles.layer.problem import selection
 from mla_conformance.roles.sparse_layer.case import INDEX_DIM, SparseLayerCase
 
 EPSILON = 1e-6
@@ -31,10 +31,21 @@ class DrawnLayer:
 
     @staticmethod
     def draw(case: SparseLayerCase, generator: torch.Generator) -> "DrawnLayer":
-        rope = case.dimensions.qk_rope_head_dim
-        sizes = (case.q_lora_rank, case.kv_lora_rank, rope, INDEX_DIM, case.index_heads)
+        dims, rope, latent = case.dimensions, case.dimensions.qk_rope_head_dim, case.kv_lora_rank
+        sizes = (case.q_lora_rank, latent, rope, INDEX_DIM, case.index_heads)
         w_dq, w_dkv, w_kr, wk, weights_proj = _picks(case.hidden_size, sum(sizes), generator).split(sizes, dim=1)
-        weights = _attention_weights(case, w_dq, w_dkv, w_kr, generator)
+        weights = MLAWeights(
+            W_DQ=w_dq,
+            W_UQ=selection(case.q_lora_rank, case.heads, dims.qk_nope_head_dim, generator),
+            W_QR=selection(case.q_lora_rank, case.heads, rope, generator),
+            W_DKV=w_dkv,
+            W_UK=selection(latent, case.heads, dims.qk_nope_head_dim, generator),
+            W_KR=w_kr,
+            W_UV=selection(latent, case.heads, dims.v_head_dim, generator),
+            W_O=_picks(case.hidden_size, case.heads * dims.v_head_dim, generator).mT,
+            q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
+            kv_norm=_powers(latent, (1.0, 2.0), generator),
+        )
         every = _picks(case.q_lora_rank, case.q_lora_rank, generator).unflatten(1, (case.queries, INDEX_DIM))
         index = IndexerWeights(
             wq_b=every[:, torch.arange(case.index_heads) % case.queries],
@@ -44,7 +55,26 @@ class DrawnLayer:
             weights_proj=weights_proj,
         )
         turns = [_QUARTERS[i] for i in torch.randint(len(_QUARTERS), (rope // 2,), generator=generator).tolist()]
-        return DrawnLayer(weights, index, *_specs(case, tuple(turn * math.pi / 2 for turn in turns)))
+        frequencies = tuple(turn * math.pi / 2 for turn in turns)
+        spec = LayerSpec(
+            model=case.id,
+            dims=ModelDimensions(
+                hidden_size=case.hidden_size,
+                num_heads=case.heads,
+                q_lora_rank=case.q_lora_rank,
+                kv_lora_rank=latent,
+                head=dims,
+            ),
+            scale=case.softmax_scale,
+            rotation=Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours"),
+            q_norm=EPSILON,
+            kv_norm=EPSILON,
+            selects=True,
+        )
+        rotation = Rotation(frequencies=frequencies, interleaved=case.pairs == "neighbours")
+        return DrawnLayer(
+            weights, index, spec, IndexerSpec(rotation=rotation, rope_last=case.rope_last, epsilon=EPSILON)
+        )
 
     def handed(
         self, case: SparseLayerCase, dtype: torch.dtype, device: torch.device, rank: int
@@ -54,7 +84,9 @@ class DrawnLayer:
         def linear(*parts: Tensor) -> Tensor:
             return torch.cat(parts, dim=-1).flatten(1).mT.to(device, dtype).contiguous()
 
-        w, index = _share(self.weights, case.tp, rank), self.index
+        index, own = self.index, ("W_UQ", "W_QR", "W_UK", "W_UV")
+        heads = {name: getattr(self.weights, name).chunk(case.tp, dim=1)[rank] for name in own}
+        w = replace(self.weights, **heads, W_O=self.weights.W_O.chunk(case.tp)[rank])
         assert w.W_DQ is not None and w.q_norm is not None and w.kv_norm is not None
         indexer = interface.SparseIndexerWeights(
             wq_b=linear(index.wq_b),
@@ -75,31 +107,6 @@ class DrawnLayer:
         )
 
 
-def _attention_weights(
-    case: SparseLayerCase, w_dq: Tensor, w_dkv: Tensor, w_kr: Tensor, generator: torch.Generator
-) -> MLAWeights:
-    """Those of the attention, behind the columns that it picks of a hidden state."""
-    dims, head, latent = case.dimensions, (case.heads, case.dimensions.qk_nope_head_dim), case.kv_lora_rank
-    return MLAWeights(
-        W_DQ=w_dq,
-        W_UQ=selection(case.q_lora_rank, *head, generator),
-        W_QR=selection(case.q_lora_rank, case.heads, dims.qk_rope_head_dim, generator),
-        W_DKV=w_dkv,
-        W_UK=selection(latent, *head, generator),
-        W_KR=w_kr,
-        W_UV=selection(latent, case.heads, dims.v_head_dim, generator),
-        W_O=_picks(case.hidden_size, case.heads * dims.v_head_dim, generator).mT,
-        q_norm=_powers(case.q_lora_rank, (0.25, 1.0, 4.0), generator),
-        kv_norm=_powers(latent, (1.0, 2.0), generator),
-    )
-
-
-def _share(weights: MLAWeights, ranks: int, rank: int) -> MLAWeights:
-    names = ("W_UQ", "W_QR", "W_UK", "W_UV")
-    heads = {name: getattr(weights, name).chunk(ranks, dim=1)[rank] for name in names}
-    return replace(weights, **heads, W_O=weights.W_O.chunk(ranks)[rank])
-
-
 def put(x: Tensor, picks: Tensor, values: Tensor) -> Tensor:
     """Rows [T, in] of which weights [in, out] pick these values [T, out]; other columns stay as they are."""
     rows = picks.abs().argmax(dim=0)
@@ -113,25 +120,3 @@ def _picks(rows: int, columns: int, generator: torch.Generator) -> Tensor:
 
 def _powers(columns: int, values: tuple[float, ...], generator: torch.Generator) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (columns,), generator=generator)]
-
-
-def _specs(case: SparseLayerCase, frequencies: tuple[float, ...]) -> tuple[LayerSpec, IndexerSpec]:
-    turned = Rotation(frequencies=frequencies, interleaved=case.layer_pairs == "neighbours")
-    index_turned = Rotation(frequencies=frequencies, interleaved=case.pairs == "neighbours")
-    dims = ModelDimensions(
-        hidden_size=case.hidden_size,
-        num_heads=case.heads,
-        q_lora_rank=case.q_lora_rank,
-        kv_lora_rank=case.kv_lora_rank,
-        head=case.dimensions,
-    )
-    spec = LayerSpec(
-        model=case.id,
-        dims=dims,
-        scale=case.softmax_scale,
-        rotation=turned,
-        q_norm=EPSILON,
-        kv_norm=EPSILON,
-        selects=True,
-    )
-    return spec, IndexerSpec(rotation=index_turned, rope_last=case.rope_last, epsilon=EPSILON)
