@@ -15,8 +15,7 @@ import torch
 
 import mla_conformance as mla
 from mla_conformance.api import verdicts
-from mla_conformance.api.function_case import why_no_function
-from mla_conformance.api.selection import AT_DEFAULT
+from mla_conformance.api.function_case import AT_DEFAULT, why_no_function
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case

@@ -14,7 +14,7 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
-from mla_conformance.diagnosis import suspects
+from mla_conformance.diagnosis import cache_suspects, suspects
 from mla_conformance.diagnosis.explain import (
     ALIKE,
     PATIENCE,
@@ -40,7 +40,7 @@ CONTEXT = Context()
 candidates(Role.PREFILL)  # which makes the suspects, each where its reference finds it
 Base2Lse: Any = vars(suspects)["Base2Lse"]
 RotatedHeads: Any = vars(suspects)["RotatedHeads"]
-KeyScaleLeftOut: Any = vars(suspects)["KeyScaleLeftOut"]
+KeyScaleLeftOut: Any = vars(cache_suspects)["KeyScaleLeftOut"]
 LeakedKey: Any = vars(suspects)["LeakedKey"]
 SUSPECT_CASES = (
     "new_tokens:dims=small;heads=3;q=[70,130];scale=50",
@@ -136,7 +136,7 @@ def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(id: s
     ],
 )
 def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str, where: str, named: str) -> None:
-    kernel = vars(suspects)[mistake]
+    kernel = vars(cache_suspects)[mistake]
     trial, record = tried(
         located(kernel), "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
     )
