@@ -140,8 +140,6 @@ def harness() -> Installed:
 
 
 class Weight(Enum):
-    """What a remark means."""
-
     AGAINST = "against"  # the certificate is not of what is here, although it names the same
     OTHER_BUILD = "other build"  # here is another build, which the certificate says nothing of
     REPORTED = "reported"  # not compared, or may differ between machines by rights

@@ -102,7 +102,6 @@ def fitted_of(cases: Collection[str]) -> list[str]:
 
 
 def _verdicts(certificate: Certificate) -> Iterator[str]:
-    """Its counts, and that it lacks what it says, as its cases tell."""
     listed = digests.judged_list(certificate)
     records = {each.case: each for each in records_of(certificate.backend, certificate.backend, certificate.cases)}
     counted = Counts.of(records.values(), len(listed | certificate.cases.keys()))

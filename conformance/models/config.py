@@ -31,8 +31,6 @@ class Attends(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What models of one ``model_type`` have in common."""
-
     attends: Attends = Attends.ALL  # what their layers attend to
     sinks: bool = False  # whether heads have an attention sink
     rotates: bool = True  # whether the R columns of queries and keys are rotated
@@ -94,8 +92,6 @@ class _LinearAttention(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """The fields that are read; others are left alone."""
-
     hidden_size: _Size
     num_hidden_layers: _Size
     num_attention_heads: _Width
@@ -187,7 +183,6 @@ class _Reader:
         return int(value)
 
     def _layers(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of layers in the order of their first one."""
         linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
         if self.config.layer_types:
             kinds: Sequence[str] = self.config.layer_types[:count]
@@ -223,8 +218,6 @@ class _Reader:
 
 
 class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Figures that were read in one place."""
-
     source: str  # repository, commit and path; a thread; or a released package and its file
     config: Annotated[dict[str, Any], Meta(min_length=1)]  # the figures under their published names
     # why the source does not speak for the published model, and what was tried; None if it does
@@ -232,8 +225,6 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A published model; each of its figures stands in one reading."""
-
     published: str  # its name where it is published
     model_type: str  # its architecture
     readings: tuple[Reading, ...]  # what was read of its configuration
@@ -245,7 +236,6 @@ class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def unconfirmed(self) -> tuple[str, ...]:
-        """Figures that no source speaks for."""
         return tuple(figure for reading in self.readings if reading.unconfirmed for figure in reading.config)
 
 
