@@ -15,12 +15,7 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis import reach
 from mla_conformance.diagnosis.heat_map import HeatMap
 from mla_conformance.diagnosis.reach import heat_maps, heat_of
-from mla_conformance.judging.diagnosis import (
-    TRANSPOSED,
-    UNWRITTEN,
-    explain_lse,
-    explain_output,
-)
+from mla_conformance.judging.diagnosis import TRANSPOSED, UNWRITTEN, explain_lse, explain_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture, picture_file, words
