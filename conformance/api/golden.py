@@ -91,12 +91,11 @@ def decode(
         kv_cache: [blocks, page, width], one entry a token.
         block_table: [B, max blocks] integers; entries past a request's last page are not read.
         seq_lens: [B] integers, tokens of each request, its queries included.
-        scale: softmax scale.
+        scale, declaration: as of :func:`prefill`.
         kv_lora_rank: L, the columns of an entry that are its value.
         cu_seqlens_q: first query of each request, and the end; by default one query a request.
         kv_cache_dtype: ``auto``, ``fp8`` or ``fp8_ds_mla``.
         k_scale: what code 1.0 of an ``fp8`` cache stands for.
-        declaration: as of :func:`prefill`.
 
     Raises:
         ValueError: shapes that do not fit together, a block that the cache lacks, or an unknown layout.
@@ -126,12 +125,9 @@ def sparse(
         q: [T, N, L + R], absorbed and rotated.
         kv: gathered keys [S, 1, width], or a cache [blocks, page, width], whose slots are block · page + offset.
         topk_indices: [T, K] integers, rows or slots of ``kv``; -1 names none, and a key named twice counts twice.
-        scale: softmax scale.
-        kv_lora_rank: L.
         attn_sink: [N], the logit of each head's sink.
-        kv_cache_dtype: ``auto``, ``fp8`` or ``fp8_ds_mla``.
-        k_scale: as of :func:`decode`.
-        declaration: as of :func:`prefill`.
+        scale, declaration: as of :func:`prefill`.
+        kv_lora_rank, kv_cache_dtype, k_scale: as of :func:`decode`.
 
     Raises:
         ValueError: shapes that do not fit together, or a list that names a key which is not there.
@@ -159,9 +155,7 @@ def index_scores(
         q: [T, H, D] of any float dtype.
         weights: [T, H], whatever scales queries and heads in them.
         k: [S, D], what the keys mean: codes times their scales.
-        cu_seqlens_q: as of :func:`prefill`.
-        cu_seqlens_k: as of :func:`prefill`.
-        declaration: as of :func:`prefill`.
+        cu_seqlens_q, cu_seqlens_k, declaration: as of :func:`prefill`.
 
     Raises:
         ValueError: shapes that do not fit together.
