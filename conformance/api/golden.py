@@ -56,7 +56,7 @@ def prefill(
         q: [T, N, P + R] of any float dtype; the budget is that of a kernel with operands of this dtype.
         k: [S, N, P + R], or [S, 1, P + R] shared by all heads.
         v: [S, N, V] or [S, 1, V].
-        scale: softmax scale.
+        scale: of the softmax.
         causal: whether query i of a request sees all keys but its last (queries - 1 - i).
         cu_seqlens_q: first query of each request, and the end; None for one request.
         cu_seqlens_k: first key of each request, and the end; by default as of the queries where there are as many.
