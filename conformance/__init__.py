@@ -12,9 +12,8 @@ from mla_conformance.version import __version__
 
 if TYPE_CHECKING:
     from mla_conformance.api import golden
-    from mla_conformance.api.function_case import FunctionCase
+    from mla_conformance.api.function_case import CaseSelection, FunctionCase
     from mla_conformance.api.function_case import find_case as case
-    from mla_conformance.api.selection import CaseSelection
     from mla_conformance.api.verdicts import FunctionVerdict, assert_close, assert_conforms, judge
 
 __all__ = [
@@ -49,7 +48,7 @@ def cases(role: str, *, tier: str = "smoke", **wanted: object) -> "CaseSelection
     Raises:
         InputError: an unknown role, tier, field or value, or values that no case has together; says what was expected.
     """
-    from mla_conformance.api.selection import select
+    from mla_conformance.api.function_case import select
 
     return select(role, tier, wanted)
 

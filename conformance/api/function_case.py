@@ -1,42 +1,58 @@
-"""A case as a function is asked it, and which cases no function can be asked. No torch until tensors are wanted."""
+"""Cases as functions are asked them: one of an id, or those of a role and tier with some values. No torch by itself."""
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mla_conformance.backends.roles import Role
-from mla_conformance.cases.case import Case, CaseError
+from mla_conformance.backends.references import nearest
+from mla_conformance.backends.roles import ROLES, Role
+from mla_conformance.cases.case import Call, Case, CaseError
+from mla_conformance.cases.covering import Pairs
+from mla_conformance.cases.fitting import fit
+from mla_conformance.cases.grammar import format_value
+from mla_conformance.cases.space import Space
+from mla_conformance.cases.work import is_light
 from mla_conformance.files.whole import InputError
-from mla_conformance.vocabulary.capabilities import CapabilityError, find_capability
+from mla_conformance.vocabulary import capabilities
+from mla_conformance.vocabulary.arrays import SPACES
+from mla_conformance.vocabulary.capabilities import Capability, Tier
 
 if TYPE_CHECKING:
     import torch
 
-NO_LAYER = (
+CALLS: Mapping[Role, tuple[Call, ...]] = {
+    Role.PREFILL: (Call.NEW_TOKENS, Call.CONTEXT_CHUNK),
+    Role.DECODE: (Call.DECODE,),
+    Role.SPARSE: (Call.SPARSE_DECODE,),
+    Role.INDEXER: (Call.INDEX_LOGITS,),
+}
+"""The calls of a role that one function serves, since they have the same inputs."""
+_CLASS = "mla-conformance certify --backend file.py:Class"
+_NO_LAYER = (
     "a layer keeps weights and a cache from call to call, which no function does; judge its kernels as functions, by "
-    "role prefill and decode, or the class: mla-conformance certify --backend file.py:Class"
+    f"role prefill and decode, or the class: {_CLASS}"
 )
-NO_CACHE = (
+_NO_CACHE = (
     "a cache operation is judged by what it writes into memory around its operands, which no result shows; judge a "
-    "class: mla-conformance certify --backend file.py:Class"
+    f"class: {_CLASS}"
 )
-NO_STEP = (
+_NO_STEP = (
     "a top-k over logits, and the preparation of index queries and keys, are judged by the conventions that a class "
-    "declares; judge a class: mla-conformance certify --backend file.py:Class"
-)
-NO_TREE = (
-    "a tree's masks are in the metadata that a class is prepared with, so judge a class: mla-conformance certify "
-    "--backend file.py:Class"
+    f"declares; judge a class: {_CLASS}"
 )
 NO_FUNCTION = {
-    Role.LAYER: NO_LAYER,
-    Role.SPARSE_LAYER: NO_LAYER,
-    Role.TOPK: NO_STEP,
-    Role.PREPARE: NO_STEP,
-    Role.COMPRESS: NO_CACHE,
-    Role.CACHE: NO_CACHE,
-    Role.TREE: NO_TREE,
+    **dict.fromkeys((Role.LAYER, Role.SPARSE_LAYER), _NO_LAYER),
+    **dict.fromkeys((Role.TOPK, Role.PREPARE), _NO_STEP),
+    **dict.fromkeys((Role.COMPRESS, Role.CACHE), _NO_CACHE),
+    Role.TREE: f"a tree's masks are in the metadata that a class is prepared with, so judge a class: {_CLASS}",
 }
 """Why functions cannot be judged in some roles."""
+AT_DEFAULT = (
+    "dims", "dtype", "cache", "scales", "ranks", "out", "quant", "far", "length", "space", "repeats", "sink", "extra",
+    "gathered",
+)  # fmt: skip
+"""Fields whose other values a backend has to declare, so that they stand for nothing that a kernel must support."""
+_SHOWN = 24
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,16 +93,22 @@ class FunctionCase:
         return hand_out(self.suite_case, device)
 
 
-def find_case(id: str) -> FunctionCase:
-    """The case of an id, as reports and failure messages print it.
+class CaseSelection(tuple[FunctionCase, ...]):
+    """Cases in the order of the suite; as a decorator, pytest's parametrisation of an argument ``case``."""
 
-    Raises:
-        InputError: no case id, or a case that no function can be asked; says what to do.
-    """
+    def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
+        """The test with one item for each case, whose id is the case's."""
+        import pytest
+
+        return pytest.mark.parametrize("case", self, ids=str)(test)
+
+
+def find_case(id: str) -> FunctionCase:
+    """The case of an id, as reports print it; an InputError, which says what to do, if no function can be asked it."""
     try:
         found = Case.parse(id)
         reason = why_no_function(found)
-    except (CaseError, CapabilityError) as error:
+    except (CaseError, capabilities.CapabilityError) as error:
         raise InputError(str(error)) from error
     if reason:
         raise InputError(f"{id}: {reason}")
@@ -95,9 +117,107 @@ def find_case(id: str) -> FunctionCase:
 
 def why_no_function(case: Case) -> str:
     """Why a function cannot be asked a case; empty if it can."""
-    capability = find_capability(case.capability)
+    capability = capabilities.find_capability(case.capability)
     if case.role in NO_FUNCTION:
         return NO_FUNCTION[case.role]
     if capability.probes_refusals or capability.captures:
         return f"{capability.name} judges what a class declares; expected a function's case, or certify a class"
     return "it asks for merge_attn_states, which a class has; certify one" if case.own_merge else ""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked of one field, or of one dimension of the role's space."""
+
+    name: str  # of the field
+    values: tuple[object, ...]  # any of them will do; of a list of lengths, each length is one of them
+    label_of: Callable[[Case], str | None]  # the class of a case; None where no dimension has the name
+
+    @staticmethod
+    def of(space: Space, listed: Sequence[Case], name: str, value: object) -> "_Asked":
+        """What is asked by ``name=value``; an InputError of an unknown field, or a value that no listed case has."""
+        labels = {each.name.replace(" ", "_"): each.class_of for each in space.dimensions}
+        known = [*listed[0].defaults(), *labels]
+        if name not in known:
+            near = nearest(name, known)
+            hint = f"did you mean {near}?" if near else f"expected one of {', '.join(dict.fromkeys(known))}"
+            raise InputError(f"cases: unknown field {name!r} of a {space.role} case; {hint}")
+        values = tuple(value) if isinstance(value, list | tuple | set | frozenset | range) else (value,)
+        asked = _Asked(name, values, labels.get(name, lambda case: None))
+        for each in values:
+            if any(_Asked(name, (each,), asked.label_of).holds(case, any) for case in listed):
+                continue
+            got = [getattr(case, name, None) for case in listed]
+            parts = {
+                part for each in got if each is not None for part in (each if isinstance(each, tuple) else (each,))
+            }
+            shown = [format_value(part) for part in sorted(parts)]
+            shown += sorted({str(label) for case in listed if (label := asked.label_of(case)) is not None} - set(shown))
+            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+            expected = f"expected one of {', '.join(shown[:_SHOWN])}{more}"
+            raise InputError(f"cases: no {space.role} case has {name}={each}; {expected}")
+        return asked
+
+    def holds(self, case: Case, lengths: Callable[[Iterable[bool]], bool] = all) -> bool:
+        """Whether a case has one of the values, or its class is one of them; of its lengths all, or any."""
+        got = getattr(case, self.name, None)
+        among = got and lengths(each in self.values for each in got) if isinstance(got, tuple) else got in self.values
+        texts = [str(value) for value in self.values if isinstance(value, str)]
+        return bool(among) or (got is not None and format_value(got) in texts) or self.label_of(case) in texts
+
+
+def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
+    """The cases of a role and tier with the wanted values, an InputError if none is; see ``mla_conformance.cases``."""
+    if role in list(NO_FUNCTION):
+        raise InputError(f"cases: {NO_FUNCTION[ROLES[role]]}")
+    if role not in list(CALLS):
+        raise InputError(f"cases: unknown role {role!r}; expected one of {', '.join(CALLS)}")
+    space = next(space for space in SPACES.values() if space.role == role)
+    if tier not in list(Tier):
+        near = nearest(tier, Tier)
+        hint = f"did you mean {near}?" if near else f"expected one of {', '.join(Tier)}"
+        raise InputError(f"cases: unknown tier {tier!r}; {hint}")
+    size = Tier(tier)
+    listed = dict[Capability, list[Case]]()
+    for entry in capabilities.CAPABILITIES.values():
+        if entry.name not in SPACES or SPACES[entry.name].role is space.role:
+            # The smoke tier is chosen from all of them.
+            some = entry.select(Tier.FULL if size is Tier.SMOKE else size)
+            listed[entry] = [case for case in some if case.role is space.role and not why_no_function(case)]
+    every = [case for cases in listed.values() for case in cases]
+    asked = [_Asked.of(space, every, name, value) for name, value in wanted.items()]
+
+    def fits(case: Case) -> bool:
+        return all(each.holds(case) for each in asked) and not unusual(case, wanted) and not why_no_function(case)
+
+    found: list[Case] = []
+    for entry, cases in listed.items():
+        fitting = list(filter(fits, cases))
+        if entry.name in SPACES and cases:
+            # As they are made for what a kernel declares: with every pair of classes among it.
+            known, triples = capabilities.listed(space), size is Tier.NIGHTLY
+            held = Pairs(space, space.rows(known))
+            fitting += fit(space, known, lambda some: list(map(fits, some)), held, is_light, triples).cases
+        # By the smoke tier's own rules: it would hold few of what is asked for.
+        found += capabilities.smoke_of(entry.name, fitting, found) if size is Tier.SMOKE and fitting else fitting
+    if found:
+        return CaseSelection(map(FunctionCase, found))
+    together = ", ".join(f"{each.name}={'|'.join(map(str, each.values))}" for each in asked)
+    lacking = [unusual(case, wanted) for case in every if all(each.holds(case) for each in asked)]
+    if not lacking:
+        raise InputError(f"cases: no {space.role} case has {together} at once; expected fewer values")
+    more = ", ".join(f"{name}={format_value(value)}" for name, value in min(lacking, key=len).items())
+    raise InputError(
+        f"cases: no {space.role} case has {together} and defaults otherwise; expected more values, such as {more}"
+    )
+
+
+def unusual(case: Case, wanted: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a case that nobody asked for, and that a kernel may lack: several calls, or what is declared."""
+    usual = case.defaults()
+    found = {name: getattr(case, name) for name in AT_DEFAULT if name in usual and getattr(case, name) != usual[name]}
+    if not capabilities.counts(case.capability):
+        found["capability"] = case.capability
+    if case.call not in CALLS[case.role]:
+        found["call"] = case.call
+    return {name: value for name, value in found.items() if name not in wanted}

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from mla_conformance.judging.golden import golden_state
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.tolerance import roundoffs, tolerance
 from mla_conformance.problems.calls import Problem
-from mla_conformance.reference.error_budget import element_budget, lse_budget
+from mla_conformance.reference import error_budget
 from mla_conformance.reference.index_scores import index_scores as reference_scores
 
 __all__ = ["GoldenIndexScores", "GoldenResult", "decode", "index_scores", "prefill", "sparse"]
@@ -24,32 +23,20 @@ _STRICTEST = Declaration()
 
 @dataclass(frozen=True)
 class GoldenResult:
-    """What is right, and how far from it a kernel may be. Float64, on the device of the inputs.
+    """What is right, and how far from it a kernel may be. Float64, on the device of the inputs."""
 
-    Attributes:
-        output: [T, N, V].
-        lse: [N, T], natural logarithm; -inf where a row sees no key.
-        budget: [T, N, V], the largest error of an output element.
-        lse_budget: [N, T], the largest error of the LSE.
-    """
-
-    output: torch.Tensor
-    lse: torch.Tensor
-    budget: torch.Tensor
-    lse_budget: torch.Tensor
+    output: torch.Tensor  # [T, N, V]
+    lse: torch.Tensor  # [N, T], natural logarithm; -inf where a row sees no key
+    budget: torch.Tensor  # [T, N, V], the largest error of an output element
+    lse_budget: torch.Tensor  # [N, T], the largest error of the LSE
 
 
 @dataclass(frozen=True)
 class GoldenIndexScores:
-    """Scores of an indexer. Float64, on the device of the inputs.
+    """Scores of an indexer. Float64, on the device of the inputs."""
 
-    Attributes:
-        scores: [T, longest request], by position in the request; -inf for tokens that a row does not see.
-        budget: of the same shape, the largest error of a score.
-    """
-
-    scores: torch.Tensor
-    budget: torch.Tensor
+    scores: torch.Tensor  # [T, longest request], by position in the request; -inf for tokens that a row does not see
+    budget: torch.Tensor  # of the same shape, the largest error of a score
 
 
 def prefill(
@@ -69,7 +56,7 @@ def prefill(
         q: [T, N, P + R] of any float dtype; the budget is that of a kernel with operands of this dtype.
         k: [S, N, P + R], or [S, 1, P + R] shared by all heads.
         v: [S, N, V] or [S, 1, V].
-        scale: softmax scale.
+        scale: of the softmax.
         causal: whether query i of a request sees all keys but its last (queries - 1 - i).
         cu_seqlens_q: first query of each request, and the end; None for one request.
         cu_seqlens_k: first key of each request, and the end; by default as of the queries where there are as many.
@@ -78,8 +65,10 @@ def prefill(
     Raises:
         ValueError: shapes that do not fit together.
     """
-    starts: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    return _result(own_tensors.prefill(q=q, k=k, v=v, scale=scale, causal=causal, **starts), declaration)
+    problem = own_tensors.prefill(
+        q=q, k=k, v=v, scale=scale, causal=causal, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k
+    )
+    return _result(problem, declaration)
 
 
 def decode(
@@ -102,19 +91,20 @@ def decode(
         kv_cache: [blocks, page, width], one entry a token.
         block_table: [B, max blocks] integers; entries past a request's last page are not read.
         seq_lens: [B] integers, tokens of each request, its queries included.
-        scale: softmax scale.
+        scale, declaration: as of :func:`prefill`.
         kv_lora_rank: L, the columns of an entry that are its value.
         cu_seqlens_q: first query of each request, and the end; by default one query a request.
         kv_cache_dtype: ``auto``, ``fp8`` or ``fp8_ds_mla``.
         k_scale: what code 1.0 of an ``fp8`` cache stands for.
-        declaration: as of :func:`prefill`.
 
     Raises:
         ValueError: shapes that do not fit together, a block that the cache lacks, or an unknown layout.
     """
-    told: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale}
-    batch: dict[str, Any] = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
-    return _result(own_tensors.decode(q=q, kv_cache=kv_cache, scale=scale, **batch, **told), declaration)
+    problem = own_tensors.decode(
+        q=q, kv_cache=kv_cache, block_table=block_table, seq_lens=seq_lens, cu_seqlens_q=cu_seqlens_q, scale=scale,
+        kv_lora_rank=kv_lora_rank, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
+    )  # fmt: skip
+    return _result(problem, declaration)
 
 
 def sparse(
@@ -135,20 +125,19 @@ def sparse(
         q: [T, N, L + R], absorbed and rotated.
         kv: gathered keys [S, 1, width], or a cache [blocks, page, width], whose slots are block · page + offset.
         topk_indices: [T, K] integers, rows or slots of ``kv``; -1 names none, and a key named twice counts twice.
-        scale: softmax scale.
-        kv_lora_rank: L.
         attn_sink: [N], the logit of each head's sink.
-        kv_cache_dtype: ``auto``, ``fp8`` or ``fp8_ds_mla``.
-        k_scale: as of :func:`decode`.
-        declaration: as of :func:`prefill`.
+        scale, declaration: as of :func:`prefill`.
+        kv_lora_rank, kv_cache_dtype, k_scale: as of :func:`decode`.
 
     Raises:
         ValueError: shapes that do not fit together, or a list that names a key which is not there.
     """
-    told: dict[str, Any] = {"kv_lora_rank": kv_lora_rank, "kv_cache_dtype": kv_cache_dtype, "k_scale": k_scale}
-    stored: dict[str, Any] = {"kv_cache" if kv.dtype == torch.uint8 or kv.shape[1] != 1 else "kv": kv}
-    lists: dict[str, Any] = {"topk_indices": topk_indices, "attn_sink": attn_sink}
-    return _result(own_tensors.sparse(q=q, scale=scale, **stored, **lists, **told), declaration)
+    is_cache = kv.dtype == torch.uint8 or kv.shape[1] != 1
+    problem = own_tensors.sparse(
+        q=q, topk_indices=topk_indices, scale=scale, kv=None if is_cache else kv, kv_cache=kv if is_cache else None,
+        kv_lora_rank=kv_lora_rank, attn_sink=attn_sink, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale,
+    )  # fmt: skip
+    return _result(problem, declaration)
 
 
 def index_scores(
@@ -166,9 +155,7 @@ def index_scores(
         q: [T, H, D] of any float dtype.
         weights: [T, H], whatever scales queries and heads in them.
         k: [S, D], what the keys mean: codes times their scales.
-        cu_seqlens_q: as of :func:`prefill`.
-        cu_seqlens_k: as of :func:`prefill`.
-        declaration: as of :func:`prefill`.
+        cu_seqlens_q, cu_seqlens_k, declaration: as of :func:`prefill`.
 
     Raises:
         ValueError: shapes that do not fit together.
@@ -185,12 +172,8 @@ def _result(problem: Problem, declaration: Declaration) -> GoldenResult:
     (call,), rows, numbers = problem.attention, JudgedRows(problem.query_start_loc), tolerance()
     operands = call.operands()
     state = golden_state(problem, rows, operands)
-    allowed = roundoffs(
-        problem.output_dtype,
-        declaration.rounding_of(problem.dtype),
-        numbers,
-        keys=max(call.key_lens),
-        dequantised=operands.dequantised,
-    )
-    element = element_budget(state, allowed) * numbers.element_limit
-    return GoldenResult(state.output, state.lse, element, lse_budget(state, allowed) * numbers.lse_limit)
+    rounding = declaration.rounding_of(problem.dtype)
+    keys, dequantised = max(call.key_lens), operands.dequantised
+    allowed = roundoffs(problem.output_dtype, rounding, numbers, keys=keys, dequantised=dequantised)
+    element = error_budget.element_budget(state, allowed) * numbers.element_limit
+    return GoldenResult(state.output, state.lse, element, error_budget.lse_budget(state, allowed) * numbers.lse_limit)

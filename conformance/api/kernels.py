@@ -16,8 +16,6 @@ from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import MLADecodeBackend, output_of
 from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.interface import MLAPrefillBackend
-from mla_conformance.backends.kernel import DeviceCapability
-from mla_conformance.backends.quant_key import QuantKey
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sparse import MLASparseBackend
 from mla_conformance.cases.case import Case
@@ -44,12 +42,10 @@ class _AsksAnything:
 
     @staticmethod
     def get_name() -> str:
-        """Name of the kernel."""
         return "function"
 
     @classmethod
-    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
-        """No reason against anything."""
+    def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
         return []
 
     def ask(self, metadata: Any, lse: bool = True, **inputs: Any) -> Any:
@@ -62,42 +58,32 @@ class _AsksAnything:
         return result if lse else output_of(result)
 
 
-class FunctionPrefill(_AsksAnything, MLAPrefillBackend):
-    """A function of q, k and v."""
-
+class _Prefill(_AsksAnything, MLAPrefillBackend):
     told = _QUERIES
     own = ("scale",)
 
-    def supports_quant_output(self, quant_key: QuantKey) -> bool:
-        """Whatever a case asks."""
+    def supports_quant_output(self, quant_key: Any) -> bool:
         return True
 
     # A call hands over by keyword what is optional.
     def run_prefill_new_tokens(  # type: ignore[override]
         self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **further: Any
     ) -> Any:
-        """Causal attention among new tokens."""
         metadata = self._prefill_metadata
         keys = {"cu_seqlens_k": metadata.query_start_loc, "max_seqlen_k": metadata.max_query_len, "causal": True}
         return self.ask(metadata, return_softmax_lse, q=q, k=k, v=v, **keys, **further)
 
     def run_prefill_context_chunk(self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        """Attention to a chunk of context, without a mask."""
         context = self._prefill_metadata.chunked_context
         assert context is not None, "a chunk is of a context"
         starts, longest = context.cu_seq_lens[chunk_idx], context.max_seq_lens[chunk_idx]
         return self.ask(self._prefill_metadata, q=q, k=k, v=v, cu_seqlens_k=starts, max_seqlen_k=longest, causal=False)
 
 
-class FunctionDecode(_AsksAnything, MLADecodeBackend):
-    """A function of absorbed queries and a paged cache."""
-
+class _Decode(_AsksAnything, MLADecodeBackend):
     own = ("scale", "kv_lora_rank", "kv_cache_dtype")
 
-    def run_decode(
-        self, ql_nope: torch.Tensor, q_pe: torch.Tensor, kv_cache: torch.Tensor, k_scale: torch.Tensor
-    ) -> Any:
-        """Attention of the queries, joined, to the cache."""
+    def run_decode(self, ql_nope: Any, q_pe: Any, kv_cache: torch.Tensor, k_scale: torch.Tensor) -> Any:
         q = torch.cat((ql_nope, q_pe), dim=-1)
         result = self.ask(self._decode_metadata, q=q, kv_cache=kv_cache, k_scale=k_scale, causal=True)
         # What was written into q was written into an input, which the caller watches in its two parts.
@@ -106,18 +92,14 @@ class FunctionDecode(_AsksAnything, MLADecodeBackend):
         return result
 
 
-class FunctionSparse(_AsksAnything, MLASparseBackend):
-    """A function of absorbed queries, keys and lists of them."""
-
+class _Sparse(_AsksAnything, MLASparseBackend):
     own = ("scale", "kv_lora_rank")
 
     def run_sparse_decode(self, *operands: Any, **lists: Any) -> Any:
-        """Attention to entries of a paged cache."""
         layouts = {name: getattr(self, name) for name in ("kv_cache_dtype", "extra_kv_cache_dtype")}
         return self._attend(**layouts, **_named(MLASparseBackend.run_sparse_decode, *operands, **lists))
 
     def run_sparse_prefill(self, *operands: Any, **lists: Any) -> Any:
-        """Attention to gathered keys."""
         return self._attend(**_named(MLASparseBackend.run_sparse_prefill, *operands, **lists))
 
     def _attend(self, return_softmax_lse: bool, **inputs: Any) -> Any:
@@ -125,17 +107,13 @@ class FunctionSparse(_AsksAnything, MLASparseBackend):
         return self.ask(self._sparse_metadata, return_softmax_lse, index_space=space, **inputs)
 
 
-class FunctionIndexer(_AsksAnything, MLAIndexerBackend):
-    """A function of an indexer's queries, weights and keys."""
-
+class _Indexer(_AsksAnything, MLAIndexerBackend):
     own = ("kv_cache_dtype",)
 
     def run_index_logits(self, *operands: Any, **scales: Any) -> Any:
-        """Scores."""
         return self.ask(self._sparse_metadata, **_named(MLAIndexerBackend.run_index_logits, *operands, **scales))
 
     def run_index_topk(self, *operands: Any, **scales: Any) -> Any:
-        """The tokens with the best scores."""
         named = _named(MLAIndexerBackend.run_index_topk, *operands, **scales)
         return self.ask(self._sparse_metadata, index_space=self._sparse_metadata.index_space.value, **named)
 
@@ -146,11 +124,8 @@ def _named(entry: Callable[..., Any], *operands: Any, **further: Any) -> dict[st
 
 
 _KERNELS: dict[Role, type] = {
-    Role.PREFILL: FunctionPrefill,
-    Role.DECODE: FunctionDecode,
-    Role.SPARSE: FunctionSparse,
-    Role.INDEXER: FunctionIndexer,
-}
+    Role.PREFILL: _Prefill, Role.DECODE: _Decode, Role.SPARSE: _Sparse, Role.INDEXER: _Indexer,
+}  # fmt: skip
 
 
 def kernel_around(function: Function, role: Role, declaration: Declaration) -> Any:

@@ -1,10 +1,12 @@
 """What functions of each role are called with and return, as tables: pages print them, own tensors are held to them.
 
-The form of an operand is that of the interface, where it has the operand.
+``tables.toml`` says it in words; the form of an operand is that of the interface, where it has the operand.
 """
 
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import groupby
 
 import torch
@@ -16,9 +18,25 @@ from mla_conformance.backends.operands import AT_LEAST, Form, forms_of
 from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata
 from mla_conformance.backends.topk import MLATopKBackend, TopKMetadata
 
-_LENGTHS = Form("B + 1", torch.int32)
-_LONGEST = "a number that is at least the longest"
-_RANKS = {"dcp_world_size": "a number", "dcp_rank": "a number", "cp_kv_cache_interleave_size": "a number"}
+_STARTS = {name: Form("B + 1", torch.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+_DECODE = forms_of(MLADecodeBackend.run_decode)
+_ABSORBED = Form(_DECODE["q_pe"].shape.replace("R", "L + R"))
+_LISTED = forms_of(MLASparseMetadata)
+_FORMS: Mapping[str, Mapping[str, Form]] = {
+    "prefill": {**forms_of(MLAPrefillBackend.run_prefill_new_tokens), **_STARTS},
+    "decode": {**forms_of(MLACommonDecodeMetadata), **_DECODE, **_STARTS, "q": _ABSORBED},
+    "sparse": {
+        **_LISTED,
+        **forms_of(MLASparseBackend.run_sparse_prefill),
+        **forms_of(MLASparseBackend.run_sparse_decode),
+        **_STARTS,
+        "q": replace(_ABSORBED, shape=_ABSORBED.shape.replace(AT_LEAST, "")),
+        "k_scale": _DECODE["k_scale"],
+    },
+    "indexer": {**_LISTED, **forms_of(MLAIndexerBackend.run_index_logits), **_STARTS},
+    "top-k": {**forms_of(TopKMetadata), **forms_of(MLATopKBackend.run_top_k_per_row)},
+}
+_IN_WORDS = {("indexer", "k")}  # whose form is another one in each call
 
 
 @dataclass(frozen=True)
@@ -27,7 +45,7 @@ class Input:
 
     form: Form | None
     says: str
-    when: str = ""
+    when: str
 
     @property
     def line(self) -> str:
@@ -47,123 +65,18 @@ class Table:
     returns: Mapping[str, str]
 
 
-def _batch(when_paged: str = "", when_gathered: str = "") -> dict[str, Input]:
-    """What calls over a cache, or over gathered keys, are told of their batch."""
-    forms = forms_of(MLASparseMetadata)
-    found = {
-        "seq_lens": Input(forms["seq_lens"], "tokens of each request, its queries included"),
-        "cu_seqlens_q": Input(_LENGTHS, "first row of each request, and the end"),
-        "max_seqlen_q": Input(None, _LONGEST),
-        "max_seqlen_k": Input(None, _LONGEST),
-        "block_table": Input(
-            forms["block_table"], "blocks of each request; anything after a request's last page", when_paged
-        ),
-    }
-    if when_gathered:
-        found["workspace_starts"] = Input(forms["workspace_starts"], "first key of each request", when_gathered)
-    return found
+def _inputs_of(role: str, told: Mapping[str, str | list[str]]) -> dict[str, Input]:
+    inputs = {}
+    for name, words in told.items():
+        says, when = (words, "") if isinstance(words, str) else words
+        form = None if (role, name) in _IN_WORDS else _FORMS[role].get(name)
+        inputs[name] = Input(form, says, when)
+    return inputs
 
 
-_PREFILL = forms_of(MLAPrefillBackend.run_prefill_new_tokens)
-_DECODE = {**forms_of(MLADecodeBackend.run_decode), **forms_of(MLACommonDecodeMetadata)}
-_SPARSE = forms_of(MLASparseBackend.run_sparse_decode)
-_GATHERED = forms_of(MLASparseBackend.run_sparse_prefill)
-_INDEX = forms_of(MLAIndexerBackend.run_index_logits)
-_TOPK = {**forms_of(MLATopKBackend.run_top_k_per_row), **forms_of(TopKMetadata)}
-_ABSORBED = Form(_DECODE["q_pe"].shape.replace("R", "L + R"))
-_CACHE, _EXTRA, _FP8 = "see [caches](#caches)", '`extra="auto"`', '`quant="fp8"`'
-_SCALE = Input(None, "a number, of the softmax")
-_K_SCALE = Input(_DECODE["k_scale"], "given with every layout; use it for `fp8` alone")
-_LATENT = {
-    "output": "[T, N, L], q's dtype; 0 in rows that see no key",
-    "lse": "[N, T], float32, natural logarithm; -inf in rows that see no key",
-}
+_TOLD = tomllib.loads((files("mla_conformance.api") / "tables.toml").read_text(encoding="utf-8"))
 TABLES: Mapping[str, Table] = {
-    "prefill": Table(
-        {
-            "q": Input(_PREFILL["q"], "rope applied"),
-            "k": Input(_PREFILL["k"], "rope applied"),
-            "v": Input(_PREFILL["v"], ""),
-            "cu_seqlens_q": Input(_LENGTHS, "first row of each request, and the end"),
-            "cu_seqlens_k": Input(_LENGTHS, "first row of each request, and the end"),
-            "max_seqlen_q": Input(None, _LONGEST),
-            "max_seqlen_k": Input(None, _LONGEST),
-            "scale": _SCALE,
-            "causal": Input(
-                None, 'whether a query sees no later token, aligned bottom-right; False with `call="context_chunk"`'
-            ),
-            "out": Input(_PREFILL["out"], "write the result here and return it", f"`out=True`, {_FP8}"),
-            "output_scale": Input(_PREFILL["output_scale"], "`out` takes codes of value / scale", _FP8),
-        },
-        _LATENT | {"output": _LATENT["output"].replace("L", "V")},
-    ),
-    "decode": Table(
-        {
-            "q": Input(_ABSORBED, "absorbed and rotated; the last tokens of their request"),
-            "kv_cache": Input(_DECODE["kv_cache"], _CACHE),
-            **_batch(),
-            "scale": _SCALE,
-            "causal": Input(None, "True"),
-            "kv_lora_rank": Input(None, "L"),
-            "kv_cache_dtype": Input(None, f"the layout, {_CACHE}"),
-            "k_scale": _K_SCALE,
-            **{name: Input(None, f"{what}, SPEC 6.6", "`ranks=2`") for name, what in _RANKS.items()},
-            "dcp_tot_seq_lens": Input(_DECODE["dcp_tot_seq_lens"], "tokens on all ranks", "`ranks=2`"),
-        },
-        _LATENT,
-    ),
-    "sparse": Table(
-        {
-            "q": Input(replace(_ABSORBED, shape=_ABSORBED.shape.replace(AT_LEAST, "")), "absorbed and rotated"),
-            "topk_indices": Input(_SPARSE["topk_indices"], "the only mask; -1 names no key"),
-            "index_space": Input(None, "what the indices count: `slot`, `position` or `rank_local`"),
-            "scale": _SCALE,
-            "kv_lora_rank": Input(None, "L"),
-            **_batch("default call", '`call="sparse_prefill"`'),
-            "kv_cache": Input(_SPARSE["kv_cache"], _CACHE, "default call"),
-            "kv_cache_dtype": Input(None, f"the layout, {_CACHE}", "default call"),
-            "k_scale": replace(_K_SCALE, when="default call"),
-            "kv": Input(_GATHERED["kv"], "gathered keys, D = L + R", '`call="sparse_prefill"`'),
-            "topk_length": Input(_SPARSE["topk_length"], "indices of each row that count", "`length=True`"),
-            "attn_sink": Input(_SPARSE["attn_sink"], "a logit for each head", '`sink="drawn"`'),
-            "extra_kv_cache": Input(_SPARSE["extra_kv_cache"], "a second cache", _EXTRA),
-            "extra_kv_cache_dtype": Input(None, "its layout", _EXTRA),
-            "extra_topk_indices": Input(_SPARSE["extra_topk_indices"], "slots of the second cache", _EXTRA),
-            "extra_topk_length": Input(
-                _SPARSE["extra_topk_length"], "indices that count", '`extra="fp8_ds_mla", length=True`'
-            ),
-            **{name: Input(None, f"{what}, SPEC 7.10", "`ranks=2`") for name, what in _RANKS.items()},
-        },
-        _LATENT,
-    ),
-    "indexer": Table(
-        {
-            "q": Input(_INDEX["q"], 'e4m3; bf16 with `cache="auto"`'),
-            "weights": Input(_INDEX["weights"], "with the scales of softmax and queries in them"),
-            "k": Input(
-                None,
-                '[blocks, page, D + 4] uint8; [blocks, page, D] bf16 with `cache="auto"`; [S, D] with `gathered=True`',
-            ),
-            "kv_cache_dtype": Input(None, "`fp8_index` or `auto`"),
-            **_batch("default", "`gathered=True`"),
-            "k_scale": Input(_INDEX["k_scale"], "of gathered codes", "`gathered=True`"),
-            "topk_tokens": Input(None, "K, how many to select", '`call="index_topk"`'),
-            "index_space": Input(None, "what the selected numbers count", '`call="index_topk"`'),
-        },
-        {
-            "scores": "[T, `max_seqlen_k`], float32; anything after the last token that a row sees",
-            "topk_indices": '[T, `topk_tokens`], int32, with `call="index_topk"`; -1 where a row sees fewer tokens',
-        },
-    ),
-    "top-k": Table(
-        {
-            "logits": Input(_TOPK["logits"], "float32, float16 or bfloat16"),
-            "topk_tokens": Input(None, "K, how many to select"),
-            "lengths": Input(_TOPK["lengths"], "columns that each row sees"),
-            "row_starts": Input(_TOPK["row_starts"], "first column of each row; by default 0"),
-        },
-        {"topk_indices": "[T, `topk_tokens`], int32, counted from the row's start; -1 after a row's last"},
-    ),
+    role: Table(_inputs_of(role, told["inputs"]), told["returns"]) for role, told in _TOLD.items()
 }
 """By role; that of a top-k is for ``assert_close`` alone."""
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from mla_conformance.api import own_tests
 from mla_conformance.api.function_case import FunctionCase
 from mla_conformance.api.kernels import Function, HandedInputs, find_torch_device, handed_last, kernel_around, name_of
 from mla_conformance.api.own_tensors import problem_of
-from mla_conformance.api.own_tests import JUDGED, is_alone, replay_of, running_test, say_meanwhile
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.decode import output_of
 from mla_conformance.backends.foreign import cut
@@ -19,8 +19,7 @@ from mla_conformance.backends.references import BackendReference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import Failure
-from mla_conformance.diagnosis.heat import heat_of
-from mla_conformance.diagnosis.reach import with_reach
+from mla_conformance.diagnosis.reach import heat_of, with_reach
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.engine.explainer import EXPLAINER
 from mla_conformance.files.whole import InputError
@@ -78,7 +77,7 @@ class FunctionVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FunctionSubject(Subject):
+class _FunctionSubject(Subject):
     """A kernel that is known by its class alone, since nothing has to load it again."""
 
     kernel: Any  # a class of the case's role
@@ -86,20 +85,16 @@ class FunctionSubject(Subject):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The only role."""
         return (self.role,)
 
     def missing_role(self, role: Role) -> list[str]:
-        """Nothing, unless the function was called by its own test, so that no other case can be tried."""
         return [] if self.kernel.function is not results else ["only its own test calls it"]
 
     def class_of(self, role: Role) -> Any:
-        """The only class."""
         return self.kernel
 
     @property
     def declarations(self) -> dict[str, Declaration]:
-        """What was said of the function."""
         return {str(self.role): self.kernel.declaration}
 
     def unsupported(self, case: Case) -> list[str]:
@@ -178,7 +173,7 @@ def assert_close(*results: Any, declaration: Declaration = _STRICTEST, **inputs:
 def _require_right(
     problem: Problem,
     context: Context,
-    results: tuple[Any, ...],
+    given: tuple[Any, ...],
     declaration: Declaration,
     said: str = "",
     handed: HandedInputs | None = None,
@@ -188,8 +183,8 @@ def _require_right(
     if problem.device.type == "cuda":
         torch.cuda.synchronize(problem.device)
     (call,), case = problem.calls, problem.case
-    trial = Trial(_subject(case, _RESULTS, problem.device, declaration), case, context)
-    value = results[0] if len(results) == 1 else results
+    trial = Trial(_subject(case, results, problem.device, declaration), case, context)
+    value = given[0] if len(given) == 1 else given
     if isinstance(call, AttentionCall) and not call.returns_lse:
         value = output_of(value)
     changed = handed.before.changed() if handed else ()
@@ -209,27 +204,25 @@ def results(**inputs: Any) -> None:
     """Stands for a function that was called by its own test."""
 
 
-_RESULTS = results
-
-
 def _subject(case: Case, function: Function, device: torch.device, declaration: Declaration) -> Subject:
     name, role = name_of(function), case.role
     kernel = kernel_around(function, role, declaration)
-    return FunctionSubject(BackendReference(name, name), device, kernel=kernel, role=role)
+    return _FunctionSubject(BackendReference(name, name), device, kernel=kernel, role=role)
 
 
 def _with_explanation(trial: Trial, record: Record) -> Record:
     """The record of a failure with what it looks like, unless its numbers say all or it is run again alone."""
-    if not record.failed or ZERO in record.message or is_alone():
+    if not record.failed or ZERO in record.message or own_tests.is_alone():
         return record
-    function = running_test().partition("[")[0], trial.subject.backend.name
+    function = own_tests.running_test().partition("[")[0], trial.subject.backend.name
     if record.finding:
         _FINDINGS[function].add(record.finding)
     if record.finding or not record.is_wrong_number:
         return record
     if (kind := (*function, symptom(record))) not in _LOOKED_FOR:
         _LOOKED_FOR.add(kind)
-        say_meanwhile(f"{cut(record.message)} · looking for mistakes like it; --no-explain leaves that out")
+        said = f"{cut(record.message)} · looking for mistakes like it; --no-explain leaves that out"
+        own_tests.say_meanwhile(said)
     said = EXPLAINER.explain(function, Failure.of(trial, record))
     same = (finding for finding in _FINDINGS[function] if said.casefold().startswith(finding.casefold()))
     return record.with_fields(explanation=next(same, said))
@@ -242,9 +235,9 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
     """
     record = with_reach(trial, record)
     record = _with_explanation(trial, record) if expression else record
-    width, test = columns() - _MARGIN, running_test()
+    width, test = columns() - _MARGIN, own_tests.running_test()
     if expression:
-        JUDGED.append(record)
+        own_tests.JUDGED.append(record)
     lines = wrapped(f"FAIL {record.message}", width, _NAMED, _INDENT)
     lines[0] = lines[0].removeprefix(_NAMED)
     told = advice(record if expression else record.with_fields(explanation=UNLIKE))
@@ -252,7 +245,7 @@ def _verdict(trial: Trial, record: Record, expression: str) -> FunctionVerdict:
         lines += wrapped(remark, width, _INDENT, 2 * _INDENT)
     if heat := heat_of(trial, record):
         lines += [f"{_INDENT}{name:<9}{curve}" for name, curve in heat.curves(width - 2 * _MARGIN).items()]
-    if again := replay_of(test) if test else expression:
+    if again := own_tests.replay_of(test) if test else expression:
         lines.append(f"{_INDENT}replay: {again}")
     return FunctionVerdict(
         status=record.status,

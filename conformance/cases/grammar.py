@@ -1,7 +1,6 @@
 """Values of a case's fields: as text of an id, as JSON and in lists of cases, and what names stand for."""
 
 import re
-from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import cache
 from itertools import chain, groupby
@@ -155,19 +154,3 @@ def dimensions_of(name: str) -> tuple[MLADimensions, int]:
 
 Fields = dict[str, Any]
 Lengths = tuple[int, ...]
-Listed = Iterator[tuple[str, Fields]]
-
-
-def each(lists: Iterable[Fields], **fields: Any) -> Iterator[Fields]:
-    """Every case of ``lists`` with further fields."""
-    return ({**case, **fields} for case in lists)
-
-
-def with_fields(listed: Iterable[tuple[str, Fields]], further: Fields) -> Listed:
-    """The same with further fields."""
-    return ((capability, {**fields, **further}) for capability, fields in listed)
-
-
-def for_capability(capability: str, *fields: Fields, **further: Any) -> Listed:
-    """Cases of one capability, all with the further fields."""
-    return ((capability, case) for case in each(fields, **further))

@@ -98,8 +98,8 @@ class Certificate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 def renewal(reference: str, device: str) -> str:
     """The command that certifies a backend anew on a device of this kind."""
-    kind = "cpu" if device == "cpu" else "cuda"
-    return f"mla-conformance certify --backend {shlex.quote(reference)} --device {kind} --submission {RECORDS}"
+    where = f"--device {'cpu' if device == 'cpu' else 'cuda'}"
+    return f"mla-conformance certify --backend {shlex.quote(reference)} {where} --submission {RECORDS}"
 
 
 class Outdated(Exception):

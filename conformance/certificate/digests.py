@@ -39,7 +39,7 @@ FITTED = "fitted"  # of the spaces and of the cases that were fitted to a backen
 def installed_digests() -> dict[str, str]:
     """SHA-256 of what is installed here, by what it is of."""
     return {
-        "cases": _cases_digest(_in_order()),
+        "cases": _cases_digest(tuple(listed_ids())),
         # The tolerance table and the sources of judge and procedures, then those of the golden mathematics.
         "judging": meaning_digest(judging_sources()),
         "reference": meaning_digest(Path(str(files("mla_conformance.reference"))).glob("*.py")),
@@ -56,7 +56,7 @@ def version_digests() -> dict[str, str | int | list[str]]:
     """What a new version of the suite stands for, as ``suites.json`` holds it; lists grow by ``ci/accept.py``."""
     here = installed_digests()
     words = (files("mla_conformance") / "SPEC.md").read_text(encoding="utf-8").split()
-    of_list: dict[str, str | int | list[str]] = {"cases": here["cases"], NUMBER: len(_in_order())}
+    of_list: dict[str, str | int | list[str]] = {"cases": here["cases"], NUMBER: len(listed_ids())}
     return {**of_list, "spec": meaning_digest((), *words), **{name: [here[name]] for name in LOCKED}}
 
 
@@ -76,21 +76,16 @@ def _stored(suite: str = SUITE_VERSION) -> dict[str, Any]:
     return dict(stored.get(suite, {}))
 
 
-def counts_here(certificate: Certificate) -> bool:
-    """Whether a record is of this suite, or of an earlier one whose list is stored here and stands in the record."""
-    return certificate.is_current or _own_list(certificate) is not None
-
-
 def judged_list(certificate: Certificate) -> Set[str]:
     """The ids of the list that a record was judged on: that of its suite, or what that was before cases were added."""
-    if own := _own_list(certificate):
+    if own := own_list(certificate):
         return own
-    known, stated = dict.fromkeys(id for id in _in_order() if id in certificate.cases), certificate.digests.get("cases")
-    earlier = _stored(certificate.suite).get(EARLIER, ())
+    known = dict.fromkeys(id for id in listed_ids() if id in certificate.cases)
+    stated, earlier = certificate.digests.get("cases"), _stored(certificate.suite).get(EARLIER, ())
     return known.keys() if stated in earlier and stated == _cases_digest(tuple(known)) else listed_ids()
 
 
-def _own_list(certificate: Certificate) -> Set[str] | None:
+def own_list(certificate: Certificate) -> Set[str] | None:
     """Of a record of an earlier suite, the ids of its suite's list; None if it does not hold them."""
     stored = _stored(certificate.suite)
     if certificate.is_current or NUMBER not in stored:
@@ -99,20 +94,10 @@ def _own_list(certificate: Certificate) -> Set[str] | None:
     return dict.fromkeys(ids).keys() if _cases_digest(ids) == stored["cases"] else None
 
 
-def fitted_digest(certificate: Certificate, fitted: Iterable[str]) -> str:
-    """Of the arrays of a record's list and of cases that were fitted beside them."""
-    listed = judged_list(certificate)
-    return digest_of(fitted, None if listed == listed_ids() else listed)
-
-
-@cache
-def _in_order() -> tuple[str, ...]:
-    return tuple(case.id for entry in CAPABILITIES.values() for case in entry.cases)
-
-
 @cache
 def listed_ids() -> Set[str]:
-    return dict.fromkeys(_in_order()).keys()
+    """The ids of the list here, in its order."""
+    return dict.fromkeys(case.id for entry in CAPABILITIES.values() for case in entry.cases).keys()
 
 
 def unlike(certificate: Certificate) -> Iterator[tuple[str, str | None, str | None]]:

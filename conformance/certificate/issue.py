@@ -7,7 +7,7 @@ from types import MappingProxyType
 import msgspec
 
 from mla_conformance.certificate.certificate import Certificate, Finding, Unjudged, Worst
-from mla_conformance.certificate.digests import record_digests, seal
+from mla_conformance.certificate.digests import listed_ids, record_digests, seal
 from mla_conformance.certificate.pins import Pins
 from mla_conformance.gating.mustpass import MustPass
 from mla_conformance.judging.record import BackendFacts, Traced
@@ -15,7 +15,7 @@ from mla_conformance.judging.verdict import Status
 from mla_conformance.report.json_report import DeviationForm
 from mla_conformance.report.summary import RunSummary
 from mla_conformance.version import SUITE_VERSION, __version__
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
+from mla_conformance.vocabulary.capabilities import Tier
 
 
 class Refused(Exception):
@@ -29,7 +29,7 @@ def require_certifiable(backends: Sequence[BackendFacts], cases: Collection[str]
     """
     if len(backends) != 1:
         raise Refused(f"a certificate is of one backend: expected one --backend, got {len(backends)}")
-    listed = {case.id for entry in CAPABILITIES.values() for case in entry.cases}
+    listed = listed_ids()
     for what, odd in (("are left out", listed - set(cases)), ("are not of the full tier", set(cases) - listed)):
         if odd:
             raise Refused(
@@ -108,9 +108,7 @@ def record(
         environment=run.environment,
         pins=pins,
         rounding=backend.facts.rounding,
-        deviations=tuple(
-            DeviationForm(library=library, adapter=adapter) for library, adapter in backend.facts.deviations
-        ),
+        deviations=tuple(DeviationForm(library=theirs, adapter=ours) for theirs, ours in backend.facts.deviations),
         evidence=tuple(backend.evidence),
         traced=backend.traced.joined(Traced(libraries=dict(libraries))),
         digests=record_digests(backend.facts.fitted),

@@ -63,8 +63,18 @@ class Pins(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         owners = packages_distributions() if tops else {}
         named = [*owned, *(name for top in sorted(tops) for name in owners.get(top, ()))]
         reported = {**{name: version(name) for name in named}, **versions}
+        sources = source_digests(backend.modules())
+        places = {source_name(module): module for module in backend.modules()}
+        stands = {str(file.resolve()): name for name in sources if (file := module_file(places.get(name, name)))}
+        for path, digest in own.items():
+            name = stands.get(path, "")
+            if not name:
+                sources[place_of(Path(path), backend.file and backend.file.resolve())] = digest
+            elif not name.startswith("mla_conformance.") and sources[name] != digest:
+                found = f"what was loaded, SHA-256 {digest}, is not what stands there: {sources[name]}"
+                raise InputError(f"{path}: {found}")
         return Pins(
-            sources=_with_loaded(source_digests(backend.modules()), own, backend),
+            sources=dict(sorted(sources.items())),
             versions=reported,
             installed={name: pin for name in reported if (pin := installed(name)) is not None},
             harness=harness(),
@@ -123,19 +133,6 @@ def _is_library(path: str) -> bool:
     return ".so" in Path(path).suffixes
 
 
-def _with_loaded(sources: dict[str, str], own: Mapping[str, str], backend: BackendReference) -> dict[str, str]:
-    places = {source_name(module): module for module in backend.modules()}
-    stands = {str(file.resolve()): name for name in sources if (file := module_file(places.get(name, name)))}
-    found = dict(sources)
-    for path, digest in own.items():
-        name = stands.get(path)
-        if name is None:
-            found[place_of(Path(path), backend.file and backend.file.resolve())] = digest
-        elif not name.startswith("mla_conformance.") and sources[name] != digest:
-            raise InputError(f"{path}: what was loaded, SHA-256 {digest}, is not what stands there: {sources[name]}")
-    return dict(sorted(found.items()))
-
-
 def harness() -> Installed:
     """The harness as it is here: the same files have the same digest, from a wheel, a checkout or a copy of one."""
     commit, clean = commit_of(harness_folder())
@@ -143,8 +140,6 @@ def harness() -> Installed:
 
 
 class Weight(Enum):
-    """What a remark means."""
-
     AGAINST = "against"  # the certificate is not of what is here, although it names the same
     OTHER_BUILD = "other build"  # here is another build, which the certificate says nothing of
     REPORTED = "reported"  # not compared, or may differ between machines by rights

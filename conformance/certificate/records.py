@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, takewhile
@@ -20,10 +20,10 @@ from msgspec import Struct
 
 from mla_conformance.certificate.certificate import RECORDS, Certificate, SanitizedKernel, sanitized_problems
 from mla_conformance.certificate.certificate import SCHEMA as RECORD_SCHEMA
+from mla_conformance.certificate.digests import listed_ids
 from mla_conformance.files.whole import InputError, convert, decode, read_text, require_writable, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 SCHEMA = "mla-conformance-records/1"
 _LETTERS: dict[Status | None, str] = dict(zip((*Status, None), "pfunchtwx-", strict=True))
@@ -62,14 +62,18 @@ def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
     often = [text for text, times in Counter(_strings((plain, sanitized))).items() if times > 1 and len(text) > _SHORT]
     texts = [text for text in often if text not in names]
     names |= {text: f"@{number}" for number, text in enumerate(texts)}
+
+    def shortened(text: str) -> str:
+        return names.get(text, f"@{text}" if text.startswith(("@", "#")) else text)
+
     runs = groupby(_LETTERS[cases.get(id)] for id in (*ids, *fitted))
     line = _Line(
-        record=_shortened(plain, names),
+        record=_mapped(plain, shortened),
         listed=len(ids),
         statuses="".join(f"{letter}{len(list(run))}" for letter, run in runs),
         fitted=tuple(folded(fitted)),
         texts=tuple(texts),
-        sanitized=_shortened(sanitized, names),
+        sanitized=_mapped(sanitized, shortened),
         signature=kept.signature,
     )
     return msgspec.json.encode(line).decode()
@@ -77,11 +81,19 @@ def pack(kept: KeptRecord, ids: Sequence[str]) -> str:
 
 def unpack(text: str, ids: Sequence[str], source: str) -> KeptRecord:
     """The record of a line; why it is none, or was changed so that it cannot be read, begins with ``source``."""
-    line = decode(text, _Line, source)
+    line, known = decode(text, _Line, source), list[str]()
+
+    def meant(text: str) -> str:
+        if text.startswith("#"):
+            return known[int(text[1:])]
+        if text.startswith("@") and not text.startswith(("@@", "@#")):
+            return line.texts[int(text[1:])]
+        return text.removeprefix("@")
+
     try:
-        known = [*ids[: line.listed], *unfolded(line.fitted)]
+        known += [*ids[: line.listed], *unfolded(line.fitted)]
         statuses = dict(zip(known, _spread(line.statuses, len(known)), strict=True))
-        plain, sanitized = _restored([line.record, [*line.sanitized]], line.texts, known)
+        plain, sanitized = _mapped([line.record, [*line.sanitized]], meant)
         _bounded(_strings((plain, sanitized)))
     except (ValueError, IndexError, RecursionError) as error:
         raise InputError(f"{source}: expected a record as `certify --submission` writes it: {error}") from error
@@ -147,24 +159,6 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(name): _mapped(each, change) for name, each in value.items()}
     return [_mapped(each, change) for each in value] if isinstance(value, list) else value
-
-
-def _shortened(value: Any, names: Mapping[str, str]) -> Any:
-    """With references for texts that have a name."""
-    return _mapped(value, lambda text: names.get(text, f"@{text}" if text.startswith(("@", "#")) else text))
-
-
-def _restored(value: Any, texts: Sequence[str], ids: Sequence[str]) -> Any:
-    """With the texts for references; ValueError or IndexError if one names nothing."""
-
-    def meant(text: str) -> str:
-        if text.startswith("#"):
-            return ids[int(text[1:])]
-        if text.startswith("@") and not text.startswith(("@@", "@#")):
-            return texts[int(text[1:])]
-        return text.removeprefix("@")
-
-    return _mapped(value, meant)
 
 
 class _Head(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -278,7 +272,7 @@ def change_records(path: Path, change: Callable[[list[KeptRecord]], list[KeptRec
         after = sorted(change([line.kept for line in lines if line.kept]), key=lambda each: _key(each.certificate))
         suite = suite or next((each.certificate.suite for each in after), SUITE_VERSION)
         if suite == SUITE_VERSION:
-            ids = list(dict.fromkeys([*ids, *(case.id for entry in CAPABILITIES.values() for case in entry.cases)]))
+            ids = list(dict.fromkeys([*ids, *listed_ids()]))
         texts = [
             msgspec.json.encode(_Head(suite=suite, cases=tuple(folded(ids)))).decode(),
             *(unchanged.get(id(each)) or pack(each, ids) for each in after),

@@ -7,7 +7,7 @@ its cases again, on inputs that its author could not know.
 import datetime
 import random
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Collection, Iterator, Set
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ from mla_conformance.judging.verdict import COMPARED, Status
 from mla_conformance.report.differences import contradicts, differing
 from mla_conformance.report.summary import Counts, RunSummary
 from mla_conformance.version import SUITE_VERSION
-from mla_conformance.vocabulary.arrays import could_be_fitted
+from mla_conformance.vocabulary.arrays import could_be_fitted, digest_of
 from mla_conformance.vocabulary.capabilities import Tier
 
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE)
@@ -42,10 +42,8 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
         found.append("the seal does not fit the content: it was changed after it was issued")
     if unknown := age(certificate):
         return [*found, unknown]
-    checks: tuple[Callable[[Certificate], Iterator[str]], ...] = (
-        _digests, _cases, _counts, _must_pass, _findings, _real_kernel,
-    )  # fmt: skip
-    found += [problem for check in checks for problem in check(certificate)]
+    for check in (_digests, _cases, _verdicts, _findings, _real_kernel):
+        found += check(certificate)
     stated = certificate.environment.get("device"), certificate.environment.get("suite")
     if stated != (certificate.device, certificate.suite):
         found.append(f"the environment names device and suite {stated}, the certificate of {certificate.device}")
@@ -58,7 +56,7 @@ def problems(certificate: Certificate, today: datetime.date) -> list[str]:
 
 def age(certificate: Certificate) -> str:
     """Why a certificate counts for nothing here; empty if it does."""
-    if digests.counts_here(certificate):
+    if certificate.is_current or digests.own_list(certificate) is not None:
         return ""
     renew = f"renew it: {renewal(certificate.reference, certificate.device)}"
     return f"of suite {certificate.suite}, outdated by {SUITE_VERSION}, which is installed here; {renew}"
@@ -69,31 +67,27 @@ def _digests(certificate: Certificate) -> Iterator[str]:
         todo = ""
         if not certificate.is_current:
             todo = f", which suite {certificate.suite} does not list"
-        elif (
-            name in digests.LOCKED and here in digests.locked_digests()[name]
-        ):  # the stated one is not listed, or else that of here
+        elif name in digests.LOCKED and here in digests.locked_digests()[name]:
+            # The stated one is not listed, or else that of here.
             renew = renewal(certificate.reference, certificate.device)
             todo = f", which suite {SUITE_VERSION} does not list; renew the record: {renew}"
         elif name in digests.LOCKED:
-            run = "python ci/lock.py write, then python ci/accept.py"
-            todo = (
-                f"; suite {SUITE_VERSION} does not list the sources that are here; to show that they judge alike: {run}"
-            )
+            sources = f"suite {SUITE_VERSION} does not list the sources that are here"
+            todo = f"; {sources}; to show that they judge alike: python ci/lock.py write, then python ci/accept.py"
         yield f"digest '{name}': expected {here} as installed here, got {stated}{todo}"
     if certificate.tier != Tier.FULL:
         yield f"tier {certificate.tier}: only the full tier is certified"
 
 
 def _cases(certificate: Certificate) -> Iterator[str]:
-    fitted = sorted(certificate.cases.keys() - digests.judged_list(certificate))
+    listed = digests.judged_list(certificate)
+    fitted = sorted(certificate.cases.keys() - listed)
     foreign = {case for case in fitted if not could_be_fitted(case)}
-    for what, odd in (
-        ("missing", digests.judged_list(certificate) - certificate.cases.keys()),
-        ("not in the suite's list", foreign),
-    ):
+    for what, odd in (("missing", listed - certificate.cases.keys()), ("not in the suite's list", foreign)):
         if odd:
             yield f"{len(odd)} cases are {what}, for example {min(odd)}"
-    if not foreign and certificate.digests.get(digests.FITTED) != digests.fitted_digest(certificate, fitted):
+    digest = digest_of(fitted, None if listed == digests.listed_ids() else listed)
+    if not foreign and certificate.digests.get(digests.FITTED) != digest:
         yield f"the {len(fitted)} fitted cases are not those that were issued: their digest differs"
 
 
@@ -107,24 +101,16 @@ def fitted_of(cases: Collection[str]) -> list[str]:
     return sorted(set(cases).difference(digests.listed_ids()))
 
 
-def _counts(certificate: Certificate) -> Iterator[str]:
-    counted = Counts.of(_records(certificate), len(digests.judged_list(certificate) | certificate.cases.keys()))
+def _verdicts(certificate: Certificate) -> Iterator[str]:
+    listed = digests.judged_list(certificate)
+    records = {each.case: each for each in records_of(certificate.backend, certificate.backend, certificate.cases)}
+    counted = Counts.of(records.values(), len(listed | certificate.cases.keys()))
     for name, expected, stated in differing(*map(msgspec.structs.asdict, (counted, certificate.counts))):
         yield f"count '{name}': the cases give {expected}, the certificate says {stated}"
-    failed = [record.case for record in _records(certificate) if record.failed]
+    failed = [case for case, record in records.items() if record.failed]
     if failed:
         yield f"{len(failed)} cases failed, which no certificate is issued for, for example {failed[0]}"
-
-
-def _records(certificate: Certificate) -> list[Record]:
-    return records_of(certificate.backend, certificate.backend, certificate.cases)
-
-
-def _must_pass(certificate: Certificate) -> Iterator[str]:
-    records = {record.case: record for record in _records(certificate)}
-    listed, required = digests.judged_list(certificate), MustPass.of_suite()
-    if listed != digests.listed_ids():
-        required = MustPass.of_ids(tuple(listed))
+    required = MustPass.of_suite() if listed == digests.listed_ids() else MustPass.of_ids(tuple(listed))
     missing = dict(required.missing(records, waivable=True))
     undecided = [case for case in missing if case not in certificate.lacking]
     if undecided:
@@ -191,34 +177,31 @@ def rerun(
     judged = judged_cases(certificate)
     cases = random.SystemRandom().sample(judged, min(number, len(judged)))
     try:
-        request = RunRequest.of([backend.reference], device=device, cases=cases, salt=salt)
-        summary = _run(request)
+        summary = _run(RunRequest.of([backend.reference], device=device, cases=cases, salt=salt))
     except (RequestError, RunError) as error:
         raise InputError(f"cannot run the cases again: {error}") from error
     yield from compare_machines(certificate.environment, summary.environment)
     yield from compare_loaded(certificate.traced, summary.backends[0].traced)
     found = {record.case: record for record in summary.records}
     for case in cases:
-        yield from _difference(case, certificate.cases[case], found.get(case), salt == certificate.salt)
+        stated = certificate.cases[case]
+        said = f"case {case}: the certificate says {stated}, run again it gives"
+        if case not in found:
+            yield Remark(Weight.AGAINST, f"{said} no verdict")
+            continue
+        now = found[case]
+        gives = f"{now.status}: {now.message}; {now.replay}" if now.failed else now.status.value
+        if contradicts(stated, now.status):
+            # A known failure may need its own inputs to show.
+            excused = stated is Status.EXPECTED_FAILURE and salt != certificate.salt
+            yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {gives}")
+        elif now.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel
+            yield Remark(Weight.REPORTED, f"{said} {gives}")
 
 
 def judged_cases(certificate: Certificate) -> list[str]:
     """The cases that the kernel was held to, whether it passed or is known to fail."""
     return sorted(case for case, status in certificate.cases.items() if status in _JUDGED)
-
-
-def _difference(case: str, stated: Status, record: Record | None, same_inputs: bool) -> Iterator[Remark]:
-    said = f"case {case}: the certificate says {stated}, run again it gives"
-    if record is None:
-        yield Remark(Weight.AGAINST, f"{said} no verdict")
-        return
-    now = f"{record.status}: {record.message}; {record.replay}" if record.failed else record.status.value
-    if contradicts(stated, record.status):
-        # A known failure may need its own inputs to show.
-        excused = stated is Status.EXPECTED_FAILURE and not same_inputs
-        yield Remark(Weight.REPORTED if excused else Weight.AGAINST, f"{said} {now}")
-    elif record.status is Status.UNAVAILABLE:  # another device's memory is nothing against a kernel
-        yield Remark(Weight.REPORTED, f"{said} {now}")
 
 
 def _run(request: RunRequest) -> RunSummary:

@@ -26,9 +26,8 @@ from mla_conformance.files.installed import git_asked_before
 from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.record import BackendFacts
 from mla_conformance.models.caselist import cases_of
-from mla_conformance.models.config import read_config
+from mla_conformance.models.config import find_model, read_config
 from mla_conformance.models.profile import Deployment
-from mla_conformance.models.stored import find_model
 from mla_conformance.report.json_report import load_report, to_text
 from mla_conformance.report.outcome import Detail
 from mla_conformance.report.summary import BackendOutcome, RunSummary

@@ -21,8 +21,8 @@ from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits
 from mla_conformance.files.whole import InputError, Section
 from mla_conformance.models.caselist import cases_of
+from mla_conformance.models.config import StoredModel, find_model, model_names, stored_model
 from mla_conformance.models.profile import Deployment, ModelProfile
-from mla_conformance.models.stored import StoredModel, find_model, model_names, stored_model
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.terminal import columns, put, say, say_wrapped, side_by_side
 from mla_conformance.vocabulary import tiers

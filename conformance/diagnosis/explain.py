@@ -33,6 +33,7 @@ from mla_conformance.cases.shrink import simpler
 from mla_conformance.cases.work import work_of
 from mla_conformance.defects.bases import LayeredDecode
 from mla_conformance.defects.known import FAMILIES, Emulation, judged_roles, known_defects, reported_bugs, sentence_of
+from mla_conformance.diagnosis.cache_suspects import CACHE_SUSPECTS
 from mla_conformance.diagnosis.likeness import Behaviour, likeness
 from mla_conformance.diagnosis.suspects import SUSPECTS, each_of
 from mla_conformance.driving.driver import Executor, StepResult, run_step
@@ -101,7 +102,7 @@ def _everyone() -> tuple[Candidate, ...]:
     # a GPU's memory, read by this process, would end it.
     known = {id: entry for id, entry in known_defects().items() if entry.killed_by != "memory_bounds"}
     found = list[Candidate]()
-    for wrong, covers in chain.from_iterable(map(each_of, SUSPECTS)):
+    for wrong, covers in chain.from_iterable(map(each_of, (*SUSPECTS, *CACHE_SUSPECTS))):
         sources = known[covers[0]].sources if covers else ()
         for kernel, roles in _kernels(wrong):
             found.append(Candidate(sentence_of(wrong), kernel, roles, "", sources, covers))

@@ -47,7 +47,6 @@ class HeatMap(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def wrong(self) -> int:
-        """How many are over their budget."""
         return self.cells - sum(line.count("0") for line in self.lines)
 
     def curves(self, width: int) -> dict[str, str]:

@@ -46,7 +46,6 @@ class Behaviour:
 
 
 def numbers_of(trial: Trial) -> list[Measured]:
-    """Every output and LSE of what a trial judged last."""
     last = trial.last
     return measure(last.problem, last.expectation, last.observation, trial.declaration) if last else []
 

@@ -1,21 +1,25 @@
-"""Where wrong numbers are, in words: which queries, requests and pages, as far as that is regular."""
+"""Where wrong numbers are: in words, as far as it is regular, and as a map by head and row."""
 
 import re
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from mla_conformance.backends.declaration import Declaration
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
+from mla_conformance.diagnosis.heat_map import BEYOND, MOST, HeatMap, is_mapped
 from mla_conformance.diagnosis.likeness import numbers_of, wrong_numbers
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import AttentionCall
+from mla_conformance.problems.memory import out_of_memory
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.decode.case import DecodeCase
-from mla_conformance.trials.trial import Trial
+from mla_conformance.roles.table import measure
+from mla_conformance.trials.trial import Observed, Trial
 
 _TWO = re.compile(r"expected 2 tensor\(s\)")
 _SHAPES = re.compile(r"expected output of shape \[(\d+, \d+, \d+)\], got \[(\d+, \d+, \d+)\]")
@@ -26,11 +30,50 @@ _TELLING = 3  # queries of a request of which one differs from the others
 _Rows = Sequence[list[bool]]  # of each request whether each of its queries is wrong
 
 
-def with_reach(trial: Trial, record: Record) -> Record:
-    """The record of a failed trial, whose message says where wrong numbers are, as far as that is regular.
+def compared(seen: Observed, declaration: Declaration) -> dict[str, Measured]:
+    """What was compared, by name: output and LSE of each call, then of all calls merged; of attention alone."""
+    calls = [call for call in seen.problem.calls if isinstance(call, AttentionCall)]
+    if not calls:
+        return {}
+    names = [f"{what} of {call.name}" for call in calls for what in ("output", "LSE")[: 1 + call.returns_lse]]
+    measured = measure(seen.problem, seen.expectation, seen.observation, declaration)
+    return dict(zip([*names, "output merged", "LSE merged"], measured, strict=False))
 
-    Of a wrong form it says what that is the form of.
+
+def heat_maps(parts: dict[str, Measured]) -> list[HeatMap]:
+    """A map of each output [T, N, V], of which the worst column counts, and of each LSE [N, T], unless it is empty."""
+    maps = []
+    for name, part in parts.items():
+        if part.got.numel():
+            error = torch.where(part.got == part.golden, 0.0, (part.got - part.golden).abs())
+            share = torch.where(error == 0, 0.0, error / part.allowed).nan_to_num(torch.inf, torch.inf)
+            by_head = share.amax(dim=-1).mT if share.dim() > 2 else share
+            heads, rows = by_head.shape
+            cells = min(heads, MOST), min(rows, MOST)
+            largest = torch.nn.functional.adaptive_max_pool2d(by_head[None].double().contiguous(), cells)[0]
+            digits = largest.log10().ceil().clamp(0, BEYOND).int().tolist()
+            maps.append(HeatMap(name, heads, rows, tuple("".join(map(str, line)) for line in digits)))
+    return maps
+
+
+def heat_of(trial: Trial, record: Record) -> HeatMap | None:
+    """The map of the part that has most cells over their budget, of a trial that failed by a wrong number.
+
+    None where no element that was judged last is over its own, as where only the RMS of a row is, or memory runs out.
     """
+    if not is_mapped(record) or trial.last is None:
+        return None
+    try:
+        maps = heat_maps(compared(trial.last, trial.declaration))
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error):
+            return None
+        raise
+    return max((each for each in maps if each.wrong), key=lambda each: each.wrong, default=None)
+
+
+def with_reach(trial: Trial, record: Record) -> Record:
+    """The record of a failed trial, whose message says where wrong numbers are, or what a wrong form is the form of."""
     said = ""
     try:
         if record.check == Check.SHAPE:

@@ -31,8 +31,7 @@ from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
-from mla_conformance.diagnosis.heat import heat_of
-from mla_conformance.diagnosis.reach import with_reach
+from mla_conformance.diagnosis.reach import heat_of, with_reach
 from mla_conformance.driving.driver import Executor, Observation, Returned
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.driving.remote import RemoteExecutor

@@ -7,7 +7,7 @@ import torch
 
 from mla_conformance.backends.declaration import Declaration
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis.heat import compared, heat_maps
+from mla_conformance.diagnosis.reach import compared, heat_maps
 from mla_conformance.driving.driver import parts_of, why_not_plain
 from mla_conformance.export.inputs import by_request, same
 from mla_conformance.export.program import NotWritable

@@ -3,7 +3,7 @@
 import base64
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -35,17 +35,16 @@ def named_tensors(call: AttentionCall) -> dict[str, torch.Tensor]:
     """What a backend is handed in a call, by the names that a script gives it."""
     own = ("ql_nope", "q_pe", "kv_cache", "k_scale") if isinstance(call, DecodeCall) else ("q", "k", "v")
     assert isinstance(call, DecodeCall | PrefillCall)
-    return {**{name: getattr(call, name) for name in own}, **_fields(call.metadata)}
+    return {**{name: getattr(call, name) for name in own}, **_tensors_in(call.metadata)}
 
 
-def _fields(value: Any) -> dict[str, torch.Tensor]:
+def _tensors_in(value: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    for field in fields(value):
-        part = getattr(value, field.name)
+    for name, part in ((field.name, getattr(value, field.name)) for field in fields(value)):
         if isinstance(part, torch.Tensor):
-            found[field.name] = part
-        elif hasattr(part, "__dataclass_fields__"):
-            found |= _fields(part)
+            found[name] = part
+        elif is_dataclass(part):
+            found |= _tensors_in(part)
     return found
 
 
@@ -202,6 +201,5 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _equal_elements(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where two tensors hold the same number, of one shape."""
     a, b = a.cpu().double(), b.cpu().double()
     return (a == b) | (a.isnan() & b.isnan())

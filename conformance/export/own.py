@@ -115,8 +115,6 @@ def _in_place_of(module: str, name: str) -> tuple[str, dict[str, str]]:
 
 @dataclass(frozen=True)
 class OwnClass:
-    """A class that is no adapter of this project."""
-
     module: str  # its module, or the name of its file
     path: Path | None  # its file; None for a module that is installed
 

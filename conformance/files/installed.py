@@ -53,7 +53,17 @@ def installed(name: str) -> Installed | None:
     except (PackageNotFoundError, ValueError):  # or no name at all
         return None
     folder = _editable(found)
-    return _checkout(folder) if folder else _wheel(found)
+    if folder is None:
+        return _wheel(found)
+    commit, clean = commit_of(folder)
+    if commit:
+        return Installed(commit=commit, clean=clean)
+    sources = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in (".py", ".so")}
+    # Not of an environment that stands in the checkout, or of a tool.
+    own = {
+        name: path for name, path in sources.items() if not any(p[0] == "." or p == "site-packages" for p in name.parts)
+    }
+    return Installed(files=files_digest({name.as_posix(): path for name, path in own.items()}))
 
 
 def _editable(found: Distribution) -> Path | None:
@@ -61,18 +71,6 @@ def _editable(found: Distribution) -> Path | None:
     if not reported.get("dir_info", {}).get("editable"):
         return None
     return Path(unquote(urlsplit(reported["url"]).path))
-
-
-def _checkout(folder: Path) -> Installed:
-    commit, clean = commit_of(folder)
-    if commit:
-        return Installed(commit=commit, clean=clean)
-    found = {path.relative_to(folder): path for path in folder.rglob("*") if path.suffix in (".py", ".so")}
-    # Not of an environment that stands in the checkout, or of a tool.
-    own = {
-        name: path for name, path in found.items() if not any(p[0] == "." or p == "site-packages" for p in name.parts)
-    }
-    return Installed(files=files_digest({name.as_posix(): path for name, path in own.items()}))
 
 
 class _Told(NamedTuple):

@@ -1,21 +1,26 @@
-"""Reading a model's ``config.json`` of Hugging Face's form, and what of its architecture no configuration tells.
+"""Reading a model's ``config.json`` of Hugging Face's form, or what was read of one that is known by name. No torch.
 
-Sources of the latter: the configuration and modelling code of transformers 5.17.0 and of vLLM 0.33.0. No torch.
+And what of an architecture no configuration tells; its sources: the configuration and modelling code of transformers
+5.17.0 and of vLLM 0.33.0.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from mla_conformance.files.whole import InputError, convert, decode, read_text
+from mla_conformance.backends.references import unknown
+from mla_conformance.files.whole import InputError, convert, decode, has_letters, read_text
 from mla_conformance.models.profile import Indexer, ModelProfile, Selection
 from mla_conformance.reference.yarn import Yarn
+
+_STORED = files("mla_conformance.fixtures") / "models"
 
 
 class Attends(StrEnum):
@@ -26,8 +31,6 @@ class Attends(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What models of one ``model_type`` have in common."""
-
     attends: Attends = Attends.ALL  # what their layers attend to
     sinks: bool = False  # whether heads have an attention sink
     rotates: bool = True  # whether the R columns of queries and keys are rotated
@@ -89,8 +92,6 @@ class _LinearAttention(msgspec.Struct):
 
 
 class _Config(msgspec.Struct):
-    """The fields that are read; others are left alone."""
-
     hidden_size: _Size
     num_hidden_layers: _Size
     num_attention_heads: _Width
@@ -182,7 +183,6 @@ class _Reader:
         return int(value)
 
     def _layers(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of layers in the order of their first one."""
         linear, count = self.config.linear_attn_config, self.config.num_hidden_layers
         if self.config.layer_types:
             kinds: Sequence[str] = self.config.layer_types[:count]
@@ -215,3 +215,54 @@ class _Reader:
         kinds = [kind.replace(" ", "_") for kind, _ in self._layers()]
         second = tuple(columns[kind] for kind in columns if kind in kinds)
         return Selection(topk=self._need("sliding_window"), indexer=indexer, sinks=self.family.sinks, second=second)
+
+
+class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    source: str  # repository, commit and path; a thread; or a released package and its file
+    config: Annotated[dict[str, Any], Meta(min_length=1)]  # the figures under their published names
+    # why the source does not speak for the published model, and what was tried; None if it does
+    unconfirmed: str | None = None
+
+
+class StoredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    published: str  # its name where it is published
+    model_type: str  # its architecture
+    readings: tuple[Reading, ...]  # what was read of its configuration
+
+    @property
+    def config(self) -> dict[str, Any]:
+        figures = {figure: value for reading in self.readings for figure, value in reading.config.items()}
+        return {"model_type": self.model_type, **figures}
+
+    @property
+    def unconfirmed(self) -> tuple[str, ...]:
+        return tuple(figure for reading in self.readings if reading.unconfirmed for figure in reading.config)
+
+
+def model_names() -> tuple[str, ...]:
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in _STORED.iterdir()))
+
+
+def stored_model(name: str) -> StoredModel:
+    if name not in model_names():
+        raise InputError(unknown("model", name, model_names(), "mla-conformance models", ", or --config PATH"))
+    model = decode((_STORED / f"{name}.json").read_text(encoding="utf-8"), StoredModel, name)
+    read_in: dict[str, str] = {}
+    for reading in model.readings:
+        figures = ", ".join(reading.config)
+        if not has_letters(reading.source):
+            raise InputError(f"{name}: {figures}: expected where they were read, got {reading.source!r}")
+        if reading.unconfirmed is not None and not has_letters(reading.unconfirmed):
+            raise InputError(f"{name}: {figures}: unconfirmed: expected what was tried, got nothing")
+        for figure in reading.config:
+            if figure not in FIGURES:
+                raise InputError(f"{name}: unknown figure {figure!r}; expected one of {', '.join(sorted(FIGURES))}")
+            if figure in read_in:
+                sources = f"{read_in[figure]!r} and {reading.source!r}"
+                raise InputError(f"{name}: {figure}: expected one source, got {sources}")
+            read_in[figure] = reading.source
+    return model
+
+
+def find_model(name: str) -> ModelProfile:
+    return profile_of(stored_model(name).config, name)

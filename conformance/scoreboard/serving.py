@@ -15,8 +15,8 @@ from mla_conformance.certificate.certificate import renewal
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.verdict import FAILED, Status
 from mla_conformance.models.caselist import cases_of, dims_of
+from mla_conformance.models.config import find_model, model_names
 from mla_conformance.models.profile import Deployment
-from mla_conformance.models.stored import find_model, model_names
 from mla_conformance.report.causes import grouped
 from mla_conformance.report.outcome import answers
 from mla_conformance.report.summary import Group, RunSummary

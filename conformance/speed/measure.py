@@ -211,7 +211,13 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
     is_captured = on_gpu and case.call != Call.SPARSE_PREFILL
     if is_captured and not device_reasons(captured, device, subject.class_of(case.role)):
         try:
-            graph = _captured(once, device)
+            stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                once()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            with torch.cuda.graph(graph):
+                once()
             found = told(found, graph=rounds.take("graph", graph.replay))
             graph.reset()
         except Exception as error:
@@ -220,17 +226,6 @@ def _timed(subject: Subject, case: Case, found: Timed, card: tuple[float, float]
     least = max(found.moved / card[0] / 1e3, found.operations / card[1] / 1e6)  # microseconds
     best = found.best
     return told(found, share=least / best.median) if best and best.median else found
-
-
-def _captured(call: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    with torch.cuda.graph(graph):
-        call()
-    return graph
 
 
 def _card(device: torch.device) -> tuple[float, float]:

@@ -59,7 +59,6 @@ class Timed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
     @property
     def rate(self) -> str:
-        """What is reached, in words."""
         if not self.best or not self.best.median:
             return ""
         bandwidth, operations = self.moved / self.best.median / 1e3, self.operations / self.best.median / 1e6
@@ -67,7 +66,6 @@ class Timed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
 
 def _figure(value: float) -> str:
-    """Three digits that count."""
     return f"{float(f'{value:.3g}'):,g}"
 
 
@@ -90,7 +88,6 @@ class Speed(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True)
 
     @property
     def reason(self) -> str:
-        """Why there is no time at all, in words."""
         return self.why or next((each.why for each in self.times if each.why), "none of its shapes is supported")
 
 
@@ -158,16 +155,14 @@ class Shape:
     context: int  # tokens of each before those
 
     def __str__(self) -> str:
-        kind, new = KINDS[self.call], short(self.new)
-        if self.call in (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.SPARSE_PREFILL):
-            return f"{kind} {new}" + (f" after {short(self.context)}" if self.context else "")
-        return f"{kind} {self.requests} × {short(self.context + self.new)}" + (
-            f", {new} tokens" if self.new > 1 else ""
+        new, context, total = (
+            f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+            for tokens in (self.new, self.context, self.context + self.new)
         )
-
-
-def short(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens >= 1024 and tokens % 1024 == 0 else str(tokens)
+        if self.call in (Call.NEW_TOKENS, Call.CONTEXT_CHUNK, Call.SPARSE_PREFILL):
+            return f"{KINDS[self.call]} {new}" + (f" after {context}" if self.context else "")
+        several = f", {new} tokens" if self.new > 1 else ""
+        return f"{KINDS[self.call]} {self.requests} × {total}{several}"
 
 
 _K = 1024

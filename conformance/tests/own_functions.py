@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from mla_conformance.api import selection
-from mla_conformance.api.function_case import FunctionCase, why_no_function
+from mla_conformance.api.function_case import FunctionCase, unusual, why_no_function
 from mla_conformance.backends.decode import MLACommonDecodeMetadata
 from mla_conformance.backends.metadata import ChunkedContextMetadata, MLACommonPrefillMetadata
 from mla_conformance.backends.roles import IndexSpace, Role
@@ -28,7 +27,7 @@ def lightest(role: str, wanted: Inputs, count: int = 1) -> list[FunctionCase]:
     """The listed cases of least work that have these values, and otherwise what every kernel supports."""
     cases = [case for entry in CAPABILITIES.values() for case in entry.cases if case.role == role]
     cases = [case for case in cases if all(getattr(case, name, None) == value for name, value in wanted.items())]
-    fitting = [each for each in cases if not (selection._unusual(each, wanted) or why_no_function(each))]
+    fitting = [each for each in cases if not (unusual(each, wanted) or why_no_function(each))]
     return [FunctionCase(case) for case in sorted(fitting, key=work_of)[:count]]
 
 

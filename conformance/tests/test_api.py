@@ -15,8 +15,7 @@ import torch
 
 import mla_conformance as mla
 from mla_conformance.api import verdicts
-from mla_conformance.api.function_case import why_no_function
-from mla_conformance.api.selection import AT_DEFAULT
+from mla_conformance.api.function_case import AT_DEFAULT, why_no_function
 from mla_conformance.backends.declaration import Declaration, LseClass, Rounding, declaration_of
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
@@ -312,9 +311,8 @@ def test_the_golden_decode_is_that_of_the_suite(cache: str) -> None:
     case = mla.case(f"decode:call=decode;heads=2;q=[3,1];kv=[64,5];page=64;cache={cache}")
     x = case.inputs("cpu")
     names = ("scale", "kv_lora_rank", "cu_seqlens_q", "kv_cache_dtype", "k_scale")
-    own = mla.golden.decode(
-        *(x[name] for name in ("q", "kv_cache", "block_table", "seq_lens")), **{name: x[name] for name in names}
-    )
+    told = {name: x[name] for name in names}
+    own = mla.golden.decode(x["q"], x["kv_cache"], x["block_table"], x["seq_lens"], **told)
     expected = golden_of(case)
     assert torch.equal(own.output, expected.output) and torch.equal(own.lse, expected.lse)
 

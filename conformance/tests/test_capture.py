@@ -137,17 +137,16 @@ def test_a_wrong_call_keeps_its_own_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_captured_cases_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for text in ("new_tokens:q=[3,1]", "context_chunk:q=[2,1];kv=[0,7]"):
-        with capture(EagerPrefillBackend, tmp_path / "cases"):
+    with capture(EagerPrefillBackend, tmp_path / "cases"):
+        for text in ("new_tokens:q=[3,1]", "context_chunk:q=[2,1];kv=[0,7]"):
             drive(Case.parse(text))
     assert main([*CERTIFY, str(tmp_path / "out"), "--cases", str(tmp_path / "cases")]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["cases"] == ["context_chunk:q=[2,1];kv=[0,7]", "new_tokens:q=[3,1]"]
     counts = {name: part["passed"] for name, part in report["backends"]["EAGER"]["capabilities"].items()}
     assert counts == {"context_chunk": 1, "new_tokens": 1}
-    only = ["--cases", str(tmp_path / "cases"), "--capability", "lse"]
     capsys.readouterr()
-    assert main([*CERTIFY, str(tmp_path / "out"), *only]) == 2
+    assert main([*CERTIFY, str(tmp_path / "out"), "--cases", str(tmp_path / "cases"), "--capability", "lse"]) == 2
     assert "no case of lse" in capsys.readouterr().err
     for folder, said in ((tmp_path, "no case file"), (tmp_path / "absent", "no such folder")):
         with pytest.raises(InputError, match=said):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mla_conformance.certificate.certificate import Certificate, read_certificat
 from mla_conformance.certificate.digests import seal
 from mla_conformance.certificate.issue import Refused, issue, require_certifiable, require_committed, require_core
 from mla_conformance.certificate.issue import record as record_of
-from mla_conformance.certificate.pins import Pins, Remark, Weight
+from mla_conformance.certificate.pins import Pins, Weight
 from mla_conformance.certificate.records import kept_records, write_record
 from mla_conformance.certificate.verify import problems, rerun
 from mla_conformance.cli import main
@@ -44,9 +45,14 @@ Json = dict[str, Any]
 TODAY = datetime.date(2026, 6, 1)
 PINS = Pins(sources={"mla_conformance.backends.torch_sdpa": "ab" * 32}, versions={"torch": "2.13.0"})
 CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
-LISTED = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
+LISTED = [case.id for case in CASES]
 OPTIONAL = next(case.id for case in CASES if case.own_merge)
 WAIVED = "lse:" + CAPABILITIES["lse"].cases[0].id.partition(":")[2]
+
+
+@cache
+def here() -> Pins:
+    return Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": "0.20"})
 
 
 def record(case: str, status: Status = Status.PASS) -> Record:
@@ -263,28 +269,22 @@ def test_a_malformed_certificate_is_refused_with_the_place(
     assert str(refused.value) == f"{tmp_path / 'c.json'}: {said}"
 
 
-LISTS = {"all": [case.id for case in CASES], "fewer": [case.id for case in CASES[1:]]}
 REAL = BackendFacts("TORCH_SDPA", "TORCH_SDPA")
 
 
 @pytest.mark.parametrize(
     ("backends", "cases", "drawn", "reason"),
     [
-        ([REAL], LISTS["fewer"], False, "1 cases are left out, for example"),
-        ([REAL], [*LISTS["all"], "lse:q=[77]"], False, "1 cases are not of the full tier, for example lse:q=[77]"),
-        ([REAL], LISTS["all"], True, "drawn cases are in no list; certify without --explore"),
-        ([REAL, REAL], LISTS["all"], False, "expected one --backend, got 2"),
-        (
-            [replace(REAL, emulated=True)],
-            LISTS["all"],
-            False,
-            "is an emulated kernel, which is judged but never certified",
-        ),
-        ([replace(REAL, reasons=("no GPU",))], LISTS["all"], False, "TORCH_SDPA is unavailable: no GPU"),
+        ([REAL], LISTED[1:], False, "1 cases are left out, for example"),
+        ([REAL], [*LISTED, "lse:q=[77]"], False, "1 cases are not of the full tier, for example lse:q=[77]"),
+        ([REAL], LISTED, True, "drawn cases are in no list; certify without --explore"),
+        ([REAL, REAL], LISTED, False, "expected one --backend, got 2"),
+        ([replace(REAL, emulated=True)], LISTED, False, "is an emulated kernel, which is judged but never certified"),
+        ([replace(REAL, reasons=("no GPU",))], LISTED, False, "TORCH_SDPA is unavailable: no GPU"),
     ],
 )
 def test_what_can_never_be_certified(backends: list[BackendFacts], cases: list[str], drawn: bool, reason: str) -> None:
-    require_certifiable([REAL], LISTS["all"])
+    require_certifiable([REAL], LISTED)
     with pytest.raises(Refused) as refused:
         require_certifiable(backends, cases, drawn)
     assert reason in str(refused.value)
@@ -310,37 +310,31 @@ def test_the_digests_cover_what_a_verdict_depends_on() -> None:
     assert names <= {path.name for path in judging_sources()}
 
 
-def run_again(certificate: Json, monkeypatch: pytest.MonkeyPatch, found: list[Record], salt: str) -> list[Remark]:
-    monkeypatch.setattr("mla_conformance.certificate.verify._run", lambda request: run(found))
-    return list(rerun(read(certificate), len(CASES), parse_reference("TORCH_SDPA"), "cpu", salt))
-
-
 @pytest.mark.parametrize(
-    ("case", "now", "salt", "weight"),
+    ("case", "now", "salt", "weights"),
     [
-        (CORE, Status.FAIL, "", Weight.AGAINST),
-        (CORE, Status.FAIL, "new", Weight.AGAINST),
-        (CORE, Status.UNSUPPORTED, "new", Weight.AGAINST),
-        (CORE, Status.UNAVAILABLE, "new", Weight.REPORTED),
-        (WAIVED, Status.PASS, "", Weight.AGAINST),
-        (WAIVED, Status.PASS, "new", Weight.REPORTED),
+        (CORE, Status.FAIL, "", [Weight.AGAINST]),
+        (CORE, Status.FAIL, "new", [Weight.AGAINST]),
+        (CORE, Status.UNSUPPORTED, "new", [Weight.AGAINST]),
+        (CORE, Status.UNAVAILABLE, "new", [Weight.REPORTED]),
+        (WAIVED, Status.PASS, "", [Weight.AGAINST]),
+        (WAIVED, Status.PASS, "new", [Weight.REPORTED]),
+        (WAIVED, Status.FAIL, "", []),
     ],
 )
 def test_running_again_tells_what_differs(
-    certificate: Json, monkeypatch: pytest.MonkeyPatch, case: str, now: Status, salt: str, weight: Weight
+    certificate: Json, monkeypatch: pytest.MonkeyPatch, case: str, now: Status, salt: str, weights: list[Weight]
 ) -> None:
     """A known failure may need its own inputs to show; a pass that fails is one on any."""
-    (found,) = run_again(certificate, monkeypatch, changed(case, now), salt)
+    monkeypatch.setattr("mla_conformance.certificate.verify._run", lambda request: run(changed(case, now)))
+    found = list(rerun(read(certificate), len(CASES), parse_reference("TORCH_SDPA"), "cpu", salt))
     was = "pass" if case == CORE else "expected_failure"
-    assert found.weight is weight and found.sentence.startswith(f"case {case}: the certificate says {was}, run again")
-
-
-def test_a_known_failure_that_fails_again_is_as_it_was(certificate: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_again(certificate, monkeypatch, changed(WAIVED, Status.FAIL), "") == []
+    assert [remark.weight for remark in found] == weights
+    assert all(each.sentence.startswith(f"case {case}: the certificate says {was}, run again") for each in found)
 
 
 def test_what_was_changed_while_it_was_judged_gets_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = msgspec.structs.replace(Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": "0.20"}), sources={})
+    before = msgspec.structs.replace(here(), sources={})
     assert Issuing("record", tmp_path / "r.json", None, before).write(run(RECORDS), 0) == 1
     assert "no record: the backend, one of its packages or the harness changed" in capsys.readouterr().err
     assert Issuing("certificate", tmp_path / "c.json", None, before).write(run(RECORDS), 3) == 3
@@ -351,12 +345,11 @@ def test_what_was_changed_while_it_was_judged_gets_nothing(tmp_path: Path, capsy
 def test_a_kernel_that_lacks_must_pass_cases_gets_a_record_and_no_certificate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pins = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": "0.20"})
     lacking = run(changed(CASES[5].id, Status.UNSUPPORTED))
-    assert Issuing("certificate", tmp_path / "c.json", None, pins).write(lacking, 0) == 1
+    assert Issuing("certificate", tmp_path / "c.json", None, here()).write(lacking, 0) == 1
     assert f"no certificate: must-pass case {CASES[5].id} did not pass" in capsys.readouterr().err
-    assert Issuing("record", tmp_path / "r.json", None, pins).write(lacking, 0) == 0
-    assert read_certificate(tmp_path / "r.json").pins == pins
+    assert Issuing("record", tmp_path / "r.json", None, here()).write(lacking, 0) == 0
+    assert read_certificate(tmp_path / "r.json").pins == here()
 
 
 def test_a_package_that_no_commit_names_is_refused() -> None:
@@ -369,23 +362,20 @@ def test_a_package_that_no_commit_names_is_refused() -> None:
 def test_what_is_issued_is_signed_if_a_key_is_given(tmp_path: Path) -> None:
     key = tmp_path / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
-    pins = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": "0.20"})
-    assert Issuing("certificate", tmp_path / "c.json", key, pins).write(run(RECORDS), 0) == 0
+    assert Issuing("certificate", tmp_path / "c.json", key, here()).write(run(RECORDS), 0) == 0
     assert "BEGIN SSH SIGNATURE" in (tmp_path / "c.json.sig").read_text()
 
 
 def all_but_two(folder: Path) -> None:
     """What a full run leaves behind that was killed before its last two verdicts."""
     device = torch.device("cpu")
-    request = RunRequest.of(["TORCH_SDPA"], device="cpu")
-    subject = Subject.of("TORCH_SDPA", device)
+    request, subject = RunRequest.of(["TORCH_SDPA"], device="cpu"), Subject.of("TORCH_SDPA", device)
     fitted = tuple(case.id for name in request.arrays for case in region_of(subject, SPACES[name]).cases)
     facts = [replace(describe(subject), fitted=fitted, region=digest_of(fitted))]
     journal = Journal(folder / JOURNAL_NAME)
     journal.append(Planned(msgspec.to_builtins(Plan.of(request, "cpu", device_facts(device), facts))))
     for entry in (*RECORDS[2:], *map(record, fitted)):
-        verdict = record(entry.case) if entry.case == WAIVED else entry
-        journal.append(Judgement(verdict))
+        journal.append(Judgement(record(entry.case) if entry.case == WAIVED else entry))
 
 
 def test_a_run_is_certified_verified_and_run_again(
@@ -398,7 +388,7 @@ def test_a_run_is_certified_verified_and_run_again(
     assert main(["certify", "--resume", str(tmp_path), "-n1", "--submission", str(records)]) == 0
     assert main(["gate", str(tmp_path), "--must-pass", "--require", "TORCH_SDPA"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTS["all"][:number])
+    monkeypatch.setattr(random.SystemRandom, "sample", lambda self, cases, number: LISTED[:number])
     assert main(["verify", str(records), "--rerun", "2", "--device", "cpu", "--salt", "s1"]) == 0
     assert "TORCH_SDPA on cpu" in (said := capsys.readouterr().out) and "holds · 2 run again with salt s1" in said
     file = tmp_path / "record.json"

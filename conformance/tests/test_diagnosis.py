@@ -14,7 +14,7 @@ from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.defects.known import known_defects
-from mla_conformance.diagnosis import suspects
+from mla_conformance.diagnosis import cache_suspects, suspects
 from mla_conformance.diagnosis.explain import (
     ALIKE,
     PATIENCE,
@@ -40,7 +40,7 @@ CONTEXT = Context()
 candidates(Role.PREFILL)  # which makes the suspects, each where its reference finds it
 Base2Lse: Any = vars(suspects)["Base2Lse"]
 RotatedHeads: Any = vars(suspects)["RotatedHeads"]
-KeyScaleLeftOut: Any = vars(suspects)["KeyScaleLeftOut"]
+KeyScaleLeftOut: Any = vars(cache_suspects)["KeyScaleLeftOut"]
 LeakedKey: Any = vars(suspects)["LeakedKey"]
 SUSPECT_CASES = (
     "new_tokens:dims=small;heads=3;q=[70,130];scale=50",
@@ -136,7 +136,7 @@ def test_large_numbers_in_place_of_nan_tell_what_is_read_from_what_is_used(id: s
     ],
 )
 def test_the_block_table_the_last_query_and_the_first_key_are_named(mistake: str, where: str, named: str) -> None:
-    kernel = vars(suspects)[mistake]
+    kernel = vars(cache_suspects)[mistake]
     trial, record = tried(
         located(kernel), "decode_multi_token:call=decode;dims=small;heads=2;q=[3,1];kv=[13,31];page=16"
     )
@@ -241,9 +241,8 @@ def test_what_is_nearly_like_a_mistake_is_neither_that_nor_unlike_it(monkeypatch
     monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: leaked)
     trial, record = tried(located(LeaksAndMore), SUSPECT_CASES[0])
     assert UNALIKE < likeness(Behaviour.of(trial, record), behaved(located(LeakedKey), SUSPECT_CASES[0])) < ALIKE
-    assert (
-        told(trial, record) == INDISTINCT and told(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
-    )
+    assert told(trial, record) == INDISTINCT
+    assert told(*tried(located(LeakedKey), SUSPECT_CASES[0])) == leaked[0].reported
 
 
 SYMPTOMS = {
@@ -271,22 +270,14 @@ def test_a_wider_mistake_is_told_with_a_perhaps_and_not_beside_one_that_holds_ne
     by_id = {each.id: each for each in candidates(Role.DECODE)}
     narrow = by_id["decode-codes-of-large-pages-unscaled"]
     (wide,) = (each for each in candidates(Role.DECODE) if each.kernel is KeyScaleLeftOut)
-    told = {
-        (reference, asked): said(reference, asked, monkeypatch)
-        for reference in (narrow.reference, wide.reference)
-        for asked in ((wide,), (wide, narrow))
-    }
-    assert told == {
-        (narrow.reference, (wide,)): f"perhaps {wide.reported}",
-        (narrow.reference, (wide, narrow)): narrow.reported,
-        (wide.reference, (wide,)): wide.reported,
-        (wide.reference, (wide, narrow)): wide.reported,
-    }
-
-
-def said(reference: str, asked: tuple[Candidate, ...], monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role: asked)
-    return told(*tried(reference, CODES))
+    for kernel, asked, said in (
+        (narrow, (wide,), f"perhaps {wide.reported}"),
+        (narrow, (wide, narrow), narrow.reported),
+        (wide, (wide,), wide.reported),
+        (wide, (wide, narrow), wide.reported),
+    ):
+        monkeypatch.setattr("mla_conformance.diagnosis.explain.candidates", lambda role, asked=asked: asked)
+        assert told(*tried(kernel.reference, CODES)) == said
 
 
 class Raises(EagerPrefillBackend):
@@ -303,10 +294,9 @@ def test_an_exception_is_not_explained_by_arithmetic() -> None:
 
 @pytest.mark.usefixtures("judged_once")
 def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
-    (base_2,) = {each.reported for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse)}
-    reference = next(each.reference for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse))
-    reported = ReportedCauses(["Heads are rotated by one", base_2])
-    assert reported.explain(Failure.of(*tried(reference, SUSPECT_CASES[0]))) == base_2
+    base_2 = next(each for each in candidates(Role.PREFILL) if issubclass(each.kernel, Base2Lse))
+    reported = ReportedCauses(["Heads are rotated by one", base_2.reported])
+    assert reported.explain(Failure.of(*tried(base_2.reference, SUSPECT_CASES[0]))) == base_2.reported
     assert reported.explain(Failure.of(*tried(located(OneNan), SUSPECT_CASES[0]))) == ""
 
 
@@ -314,10 +304,8 @@ def test_what_explains_another_failure_is_claimed_where_it_fits_only() -> None:
 def test_without_time_for_every_candidate_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     trial, record = tried(located(SquaredWeights), SUSPECT_CASES[0])
     monkeypatch.setattr("mla_conformance.diagnosis.explain.PATIENCE", -1.0)
-    assert (
-        told(trial, record, patience=-1.0) == UNCOMPARED
-        and ReportedCauses(["It is wrong"]).explain(Failure.of(trial, record)) == ""
-    )
+    assert told(trial, record, patience=-1.0) == UNCOMPARED
+    assert ReportedCauses(["It is wrong"]).explain(Failure.of(trial, record)) == ""
     uncompared = record.with_fields(explanation=UNCOMPARED)
     assert not uncompared.is_explained and uncompared.remarks == (UNCOMPARED,)
     (cause,) = causes([uncompared])

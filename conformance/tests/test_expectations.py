@@ -88,13 +88,8 @@ def test_a_failure_that_was_foreseen_is_waived_with_its_reason_and_a_pass_in_its
 @pytest.mark.parametrize(
     "changes",
     [
-        {"backend": "OTHER"},
-        {"case": "new_tokens"},
-        {"status": "crash"},
-        {"check": "output"},
-        {"when": "torch < 2"},
-        {"until": "2020-01-01"},
-        {"until": "2026.1"},
+        *({"backend": "OTHER"}, {"case": "new_tokens"}, {"status": "crash"}, {"check": "output"}),
+        *({"when": "torch < 2"}, {"until": "2020-01-01"}, {"until": "2026.1"}),
     ],
 )
 def test_an_expectation_of_something_else_changes_nothing(changes: dict[str, str]) -> None:
@@ -193,13 +188,8 @@ def test_an_entry_of_several_cases_loses_those_that_pass(
     file = tmp_path / "MINE.toml"
     file.write_text(to_toml(replace(KNOWN, case=(first, second), check="lse")))
     passed = FAILURE.with_fields(case=second, status=Status.PASS, check="")
-    records = [
-        FAILURE,
-        passed,
-        FAILURE.with_fields(case=third, check="output"),
-        FAILURE.with_fields(case=fourth, check="output"),
-    ]
-    report = write_report("report.json", records)
+    others = [FAILURE.with_fields(case=each, check="output") for each in (third, fourth)]
+    report = write_report("report.json", [FAILURE, passed, *others])
     assert main(["expectations", "update", str(report), "--dir", str(tmp_path)]) == 0
     assert f"- MINE {second} fail lse\n1 added, 1 removed, 1 kept" in capsys.readouterr().out
     written = read_expectations(file, reasons_required=False)

@@ -244,13 +244,6 @@ class _Wrapper:
         return q * self.scale, None
 
 
-def _toy(monkeypatch: pytest.MonkeyPatch) -> Library:
-    module = ModuleType("q")
-    vars(module).update(Wrapper=_Wrapper, version=lambda: "1.0", MODES=("fast",))
-    monkeypatch.setitem(sys.modules, "q", module)
-    return Library("q", "toy-attention", "pip install toy-attention")
-
-
 def _adapter(library: Library, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     toy = library.load()
     wrapper = toy.Wrapper()
@@ -266,7 +259,10 @@ def _adapter(library: Library, q: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def test_a_library_with_state_is_written_down_with_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    library, q = _toy(monkeypatch), torch.randn(3, 2, 4)
+    module = ModuleType("q")
+    vars(module).update(Wrapper=_Wrapper, version=lambda: "1.0", MODES=("fast",))
+    monkeypatch.setitem(sys.modules, "q", module)
+    library, q = Library("q", "toy-attention", "pip install toy-attention"), torch.randn(3, 2, 4)
     with Recorder() as recorder:
         results = _adapter(library, q)
     program = written(recorder.steps, {"q": q}, results)

@@ -192,7 +192,7 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
 ) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
     added, *before = CASES
-    listed = tuple(id for id in digests._in_order() if id != added)
+    listed = tuple(id for id in digests.listed_ids() if id != added)
     earlier, must_pass = digests._cases_digest(listed), MustPass.of_ids(listed).digest
     old = certificate(
         cases=dict.fromkeys(before, Status.PASS),
@@ -218,7 +218,7 @@ def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
     record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, stored = record_digests(()), digests._stored
-    listed = digests._in_order()[5:]  # another list than the one here
+    listed = tuple(digests.listed_ids())[5:]  # another list than the one here
     own = {"cases": digests._cases_digest(listed), "must_pass": "c" * 64, "fitted": digest_of((), listed)}
     earlier = {**own, digests.NUMBER: len(listed), "judging": ["a" * 64], "reference": [here["reference"]]}
     monkeypatch.setattr(digests, "_stored", lambda suite=SUITE_VERSION: earlier if suite == "2026.1" else stored(suite))

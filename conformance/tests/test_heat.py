@@ -12,15 +12,10 @@ import torch
 
 from mla_conformance.backends.eager import EagerPrefillBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.diagnosis import heat
-from mla_conformance.diagnosis.heat import heat_map, heat_maps, heat_of
+from mla_conformance.diagnosis import reach
 from mla_conformance.diagnosis.heat_map import HeatMap
-from mla_conformance.judging.diagnosis import (
-    TRANSPOSED,
-    UNWRITTEN,
-    explain_lse,
-    explain_output,
-)
+from mla_conformance.diagnosis.reach import heat_maps, heat_of
+from mla_conformance.judging.diagnosis import TRANSPOSED, UNWRITTEN, explain_lse, explain_output
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.steps import Measured
 from mla_conformance.report.html import picture, picture_file, words
@@ -51,7 +46,7 @@ def failed() -> tuple[Trial, Record]:
 def test_a_picture_shows_where_errors_are() -> None:
     got, golden = torch.zeros(200, 3, 2), torch.zeros(200, 3, 2)
     got[-1, 2, 0], got[0, 1, 1], got[1, 1, 0] = torch.nan, 1.0, 25.0
-    found = heat_map("output of decode", Measured(got.double(), golden.double(), torch.ones(200, 3, 1).double()))
+    (found,) = heat_maps({"output of decode": Measured(got.double(), golden.double(), torch.ones(200, 3, 1).double())})
     assert found == HeatMap("output of decode", 3, 200, ("0" * 64, "2" + "0" * 63, "0" * 63 + "9"))
     assert found.curves(8) == {"by row": "▂······█", "by head": "·▂█"}
     said = (
@@ -105,7 +100,7 @@ def test_without_wrong_numbers_or_without_memory_there_is_none(
     assert heat_of(trial, record.with_fields(check="call")) is None
     empty = Measured(*(torch.zeros(2, 0, dtype=torch.double),) * 3)
     assert heat_maps({"LSE of rank 1": empty}) == []
-    monkeypatch.setattr(heat, "measure", Mock(side_effect=MemoryError))
+    monkeypatch.setattr(reach, "measure", Mock(side_effect=MemoryError))
     assert heat_of(trial, record) is None
 
 

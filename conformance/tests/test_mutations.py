@@ -32,8 +32,8 @@ from mla_conformance.expectations.apply import Expectation, to_toml
 from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, Record, Traced
 from mla_conformance.judging.verdict import Status
+from mla_conformance.models.config import stored_model
 from mla_conformance.models.profile import Deployment
-from mla_conformance.models.stored import stored_model
 from mla_conformance.report.json_report import load_report, report_json, to_text
 from mla_conformance.report.summary import BackendSummary, RunSummary, summarise
 from mla_conformance.report.terminal import LINE

@@ -16,14 +16,7 @@ import torch
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.certificate.certificate import Certificate
 from mla_conformance.certificate.digests import seal
-from mla_conformance.certificate.pins import (
-    Pins,
-    Remark,
-    Weight,
-    compare,
-    compare_loaded,
-    owned_by_wheels,
-)
+from mla_conformance.certificate.pins import Pins, Remark, Weight, compare, compare_loaded, owned_by_wheels
 from mla_conformance.cli import main
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.driving.loaded import loaded_libraries
@@ -105,20 +98,14 @@ def test_a_worker_finds_the_library_that_a_backend_loads(folder: Path) -> None:
     assert answer.traced and answer.traced.libraries["./libkernel.so"] == file_digest(folder / "libkernel.so")
 
 
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Path:
-    """A module that a backend finds by a folder which it puts into the path."""
-    path = tmp_path / "far" / "helper.py"
-    path.parent.mkdir()
-    path.write_text("def fix(result): return result\n")
-    return path
-
-
 @pytest.mark.parametrize("suffix", [".py", ".zip"])
 def test_a_module_that_was_only_seen_to_be_loaded_is_pinned_by_its_place(
-    certificate: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str], suffix: str
+    certificate: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:
-    helper = elsewhere.rename(elsewhere.with_suffix(suffix))
+    """As a backend finds it by a folder which it puts into the path."""
+    helper = tmp_path / "far" / f"helper{suffix}"
+    helper.parent.mkdir()
+    helper.write_text("def fix(result): return result\n")
     stated = msgspec.json.decode(certificate.read_bytes(), type=Certificate)
     loaded = {str(path): file_digest(path) for path in (certificate.with_name("my_backend.py"), helper)}
     pins = Pins.of(parse_reference(stated.reference), {}, loaded)

@@ -98,12 +98,8 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_slower_copy_of_a_kernel_stands_behind_it() -> None:
     kernels = [(name, time_kernel(Subject.of(name, CPU), [DECODE])) for name in (f"{__name__}:Slow", "EAGER")]
     (_, slow), (_, quick) = kernels
-    slowest, quickest = slow.times[0].called, quick.times[0].called
-    assert (
-        slowest
-        and quickest
-        and (quickest.median, slowest.median) == pytest.approx((1e6 * 2**-13, 1e6 * (0.03 + 2**-10)), rel=1e-3)
-    )
+    medians = [speed.times[0].called and speed.times[0].called.median for speed in (quick, slow)]
+    assert medians == pytest.approx([1e6 * 2**-13, 1e6 * (0.03 + 2**-10)], rel=1e-3)
     head, first, second = table_of(kernels)
     assert head == ("right, fastest first", "decode 2 × 100", "of the card")
     assert (first[0], second[0]) == ("EAGER", f"{__name__}:Slow") and "ms ±" in second[1]
@@ -128,9 +124,8 @@ def test_a_shape_without_a_time_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def timed(kind: str, shape: str, median: float, share: float = 0.5) -> Timed:
-    return Timed(
-        kind, shape, "x:q=[1]", Interval(9 * median, 1, 1), Interval(median, median - 2, median + 2), share=share
-    )
+    called, graph = Interval(9 * median, 1, 1), Interval(median, median - 2, median + 2)
+    return Timed(kind, shape, "x:q=[1]", called, graph, share=share)
 
 
 def test_the_table_has_the_columns_that_most_kernels_have() -> None:
@@ -177,8 +172,9 @@ def test_a_run_times_what_is_right_and_keeps_it(tmp_path: Path, monkeypatch: Any
         "--out",
         "run",
         "--no-explain",
+        "--speed",
     ]
-    assert main([*asked, "--backend", "EAGER", "--backend", "my.py:Wrong", "--speed"]) == 1
+    assert main([*asked, "--backend", "EAGER", "--backend", "my.py:Wrong"]) == 1
     lines = capsys.readouterr().out.splitlines()
     head = next(number for number, line in enumerate(lines) if line.startswith("right, fastest first"))
     assert lines[head + 1].split()[0] == "EAGER" and "on a CPU, at small shapes" in lines[head + 2]
