@@ -46,16 +46,12 @@ def output_dtype(operands: torch.dtype) -> torch.dtype:
 
 
 class KernelBackend(ABC):
-    """Name, requirements and evidence of a kernel.
+    """Name, requirements and evidence of a kernel."""
 
-    Attributes:
-        supported_dtypes: dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`.
-        declaration: rounding classes, deviations and packages, as data.
-        needed_capability: the compute capabilities that the kernel runs on, for a person; empty if not restricted.
-    """
-
+    # dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    declaration: ClassVar[Declaration] = Declaration()
+    declaration: ClassVar[Declaration] = Declaration()  # rounding classes, deviations and packages, as data
+    # the compute capabilities that the kernel runs on, for a person; empty if not restricted
     needed_capability: ClassVar[str] = ""
 
     @staticmethod
@@ -154,13 +150,9 @@ class AttentionKernel(AttentionSizes, KernelBackend):
 
 
 class NamedKernel(KernelBackend):
-    """A kernel whose name is data.
+    """A kernel whose name is data."""
 
-    Attributes:
-        name: by which the backend is chosen and reported.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # by which the backend is chosen and reported
 
     @classmethod
     def get_name(cls) -> str:

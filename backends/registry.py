@@ -28,11 +28,9 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
     Behind the path stand the names of the class's variants, if it has any, which are known without importing it; one
     that is not among the ``variants`` of the class stands there as NAME=PATH. CUSTOM is a third party's backend, which
     must be registered before use.
-
-    Attributes:
-        role: what the members' classes compute.
     """
 
+    # what the members' classes compute
     role: Role  # type: ignore[misc]  # an attribute, which mypy takes for a member
     _variants: dict[str, str]
     _override: str | None
@@ -89,8 +87,8 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     EAGER = (
         "mla_conformance.backends.eager.EagerPrefillBackend",
-        "earlier=mla_conformance.backends.eager_generations.EarlierEagerPrefillBackend",
-        "present=mla_conformance.backends.eager_generations.PresentEagerPrefillBackend",
+        "earlier=mla_conformance.backends.eager.EarlierEagerPrefillBackend",
+        "present=mla_conformance.backends.eager.PresentEagerPrefillBackend",
     )
     TORCH_SDPA = (
         "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend",

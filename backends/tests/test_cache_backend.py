@@ -7,10 +7,9 @@ import torch
 
 from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACacheSelectorConfig
 from mla_conformance.backends.cache_dtypes import dequantise, gather
-from mla_conformance.backends.declared import declared_errors
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.loading import roles_of
+from mla_conformance.backends.loading import declared_errors, roles_of
 from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend

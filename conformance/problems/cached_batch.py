@@ -26,32 +26,21 @@ AnyCached = TypeVar("AnyCached", bound=CachedCase)
 
 @dataclass(frozen=True)
 class Pages:
-    """A cache and where the requests' tokens are in it.
+    """A cache and where the requests' tokens are in it."""
 
-    Attributes:
-        cache: [blocks, page, width]; a slice of a buffer of several layers if the case says so.
-        block_table: [B, max blocks] int32, on the cache's device; of gathered entries [B], where each request begins.
-        slots: [S] int64, on the CPU; where each token's entry stands, block · page + offset.
-    """
-
-    cache: torch.Tensor
+    cache: torch.Tensor  # [blocks, page, width]; a slice of a buffer of several layers if the case says so
+    # [B, max blocks] int32, on the cache's device; of gathered entries [B], where each request begins
     block_table: torch.Tensor
-    slots: torch.Tensor
+    slots: torch.Tensor  # [S] int64, on the CPU; where each token's entry stands, block · page + offset
 
 
 @dataclass(frozen=True)
 class PageForm:
-    """What a page is.
+    """What a page is."""
 
-    Attributes:
-        layout: of its entries.
-        tokens: how many it holds.
-        guards: blocks of poison before the first one and behind the last, which no number names.
-    """
-
-    layout: str
-    tokens: int
-    guards: int = 0
+    layout: str  # of its entries
+    tokens: int  # how many it holds
+    guards: int = 0  # blocks of poison before the first one and behind the last, which no number names
 
 
 class CachedBatch(Draw[AnyCached]):

@@ -34,15 +34,10 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class Fence:
-    """Where operands are put.
+    """Where operands are put."""
 
-    Attributes:
-        side: what of them touches a page that faults.
-        only: the name of the operand that is moved; every one if it is empty.
-    """
-
-    side: Side
-    only: str = ""
+    side: Side  # what of them touches a page that faults
+    only: str = ""  # the name of the operand that is moved; every one if it is empty
 
     def holds(self, name: str) -> bool:
         return self.only in ("", name)

@@ -35,39 +35,24 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 
 @dataclass(frozen=True)
 class Site:
-    """One request as a regime sees it.
+    """One request as a regime sees it."""
 
-    Attributes:
-        q: [T, N, D] standard normal queries, float32, on any device.
-        k: [S, N, D] keys as the backend receives them, on any device.
-        scale: softmax scale.
-        edges: key positions next to a boundary: sequence ends, pages, chunks, tiles.
-        causal: whether the last row sees all keys, and each row before it one fewer.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    scale: float
-    edges: Sequence[int]
-    causal: bool = False
+    q: torch.Tensor  # [T, N, D] standard normal queries, float32, on any device
+    k: torch.Tensor  # [S, N, D] keys as the backend receives them, on any device
+    scale: float  # softmax scale
+    edges: Sequence[int]  # key positions next to a boundary: sequence ends, pages, chunks, tiles
+    causal: bool = False  # whether the last row sees all keys, and each row before it one fewer
 
 
 @dataclass(frozen=True)
 class Regime:
-    """A named way to make inputs.
+    """A named way to make inputs."""
 
-    Attributes:
-        sentence: what the regime reveals.
-        queries: new queries of a request.
-        keys: new keys [S, N, D].
-        values: new values [S, N, V].
-        by_element: whether a new query follows from the old one's elements alone, not from keys or other rows.
-    """
-
-    sentence: str
-    queries: Callable[[Site], torch.Tensor] = lambda site: site.q
-    keys: Callable[[torch.Tensor], torch.Tensor] = lambda k: k
-    values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v
+    sentence: str  # what the regime reveals
+    queries: Callable[[Site], torch.Tensor] = lambda site: site.q  # new queries of a request
+    keys: Callable[[torch.Tensor], torch.Tensor] = lambda k: k  # new keys [S, N, D]
+    values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v  # new values [S, N, V]
+    # whether a new query follows from the old one's elements alone, not from keys or other rows
     by_element: bool = True
 
 
@@ -198,13 +183,12 @@ class Draw(Generic[AnyCase]):
 
     Attributes:
         salt: what they are drawn with beside the case, so that nobody who has the case can know them; empty for none.
-        whole: attention to the keys of all calls at once, where it is known before they are divided.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
 
-    whole: Any = None
+    whole: Any = None  # attention to the keys of all calls at once, where it is known before they are divided
 
     def __init__(self, case: AnyCase, device: torch.device, salt: str = "") -> None:
         dtype = TORCH_DTYPES[case.dtype]

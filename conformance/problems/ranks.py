@@ -13,13 +13,9 @@ from mla_conformance.problems.memory import Guarded
 
 @dataclass(frozen=True, kw_only=True)
 class CallOfARank(AttentionCall):
-    """A call that ranks may share.
+    """A call that ranks may share."""
 
-    Attributes:
-        rank: whose it is.
-    """
-
-    rank: int = 0
+    rank: int = 0  # whose it is
 
 
 OfARank = TypeVar("OfARank", bound=CallOfARank)
@@ -37,13 +33,9 @@ class RanksDriver(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CallOnRanks(AttentionCall, Generic[OfARank]):
-    """What ranks do together: the result is that of all heads.
+    """What ranks do together: the result is that of all heads."""
 
-    Attributes:
-        parts: the call of each rank, of its own heads, with its own caches.
-    """
-
-    parts: tuple[OfARank, ...]
+    parts: tuple[OfARank, ...]  # the call of each rank, of its own heads, with its own caches
 
     @classmethod
     def of(cls, parts: tuple[OfARank, ...]) -> Self:

@@ -14,13 +14,13 @@ from mla_conformance.roles.cache.problem import CACHE
 from mla_conformance.roles.compress.problem import COMPRESS
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.indexer.role import INDEXER
+from mla_conformance.roles.indexer.problem import INDEXER
 from mla_conformance.roles.layer.role import LAYER
 from mla_conformance.roles.prefill.problem import PREFILL
-from mla_conformance.roles.prepare.role import PREPARE
+from mla_conformance.roles.prepare.problem import PREPARE
 from mla_conformance.roles.sparse.problem import SPARSE
 from mla_conformance.roles.sparse_layer.role import SPARSE_LAYER
-from mla_conformance.roles.topk.role import TOPK
+from mla_conformance.roles.topk.problem import TOPK
 from mla_conformance.roles.tree.problem import TREE
 
 _OURS = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE, TREE)

@@ -141,7 +141,7 @@ def test_eager_has_the_same_verdict_in_every_generation(capability: str) -> None
 def test_a_known_defect_dies_in_every_generation(generation: str, id: str, tmp_path: Path) -> None:
     kernel = DEFECTS[id].kernel
     source = (
-        "from mla_conformance.backends.eager_generations import *\n"
+        "from mla_conformance.backends.eager import *\n"
         f"from {kernel.__module__} import {kernel.__name__}\n" + DEFECT[generation].format(kernel=kernel.__name__)
     )
     path = tmp_path / f"{generation}_{kernel.__name__}.py"

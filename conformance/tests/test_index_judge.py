@@ -14,9 +14,9 @@ from mla_conformance.defects.known import known_defects
 from mla_conformance.driving.driver import Observation, Returned
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.calls import Problem
-from mla_conformance.roles.indexer.role import golden_scores
+from mla_conformance.roles.indexer.problem import golden_scores
 from mla_conformance.roles.table import DEFINITIONS, build_problem, golden_of, judge
-from mla_conformance.roles.topk.role import PoolTokens
+from mla_conformance.roles.topk.problem import PoolTokens
 from mla_conformance.tests.drawn import judged
 
 CPU = torch.device("cpu")
