@@ -269,12 +269,7 @@ def check_mapping(
 ) -> None:
     """Refuse mappings and positions that are too short or of another dtype, and positions beyond the block table.
 
-    Args:
-        slot_mapping: what is filled.
-        query_start_loc: of the batch.
-        positions: of its tokens.
-        block_table: of its requests.
-        tokens_of_a_page: on all ranks, with what is compressed.
+    A page has so many tokens on all ranks, with what is compressed.
     """
     named = {"query_start_loc": query_start_loc, "positions": positions, "block_table": block_table}
     require_forms(MLACacheBackend.run_slot_mapping, named, {"B + 1": len(block_table) + 1})

@@ -113,11 +113,7 @@ class Declaration:
 
 
 def declaration_of(backend: type) -> Declaration:
-    """The declaration of a backend class, the strictest one if it has none.
-
-    Raises:
-        TypeError: the class declares something that is not a ``Declaration``.
-    """
+    """The declaration of a backend class, the strictest one if it has none; TypeError if it is no ``Declaration``."""
     declared = getattr(backend, "declaration", None) or Declaration()
     if not isinstance(declared, Declaration):
         raise TypeError(f"{backend.__name__}.declaration must be a Declaration, got {type(declared).__name__}")

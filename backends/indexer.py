@@ -133,9 +133,7 @@ def check_index_call(
 ) -> None:
     """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared.
 
-    Raises:
-        ValueError: another shape or dtype than expected.
-        UnsupportedConfiguration: the backend does not declare it.
+    ValueError of another shape or dtype than expected, UnsupportedConfiguration of what is not declared.
     """
     q, weights, k, k_scale = operands
     paged, codes, entry = metadata.block_table is not None, backend.kv_cache_dtype != "auto", MLAIndexerBackend

@@ -165,17 +165,10 @@ def unless(*asked: tuple[object, str]) -> Iterator[str]:
 
 
 def require_declared(backend: Any, device: torch.device, selector_config: Any, **asked: Any) -> None:
-    """Refuse what a backend does not declare.
+    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare.
 
-    Args:
-        backend: a class or an instance of a role with ``validate_configuration``.
-        device: where the operands are.
-        selector_config: what a call asks for, of the role's own class; or that class, for an instance, which then
-            answers itself for what it was made with.
-        asked: of the class the fields that only the call tells.
-
-    Raises:
-        UnsupportedConfiguration: with every reason.
+    ``selector_config`` is what a call asks for; or the role's class of it, with the fields that only the call tells,
+    for an instance, which then answers itself for what it was made with.
     """
     if asked:
         names = (name for name in selector_config._fields if name not in asked and hasattr(backend, name))
@@ -186,11 +179,7 @@ def require_declared(backend: Any, device: torch.device, selector_config: Any, *
 
 
 def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, says: str = "") -> None:
-    """Refuse a tensor of another shape or dtype; ``says`` is what else is expected of it.
-
-    Raises:
-        ValueError: with expected and got.
-    """
+    """Refuse by ValueError a tensor of another shape or dtype; ``says`` is what else is expected of it."""
     if x.shape != shape or x.dtype != dtype:
         expected = f"{list(shape)} of {dtype}{says and ', '}{says}"
         raise ValueError(f"{name}: expected {expected}, got {list(x.shape)} of {x.dtype}")

@@ -42,11 +42,7 @@ from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
-    """The roles that a backend has; one that is no member of an enumeration is imported for it.
-
-    Raises:
-        BackendReferenceError: see :func:`load_role`.
-    """
+    """The roles that a backend has; one that is no member of an enumeration is imported: see :func:`load_role`."""
     members = backend.members()
     if members:
         return tuple(member.role for member in members)
@@ -57,9 +53,8 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
 def load_role(backend: BackendReference, role: Role) -> Any:
     """Import the class of a backend in a role and check that it has the interface; None without that role.
 
-    Raises:
-        ImportError: an adapter that cannot be imported here.
-        BackendReferenceError: a module, file or class that cannot be loaded, or a class without a required method.
+    ImportError of an adapter that cannot be imported here, BackendReferenceError of a module, file or class that cannot
+    be loaded, or of a class without a required method.
     """
     members = backend.members()
     if not members:
@@ -143,11 +138,7 @@ _ADAPTED: dict[type, Any] = {}
 
 
 def as_backend(loaded: Any) -> Any:
-    """``loaded`` itself if this project's interface fits it, else a class that drives it; the same one each time.
-
-    Args:
-        loaded: what a reference named; anything but a class is returned as it is.
-    """
+    """``loaded`` itself if it is no class or fits our interface, else a class that drives it, always the same."""
     if not isinstance(loaded, type):
         return loaded
     if loaded in _ADAPTED:
@@ -177,15 +168,9 @@ def resolve_backend(backend: BackendReference, device_capability: DeviceCapabili
 def unavailable_reasons(
     backend: BackendReference, device_capability: DeviceCapability | None, role: Role | None = None
 ) -> list[str]:
-    """Why a backend cannot run on this machine; an empty list means that it can.
+    """Why a backend cannot run on this machine, in no role if none is named; an empty list means that it can.
 
-    Args:
-        backend: what is asked about.
-        device_capability: of the device.
-        role: in which role; None asks whether it can run in any, and gives the reasons of all if it cannot.
-
-    Raises:
-        BackendReferenceError: a path that leads to nothing that could be a backend; see :func:`load_role`.
+    BackendReferenceError of a path that leads to nothing that could be a backend; see :func:`load_role`.
     """
     # A name is not its user's: what is wrong with an installed backend must not refuse a run of all the others.
     passing = (BackendReferenceError,) if ":" in backend.reference else ()

@@ -48,8 +48,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
     def get_path(self, variant: str = "") -> str:
         """Path of the backend's class, an override first; of a variant that of the class that it is among.
 
-        Raises:
-            ValueError: CUSTOM without a registered class.
+        ValueError of CUSTOM without a registered class.
         """
         path = self._variants.get(variant) or self._override or self.value
         if not path:
@@ -61,12 +60,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         return str(path)
 
     def get_class(self, variant: str = "") -> Any:
-        """The backend's class, an override first, or that of one of its :meth:`variants`.
-
-        Raises:
-            ImportError: the class cannot be imported.
-            ValueError: CUSTOM without a registered class.
-        """
+        """The class at :meth:`get_path`, imported, or one of its :meth:`variants`; ImportError where that fails."""
         found = resolve_obj_by_qualname(self.get_path(variant))
         return found.variants[variant] if variant and not self._variants[variant] else found
 
@@ -201,11 +195,7 @@ ENUMS = tuple(BackendEnum.__subclasses__())
 
 
 def resolve_obj_by_qualname(qualname: str) -> Any:
-    """The object at ``package.module.Name``.
-
-    Raises:
-        ImportError: no such module, or no such name in it.
-    """
+    """The object at ``package.module.Name``; ImportError without such a module, or such a name in it."""
     module, _, name = qualname.rpartition(".")
     loaded = import_module(module)
     if not hasattr(loaded, name):
@@ -214,11 +204,9 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
 
 
 def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = None) -> Callable[[type], type]:
-    """Register or override a backend's class, by path or as a decorator; the same under a name for each role.
+    """Register or override a member's class, by its path ``package.module.Class`` or as a decorator of it.
 
-    Args:
-        backend: the member to register for.
-        class_path: ``package.module.Class``; without it the result is a decorator that registers its class.
+    The same stands under a name for each role.
     """
 
     def decorator(cls: type) -> type:

@@ -111,15 +111,9 @@ def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
 def sparse_metadata(
     batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
 ) -> MLASparseMetadata:
-    """Metadata on one rank; its maxima are inflated as the case says.
+    """Metadata on one rank over so many keys of each request; its maxima are inflated as the case says.
 
-    Args:
-        batch: gives the case and the query tokens.
-        pages: where the keys are.
-        lengths: keys of each request on this rank.
-        paged: whether they lie in a cache; otherwise ``pages`` tells where those of each request begin.
-        space: what lists count.
-        rank: which rank.
+    Of keys that do not lie in a cache ``pages`` tells where those of each request begin.
     """
     case, device, cpu = batch.case, batch.device, torch.device("cpu")
     request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
@@ -187,13 +181,7 @@ def poisoned_pages(
 
 
 def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """[B, max blocks] int32; the last columns are past every request's last page.
-
-    Args:
-        case: what it is for.
-        counts: [B] blocks of each request.
-        order: blocks, those of the first request first.
-    """
+    """[B, max blocks] int32 of ``counts`` [B] blocks in order; the last columns are past every request's last page."""
     table = tails_of(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
     table[torch.arange(table.shape[1]) < counts[:, None]] = order[: int(counts.sum())].int()
     if case.pad:

@@ -131,14 +131,9 @@ class KernelCall(ABC):
         return tuple(arguments[name] for name in rows) or (self.q,)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """The given requests in the given order; of new tokens the first ``queries`` of each, where that is not None.
+        """The given requests in the given order; what is stored, such as a cache, stays as it is.
 
-        What is stored, such as a cache, stays as it is.
-
-        Args:
-            case: what the call was made from.
-            requests: numbers of requests.
-            queries: new tokens of each that are kept, with their keys; only a prefill is cut.
+        Of new tokens the first ``queries`` of each with their keys, where that is not None; only a prefill is cut.
         """
         rows, keys = (rows_of(starts, requests) for starts in (self.query_start_loc, self.key_start_loc))
         means = {"q": "T", **self.means}

@@ -85,17 +85,7 @@ class _Placed(NamedTuple):
 
 
 class MovedCall:
-    """A call whose reachable storages, and output tensor, lie elsewhere.
-
-    Args:
-        place: where they are put.
-        call: the call as it is.
-        out: its output tensor as it is.
-
-    Attributes:
-        call: the same call over the moved storages.
-        out: the output tensor, moved.
-    """
+    """A call whose reachable storages, and output tensor, lie elsewhere."""
 
     def __init__(self, place: Fence | Buffers, call: KernelCall, out: Guarded | None) -> None:
         self._placed: dict[str, _Placed] = {}

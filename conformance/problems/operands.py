@@ -202,13 +202,7 @@ class Draw(Generic[AnyCase]):
     def by_request(
         self, kinds: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor:
-        """Rows of the batch, each request's as its kind makes them.
-
-        Args:
-            kinds: by the name of a data regime, what it makes of standard normal numbers.
-            x: [rows, ...] of all requests.
-            starts: first row of each request, and the end.
-        """
+        """Rows [rows, ...] of the batch, standard normal ones, each request's as its kind makes them."""
         if len(self.case.regimes) == 1:
             return kinds[self.case.regimes[0]](x)
         numbered = enumerate(segments(starts))
@@ -217,9 +211,7 @@ class Draw(Generic[AnyCase]):
     def queries_of(self, q: torch.Tensor, sites: Callable[[], Iterable[tuple[slice, Site]]]) -> torch.Tensor:
         """[T, N, D] queries, which may be written over, as each request's data regime makes them over its keys.
 
-        Args:
-            q: standard normal ones.
-            sites: of all rows, some of one request each; asked for where keys or other rows matter.
+        ``sites``, of some rows of one request each, are asked for where keys or other rows matter.
         """
         first, *others = (REGIMES[name] for name in self.case.regimes)
         if first.by_element and not others:

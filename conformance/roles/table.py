@@ -31,9 +31,7 @@ DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for defini
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
     """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
 
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-        ValueError: the reference's chunk planner or cache refuses the case.
+    ProblemError of a regime or dtype that does not exist here, ValueError where the reference refuses the case.
     """
     batch = DEFINITIONS[case.role].batch(case, device, salt)
     return Problem(case, batch.key, device, batch.calls(), batch.whole)

@@ -61,11 +61,7 @@ class CacheCall(KernelCall):
         return tuple(self.q.shape)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: what a call writes goes by the whole batch.
-
-        Raises:
-            ProblemError: always.
-        """
+        """Not here: what a call writes goes by the whole batch."""
         raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
 
 

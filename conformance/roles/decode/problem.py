@@ -29,14 +29,7 @@ def rank_operands(
     """Attention of each query, which stands for itself, to the keys of this rank that it sees.
 
     The causal bound refers to the whole sequence, so these are the first few of the rank's keys, but not those of an
-    aligned triangle.
-
-    Args:
-        whole: the queries of the batch and this rank's keys.
-        totals: tokens of each request on all ranks.
-        rank: this rank.
-        world_size: ranks.
-        interleave: consecutive tokens of a rank.
+    aligned triangle. ``totals`` are tokens of each request on all ranks.
     """
     share = partial(local_length, rank=rank, world_size=world_size, interleave=interleave)
     batch = zip(segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)

@@ -218,11 +218,7 @@ class PrefillBatch(Draw[PrefillCase]):
         return stored(self.queries_of(q, sites), self.dtype)
 
     def _latent_context(self, dtype: torch.dtype) -> LatentContext:
-        """Write random latents into a paged cache with shuffled blocks and poisoned rest, plan, gather and up-project.
-
-        Raises:
-            ValueError: the workspace is too small for one page per request with context.
-        """
+        """Random latents in a paged cache with shuffled blocks and poisoned rest, planned, gathered, up-projected."""
         case, device, generator = self.case, self.device, self.generator
         dims, rank = case.dimensions, case.kv_lora_rank
 
