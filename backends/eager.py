@@ -95,11 +95,18 @@ class LatentSoftmax(OnlineSoftmax):
         return p.to(self._model_dtype).float()
 
 
-class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
-    """Online softmax over key tiles, one request after the other."""
+class Eager(NamedKernel):
+    """What the emulations of all roles have in common."""
 
     name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
+
+
+class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
+    """Online softmax over key tiles, one request after the other."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [*Eager.supported_dtypes, torch.float8_e4m3fn]
     writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 

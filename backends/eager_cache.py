@@ -20,8 +20,7 @@ from mla_conformance.backends.cache import (
     check_written,
 )
 from mla_conformance.backends.cache_dtypes import dequantise
-from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
@@ -33,15 +32,12 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Middles between neighbouring e2m1 values, by where a value on them is rounded."""
 
 
-class EagerCacheBackend(NamedKernel, MLACacheBackend):
+class EagerCacheBackend(Eager, MLACacheBackend):
     """Every call and every layout, with any strides."""
 
-    name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
-    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def run_write_latent(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor

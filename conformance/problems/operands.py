@@ -77,15 +77,12 @@ _CHANNEL = 400.0
 """Size of the constant channel of a shifted request; its square moves raw scores by 1.6e5, exact in bf16 and fp16."""
 
 
-def _constant_key(k: torch.Tensor) -> torch.Tensor:
-    return torch.cat([k[..., :-1], torch.full_like(k[..., -1:], _CHANNEL)], dim=-1)
-
-
-def _against_constant_key(sign: float, site: Site) -> torch.Tensor:
-    return torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], sign * _CHANNEL)], dim=-1)
-
-
 _RAMP = 16.0
+
+
+def _with_last(value: float, x: torch.Tensor) -> torch.Tensor:
+    """The last channel holds one value."""
+    return torch.cat([x[..., :-1], torch.full_like(x[..., -1:], value)], dim=-1)
 
 
 def _ramp(k: torch.Tensor) -> torch.Tensor:
@@ -95,7 +92,7 @@ def _ramp(k: torch.Tensor) -> torch.Tensor:
 
 
 def _along_ramp(site: Site) -> torch.Tensor:
-    return torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], _RAMP / site.scale)], dim=-1)
+    return _with_last(_RAMP / site.scale, site.q)
 
 
 def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
@@ -142,11 +139,13 @@ REGIMES: dict[str, Regime] = {
     Data.EXTREME_LOGITS: Regime("logits × 100", lambda site: site.q * 100.0),
     Data.NEGATIVE: Regime(
         "all raw scores near -1.6e5: finite sentinels for masks and maxima",
-        partial(_against_constant_key, -1.0),
-        _constant_key,
+        lambda site: _with_last(-_CHANNEL, site.q),
+        partial(_with_last, _CHANNEL),
     ),
     Data.SHIFTED: Regime(
-        "all raw scores near +1.6e5: softmax is shift invariant", partial(_against_constant_key, 1.0), _constant_key
+        "all raw scores near +1.6e5: softmax is shift invariant",
+        lambda site: _with_last(_CHANNEL, site.q),
+        partial(_with_last, _CHANNEL),
     ),
     Data.RISING: Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
     Data.RISING_ONES: Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),

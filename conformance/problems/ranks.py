@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
@@ -19,16 +19,6 @@ class CallOfARank(AttentionCall):
 
 
 OfARank = TypeVar("OfARank", bound=CallOfARank)
-
-
-class RanksDriver(Protocol):
-    """What a call needs of the ranks under test."""
-
-    def prepare(self, parts: Sequence[Any]) -> None:
-        """Weights and metadata of every rank."""
-
-    def forward(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """The result of every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +61,11 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         pairs = zip(self.parts, other.parts, strict=True)
         return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
 
-    def prepare(self, backend: RanksDriver) -> None:
+    def prepare(self, backend: Any) -> None:
         """Weights and metadata of every rank."""
         backend.prepare(self.parts)
 
-    def invoke(self, backend: RanksDriver, out: Guarded | None) -> Any:
+    def invoke(self, backend: Any, out: Guarded | None) -> Any:
         return self.joined(backend.forward(self.parts))
 
     @abstractmethod
