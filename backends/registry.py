@@ -86,7 +86,7 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     )
     TORCH_SDPA = (
         "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend",
-        "efficient=mla_conformance.backends.torch_efficient.TorchEfficientPrefillBackend",
+        "efficient=mla_conformance.backends.torch_sdpa.TorchEfficientPrefillBackend",
     )
     FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
     FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
@@ -104,8 +104,8 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
 class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
     TORCH_SDPA = (
-        "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend",
-        "efficient=mla_conformance.backends.torch_sdpa_decode.TorchEfficientDecodeBackend",
+        "mla_conformance.backends.torch_rows.TorchSDPADecodeBackend",
+        "efficient=mla_conformance.backends.torch_rows.TorchEfficientDecodeBackend",
     )
     FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
     TRITON_MLA = "mla_conformance.backends.triton_mla.TritonMLADecodeBackend", "lse-float32", "interpreted"
@@ -128,8 +128,8 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
 class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
     TORCH_SDPA = (
-        "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
-        "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
+        "mla_conformance.backends.torch_rows.TorchSDPASparseBackend",
+        "efficient=mla_conformance.backends.torch_rows.TorchEfficientSparseBackend",
     )
     FLASH_ATTN_MLA_SPARSE = "mla_conformance.backends.flash_attn_mla_sparse.FlashAttnMLASparseBackend"
     FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend", "float32"
@@ -184,7 +184,7 @@ class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
 
 class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
     EAGER = "mla_conformance.backends.eager_decode.EagerTreeBackend"
-    TORCH_SDPA_TREE = "mla_conformance.backends.torch_sdpa_tree.TorchSDPATreeBackend"
+    TORCH_SDPA_TREE = "mla_conformance.backends.torch_rows.TorchSDPATreeBackend"
     SGLANG_TRITON_TREE = "mla_conformance.backends.sglang_triton_tree.SGLangTritonTreeBackend", "interpreted"
     FLASHINFER_TREE = "mla_conformance.backends.flashinfer_tree.FlashInferTreeBackend"
     CUSTOM = None

@@ -21,9 +21,12 @@ from mla_conformance.backends.quant_key import QuantKey, fp8_static_tensor_sym
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.backends.topk import TopKMetadata
+from mla_conformance.backends.torch_rows import (
+    TorchEfficientDecodeBackend,
+    TorchSDPADecodeBackend,
+    TorchSDPASparseBackend,
+)
 from mla_conformance.backends.torch_sdpa import TorchSDPAPrefillBackend
-from mla_conformance.backends.torch_sdpa_decode import TorchEfficientDecodeBackend, TorchSDPADecodeBackend
-from mla_conformance.backends.torch_sdpa_sparse import TorchSDPASparseBackend
 from mla_conformance.reference.chunking import ContextChunk, plan_context_chunks
 from mla_conformance.reference.dimensions import PRESETS
 

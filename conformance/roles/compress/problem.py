@@ -49,7 +49,7 @@ def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
         """The first column that groups need which are not complete before these tokens, or the group before them."""
         return max(0, tokens.start // case.ratio - case.overlap) * case.ratio // case.state_page
 
-    tables = []
+    tables = list[dict[int, Columns]]()
     for step in case.steps():
         for request, tokens in reversed(step.items()):  # so that the first one gets the last one's
             give_back(request, needed(tokens))
@@ -204,26 +204,20 @@ class CompressBatch(Draw[CompressCase]):
         for row, held in enumerate(columns.values()):
             states[row, list(held)] = blocks[list(held.values())].int()
         state = states.long()[own, positions // case.state_page] * case.state_page + positions % case.state_page
+        # The slot of an entry stands beside the last of its tokens.
+        slots, ends = torch.cat((self._pages.slots, torch.full((1,), -1))), (positions + 1) % case.ratio == 0
+        entry = torch.tensor(start_loc(self._entries))[requests][own] + positions // case.ratio
         metadata = CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
             positions=self._padded(positions, 0),
             query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
             seq_lens=int32([tokens.stop for tokens in step.values()], self.device),
-            slot_mapping=self._padded(self._slots(requests, own, positions), -1),
+            slot_mapping=self._padded(slots[entry].where(ends, -1), -1),
             block_table=self._pages.block_table[requests],
             state_slot_mapping=self._padded(state, -1),
             state_block_table=states.to(self.device),
         )
         return CompressStep(kv, score, metadata)
-
-    def _slots(self, requests: list[int], own: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T] of the entries that tokens complete, else -1."""
-        if not len(self._pages.slots):
-            return torch.full_like(positions, -1)
-        first = torch.tensor(start_loc(self._entries))[requests][own]
-        entry = (first + positions // self.case.ratio).clamp(max=len(self._pages.slots) - 1)
-        ends = (positions + 1) % self.case.ratio == 0
-        return self._pages.slots[entry].where(ends, -1)
 
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)

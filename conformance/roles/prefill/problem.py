@@ -183,9 +183,11 @@ class PrefillBatch(Draw[PrefillCase]):
         out_dtype = torch.float8_e4m3fn if quantised else output_dtype(self.dtype) if case.out else None
         calls = []
         for chunk_idx, (k, v), start in zip(indices, keys, starts, strict=True):
-            parts = dict(zip("qkv", (self.padded(x.to(device)) for x in (q, k, v)), strict=True))
+            rows = [self.padded(x.to(device)) for x in (q, k, v)]
             call = PrefillCall(
-                **{name: lay_out(name, x, parts["k"], case) for name, x in parts.items()},
+                q=lay_out("q", rows[0], rows[1], case),
+                k=lay_out("k", rows[1], rows[1], case),
+                v=lay_out("v", rows[2], rows[1], case),
                 query_start_loc=start_loc(case.q),
                 key_start_loc=start,
                 chunk_idx=chunk_idx,
@@ -263,7 +265,8 @@ class PrefillBatch(Draw[PrefillCase]):
             ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page
             for ids, length in zip(blocks, case.kv, strict=True)
         ]
-        write_latents(cache, *(x.to(device) for x in latents), torch.cat(slots).to(device))
+        kv_c, k_pe = (x.to(device) for x in latents)
+        write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))
         return cache, block_table.to(device)
 
 
