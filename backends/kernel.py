@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -113,26 +114,17 @@ class KernelBackend(ABC):
         return iter(())
 
 
+@dataclass(eq=False, repr=False)
 class AttentionSizes:
     """What is constructed with the sizes of a model's heads on this rank."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-    ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.vllm_config = vllm_config
+    num_heads: int
+    scale: float
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    vllm_config: Any
 
     @property
     def sizes(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mla_conformance.backends.metadata import int32 as int32
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
@@ -104,33 +105,33 @@ class CachedBatch(Draw[AnyCached]):
         return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
-def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -> dict[str, Any]:
+    """What metadata on a rank say of a batch over so many keys of each request; maxima are inflated as the case says."""
+    case, device, cpu = batch.case, batch.device, torch.device("cpu")
+    return {
+        "query_start_loc": int32(batch.query_start_loc, device),
+        "seq_lens": int32(lengths, device),
+        "max_query_len": max(batch.query_lens) * case.inflate,
+        "max_seq_len": max(1, *lengths) * case.inflate,
+        "query_lens_cpu": int32(batch.query_lens, cpu),
+        "seq_lens_cpu": int32(lengths, cpu),
+        "dcp_world_size": case.ranks,
+        "dcp_rank": rank,
+        "cp_kv_cache_interleave_size": case.interleave,
+    }
 
 
 def sparse_metadata(
     batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
 ) -> MLASparseMetadata:
-    """Metadata on one rank over so many keys of each request; its maxima are inflated as the case says.
-
-    Of keys that do not lie in a cache ``pages`` tells where those of each request begin.
-    """
-    case, device, cpu = batch.case, batch.device, torch.device("cpu")
+    """The same with lists; of keys that do not lie in a cache ``pages`` tells where those of each request begin."""
     request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
     return MLASparseMetadata(
-        query_start_loc=int32(batch.query_start_loc, device),
-        req_id_per_token=request.int().to(device),
-        seq_lens=int32(lengths, device),
+        **batch_metadata(batch, lengths, rank),
+        req_id_per_token=request.int().to(batch.device),
         block_table=pages.block_table if paged else None,
         workspace_starts=None if paged else pages.block_table,
         index_space=IndexSpace(space),
-        max_query_len=max(batch.query_lens) * case.inflate,
-        max_seq_len=max(1, *lengths) * case.inflate,
-        query_lens_cpu=int32(batch.query_lens, cpu),
-        seq_lens_cpu=int32(lengths, cpu),
-        dcp_world_size=case.ranks,
-        dcp_rank=rank,
-        cp_kv_cache_interleave_size=case.interleave,
     )
 
 

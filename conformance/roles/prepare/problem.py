@@ -1,7 +1,7 @@
 """From a preparation's case to its call, and its judge: scales of their class, then codes (SPEC 8.8)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -158,19 +158,22 @@ class _Part:
 class PrepareJudge(Steps):
     expectation: GoldenPrepared
 
+    @property
+    def case(self) -> PrepareCase:
+        assert isinstance(self.problem.case, PrepareCase)
+        return self.problem.case
+
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """Scales, then codes under them as far as they are positive; of an observation whose form is right."""
         for part in self._parts(observation):
             low, high = self._bounds(part)
             yield Measured(part.scales, (low + high) / 2, (high - low) / 2)
             sound = (part.scales > 0) & part.scales.isfinite()
-            whole = _Part(part.name, part.codes, part.scales.where(sound, 1.0), part.values, part.error)
-            yield Measured.of_codes(part.codes, *whole.allowed())
+            yield Measured.of_codes(part.codes, *replace(part, scales=part.scales.where(sound, 1.0)).allowed())
 
     def _expected_form(self, returned: Returned) -> Form:
         """Codes of q and k, scales of k, and weights or scales of q."""
-        case, q, code = self.problem.case, returned.call.q, torch.float8_e4m3fn
-        assert isinstance(case, PrepareCase)
+        case, q, code = self.case, returned.call.q, torch.float8_e4m3fn
         tokens, heads, width = q.shape
         blocks = -(-width // BLOCK)
         last = ("weights", (tokens, heads)) if case.fold else ("scales of q", (tokens, heads, blocks))
@@ -188,39 +191,36 @@ class PrepareJudge(Steps):
             yield self._codes(part)
 
     def _parts(self, observation: Observation) -> Iterator[_Part]:
-        golden, case = self.expectation, self.problem.case
-        assert isinstance(case, PrepareCase)
+        golden, case, dtype = self.expectation, self.case, self.problem.dtype
+        coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
+        between = unit_roundoff(dtype) if coarse else 0.0
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
-            yield self._part("keys", k.unsqueeze(1), k_scale.double().unsqueeze(1), golden.k)
-            factors = golden.factors.unsqueeze(-1)
-            scales = last.double().reshape(*q.shape[:2], -1) / factors
-            powers = case.fold and case.scales == "pow2"
-            yield self._part("queries", q, nearest_power(scales) if powers else scales, golden.q)
-
-    def _part(self, name: str, codes: torch.Tensor, scales: torch.Tensor, golden: Prepared) -> _Part:
-        dtype = self.problem.dtype
-        coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
-        error = golden.error(self.numbers.float32_accumulation, unit_roundoff(dtype) if coarse else 0.0)
-        return _Part(name, codes, scales, golden.values, error)
+            scales = last.double().reshape(*q.shape[:2], -1) / golden.factors.unsqueeze(-1)
+            if case.fold and case.scales == "pow2":
+                scales = nearest_power(scales)
+            for name, codes, held, right in (
+                ("keys", k.unsqueeze(1), k_scale.double().unsqueeze(1), golden.k),
+                ("queries", q, scales, golden.q),
+            ):
+                error = right.error(self.numbers.float32_accumulation, between)
+                yield _Part(name, codes, held, right.values, error)
 
     def _bounds(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, H, C] least and greatest scale of each block."""
         largest, error = (part.blocks(x).amax(dim=-1) for x in (part.values.abs(), part.error))
-        assert isinstance(self.problem.case, PrepareCase)
-        return scale_bounds(largest, error, self.problem.case.scales == "pow2")
+        return scale_bounds(largest, error, self.case.scales == "pow2")
 
     def _scales(self, part: _Part) -> Verdict | None:
         """Positive, within their bounds, and powers of two where they have to be."""
         low, high = self._bounds(part)
-        assert isinstance(self.problem.case, PrepareCase)
         wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
-        if self.problem.case.scales == "pow2":
+        if self.case.scales == "pow2":
             wrong |= ~is_power(part.scales)
         if not bool(wrong.any()):
             return None
         index = tuple(wrong.nonzero()[0].tolist())
-        folded = ", as the weights have it," if part.name == "queries" and self.problem.case.fold else ""
+        folded = ", as the weights have it," if part.name == "queries" and self.case.fold else ""
         between = f"{low[index]:.6g}" if low[index] == high[index] else f"{low[index]:.6g} to {high[index]:.6g}"
         what = f"scale of {part.name}{folded} is {part.scales[index]:.6g}"
         return self._wrong(f"{what}, expected {between}", wrong.any(dim=-1), index)

@@ -59,8 +59,7 @@ class TopKCase(Case):
     data: str = one_of(LOGITS, "normal", "what the logits are like", joined=True)
     topk: int = at_least(1, _USUAL, "columns selected for each row, or their tokens")
     packed: bool = given(
-        False,
-        "whether the columns of the requests stand behind one another, so that rows start at those of their own",
+        False, "whether the columns of the requests stand behind one another, so that rows start at those of their own"
     )
     pool: int = at_least(1, 1, "tokens of a column", Kind.SIZE)
     tail: bool = given(False, "whether the last, incomplete pool is selected besides")
@@ -209,9 +208,7 @@ TOPK = Space(
             lambda *labels: next(_shapes(dict(zip(_SHAPED, labels, strict=True))), None) is not None,
         ),
         Rule(
-            f"more than {_MOST_LOGITS:,} logits",
-            ("requests", "queries", "others", "longest", "starts", "maxima"),
-            _few,
+            f"more than {_MOST_LOGITS:,} logits", ("requests", "queries", "others", "longest", "starts", "maxima"), _few
         ),
     ),
     shape=_fields,

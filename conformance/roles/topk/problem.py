@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.declaration import Declaration, SelectionOrder, Ties
+from mla_conformance.backends.declaration import SelectionOrder, Ties
 from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.backends.topk import MLATopKBackend, MLATopKSelectorConfig, TopKMetadata
@@ -15,7 +15,6 @@ from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.judged_rows import choose_rows
 from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
 from mla_conformance.judging.steps import Form, Measured
-from mla_conformance.judging.tolerance import Tolerance
 from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
@@ -72,10 +71,7 @@ class TopKBatch(Draw[TopKCase]):
             query_start_loc=start_loc(case.q),
             key_start_loc=start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
             metadata=TopKMetadata(
-                lengths.clone(),
-                starts.clone() if case.packed else None,
-                case.width,
-                tokens if case.pool > 1 else None,
+                lengths.clone(), starts.clone() if case.packed else None, case.width, tokens if case.pool > 1 else None
             ),
             case=case,
         )
@@ -181,12 +177,10 @@ class PoolTokens:
 class TopKJudge(SelectionSteps):
     expectation: GoldenWindows
 
-    def __init__(
-        self, problem: Problem, expectation: GoldenWindows, declaration: Declaration, numbers: Tolerance
-    ) -> None:
-        super().__init__(problem, expectation, declaration, numbers)
+    def __init__(self, problem: Problem, *others: Any) -> None:
+        super().__init__(problem, *others)
         assert isinstance(problem.case, TopKCase)
-        self.case, self.declared = problem.case, declaration.selection
+        self.case, self.declared = problem.case, self.declaration.selection
 
     def measured(self, observation: Observation) -> Iterator[Measured]:
         """How often each column was selected; of an observation whose form is right."""
