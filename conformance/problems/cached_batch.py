@@ -106,7 +106,7 @@ class CachedBatch(Draw[AnyCached]):
 
 
 def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -> dict[str, Any]:
-    """What metadata on a rank say of a batch over so many keys of each request; maxima are inflated as the case says."""
+    """What metadata on a rank say of a batch over so many keys of each request; its maxima as the case says."""
     case, device, cpu = batch.case, batch.device, torch.device("cpu")
     return {
         "query_start_loc": int32(batch.query_start_loc, device),
