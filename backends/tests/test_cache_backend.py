@@ -9,9 +9,6 @@ from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend, MLACach
 from mla_conformance.backends.cache_dtypes import dequantise, gather
 from mla_conformance.backends.eager_cache import EagerCacheBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.loading import declared_errors, roles_of
-from mla_conformance.backends.references import parse_reference
-from mla_conformance.backends.roles import Role
 from mla_conformance.backends.sglang_triton_cache import SGLangTritonCacheBackend
 from mla_conformance.reference.cache_layout import cache_dtype, decode_rows, encode, entry_width
 
@@ -136,13 +133,6 @@ def test_a_class_may_have_one_call_and_refuses_the_others() -> None:
         assert WritesAlone.validate_configuration(None, config._replace(**change)) == [reason]
     with pytest.raises(UnsupportedConfiguration, match="ALONE: write_index not supported"):
         WritesAlone(8, 0, "auto", "float32", None).run_write_index(*[torch.zeros(1)] * 3)
-
-
-def test_its_role_is_told_by_its_calls_and_its_lists_are_looked_through() -> None:
-    named = f"{EagerCacheBackend.__module__}:EagerCacheBackend"
-    assert roles_of(parse_reference(named)) == (Role.CACHE,)
-    wrong = type("Wrong", (WritesAlone,), {"supported_calls": ["write"]})
-    assert list(declared_errors(wrong)) == [f"supported_calls: expected some of {', '.join(CACHE_CALLS)}, got 'write'"]
 
 
 @pytest.mark.parametrize("slots", [[7, -1, 2], [-1, -1, 5], [-1, -1, -1], []])

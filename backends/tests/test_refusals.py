@@ -214,14 +214,6 @@ def test_a_configuration_is_refused_with_every_reason(change: dict[str, Any], re
     assert Narrow.validate_configuration(None, CONFIG._replace(**change)) == [reason] * bool(reason)
 
 
-def test_scales_that_a_kernel_does_not_read_are_named_beside_those_that_it_does() -> None:
-    reads: Any = type("ReadsPowersOfTwo", (EagerDecodeBackend,), {"supported_tile_scales": ["pow2"]})
-    mixed = CONFIG._replace(kv_cache_dtype="fp8_ds_mla")
-    assert reads.validate_configuration(None, mixed._replace(tile_scales="pow2")) == []
-    said = ["fp8_ds_mla with float32 scales not supported (supported: pow2)"]
-    assert reads.validate_configuration(None, mixed) == said
-
-
 def test_what_is_declared_unsupported_is_refused_by_the_call_too() -> None:
     with pytest.raises(UnsupportedConfiguration, match=r"EAGER: block_size 4 not supported; 3 query tokens a request"):
         decode(Narrow)
