@@ -16,6 +16,7 @@ from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
 from mla_conformance.backends.metadata import prefill_metadata
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.backends.roles import Role
 from mla_conformance.reference.quantization import quantize_e4m3
 
 OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
@@ -52,15 +53,18 @@ def wrappers(request: Any, planned: Any, installed: Any, kernel: Any) -> list[An
 
 
 @pytest.mark.parametrize("variant", RAGGED)
-def test_conventions_of_prefill(variant: Any, wrappers: Any, conforms: Any) -> None:
-    conforms(RAGGED[variant])
+def test_conventions_of_prefill(variant: Any, wrappers: Any, conforms: Any, prepared: Any) -> None:
+    subject = conforms(f"FLASHINFER[{variant}]")
     assert {w.planned["q_data_type"] for w in wrappers} == {torch.bfloat16}
     assert {(w.planned["head_dim_qk"], w.planned["head_dim_vo"]) for w in wrappers} == {(192, 128)}
-    assert len(wrappers) == 2  # the new tokens, called twice, and the context chunk of the next batch
+    made, (kernel, call) = len(wrappers), prepared(subject, "new_tokens:heads=2;q=[3]")
+    for _ in range(2):
+        call.invoke(kernel, None)
+    assert len(wrappers) == made + 1  # a plan serves every call of a batch
 
 
 def test_operands_in_e4m3_have_one_head_dim_and_scales(wrappers: Any, conforms: Any) -> None:
-    conforms(RAGGED["fa3"], dtype=torch.float8_e4m3fn)
+    conforms("FLASHINFER[fa3]", "e4m3")
     assert {w.planned["head_dim_qk"] for w in wrappers} == {256}
 
 
@@ -105,15 +109,17 @@ def library(request: Any, recorded: Any, planned: Any, installed: Any, mla_kerne
 
 @pytest.mark.parametrize("variant", PAGED)
 @pytest.mark.parametrize("page", [1, 64])
-def test_conventions_of_decode(variant: Any, page: Any, library: Any, decodes: Any) -> None:
-    decodes(PAGED[variant], page, (1, 1, 1), (65, 0, 130))
-    if variant == "fa3":
-        decodes(PAGED[variant], page, (4, 1, 3), (65, 17, 4))
+def test_conventions_of_decode(variant: Any, page: Any, library: Any, passes: Any) -> None:
+    batches = ["q=[1,1];kv=[64,129];pad=1", "q=[4,1,3];kv=[61,16,1]"][: 1 + (variant == "fa3")]
+    cases = [f"decode:heads=2;page={page};{batch}" for batch in batches]
+    passes(f"FLASHINFER_MLA[{variant}]", Role.DECODE, *cases)
 
 
-def test_the_plan_follows_the_metadata_before_the_next_call(library: Any, decodes: Any) -> None:
+def test_the_plan_follows_the_metadata_before_the_next_call(library: Any, passes: Any, prepared: Any) -> None:
     """A replayed graph makes no call; it reads what prepare_metadata has left in the buffers of its shape's wrapper."""
-    backend = decodes(PAGED["fa2"], 16, (1, 1), (65, 130))
+    subject = passes("FLASHINFER_MLA[fa2]", Role.DECODE)
+    backend, call = prepared(subject, "decode:heads=2;page=16;q=[1,1];kv=[64,129]")
+    call.invoke(backend, None)
     metadata = backend._decode_metadata
     metadata.seq_lens_cpu = torch.tensor([3, 40], dtype=torch.int32)
     backend.prepare_metadata(metadata)
