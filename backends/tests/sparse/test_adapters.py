@@ -251,18 +251,16 @@ def test_slots_are_renumbered_where_other_layers_lie_between_blocks(
 
 @pytest.mark.usefixtures("flash_mla")
 def test_refuses_what_it_does_not_take_before_it_calls(passes: Any, prepared: Any) -> None:
-    backend, call = prepared(
-        passes("FLASHMLA_SPARSE", Role.SPARSE), f"{ONE_TOKEN};heads=64;cache=fp8_ds_mla;scales=pow2;length=1"
-    )
+    asked = f"{ONE_TOKEN};heads=64;cache=fp8_ds_mla;scales=pow2;length=1"
+    backend, call = prepared(passes("FLASHMLA_SPARSE", Role.SPARSE), asked)
     with pytest.raises(UnsupportedConfiguration, match="topk_length of lists over fp8_ds_mla"):
         call.invoke(backend, None)
 
 
 @pytest.mark.usefixtures("flashinfer")
 def test_a_call_is_planned_for_its_own_lists(passes: Any, prepared: Any) -> None:
-    backend, call = prepared(
-        passes("FLASHINFER_MLA_SPARSE_SM90", Role.SPARSE), f"{ONE_TOKEN};heads=2;call=sparse_prefill"
-    )
+    subject = passes("FLASHINFER_MLA_SPARSE_SM90", Role.SPARSE)
+    backend, call = prepared(subject, f"{ONE_TOKEN};heads=2;call=sparse_prefill")
     call.invoke(backend, None)
     wrapper = backend._wrapper
     q, cache = torch.zeros(1, 2, 576).bfloat16(), torch.zeros(4, 1, 576).bfloat16()
