@@ -30,7 +30,8 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))
 PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})

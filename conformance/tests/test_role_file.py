@@ -21,7 +21,8 @@ from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
-Capture, Patch = pytest.CaptureFixture[str], pytest.MonkeyPatch
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 WRONG = """
 class OneTooFar(MyWindow):
