@@ -105,13 +105,9 @@ def gather(cache: Tensor, slots: Tensor, layout: str) -> Tensor:
 
 
 def dequantise(rows: Tensor, layout: str, k_scale: Tensor, model_dtype: torch.dtype) -> Tensor:
-    """Keys [..., L + R] in float32; of a tiled entry all of its columns, zeros where a model has no rope.
+    """Keys [..., L + R] in float32 of entries [..., width] of the cache's dtype; ``k_scale`` is an ``fp8`` cache's.
 
-    Args:
-        rows: [..., width] entries of the cache's dtype.
-        layout: ``auto``, ``fp8`` or the name of a tiled format.
-        k_scale: float32 scalar, what a code of 1.0 in an ``fp8`` cache stands for.
-        model_dtype: dtype of the plain values in a tiled entry.
+    Of a tiled entry all of its columns, zeros where a model has no rope; its plain values are of the model's dtype.
     """
     if layout not in TILED_FORMATS:
         return rows.float() * k_scale if layout == "fp8" else rows.float()

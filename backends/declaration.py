@@ -46,14 +46,12 @@ class Rounding:
     """Where a kernel rounds when its operands have 16 bits or fewer: the classes of the error budget (SPEC 4.2).
 
     With float32 operands every kernel is held to float32 throughout.
-
-    Attributes:
-        dequantised_keys: keys of a cache of codes, with the values that they hold, after dequantisation.
     """
 
     lse: LseClass = LseClass.EXACT  # the row sum
     p: Precision = Precision.MODEL  # P before the second product
     partial_outputs: Precision = Precision.FLOAT32  # outputs of split keys before they are combined
+    # keys of a cache of codes, with the values that they hold, after dequantisation
     dequantised_keys: Precision = Precision.FLOAT32
     accumulation: Precision = Precision.FLOAT32  # sums of products, of q with k and of P with v
 
@@ -96,13 +94,10 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Everything an adapter declares.
-
-    Attributes:
-        e4m3_rounding: those that hold instead where q, k and v are e4m3; None if the kernel widens them.
-    """
+    """Everything an adapter declares."""
 
     rounding: Rounding = field(default_factory=Rounding)  # rounding classes, verified by the judge
+    # those that hold instead where q, k and v are e4m3; None if the kernel widens them
     e4m3_rounding: Rounding | None = None
     selection: SelectionForm = SelectionForm()  # how a top-k names what it selects
     intermediates: Precision = Precision.FLOAT32  # what stands between the steps of preparing index queries and keys
@@ -118,11 +113,7 @@ class Declaration:
 
 
 def declaration_of(backend: type) -> Declaration:
-    """The declaration of a backend class, the strictest one if it has none.
-
-    Raises:
-        TypeError: the class declares something that is not a ``Declaration``.
-    """
+    """The declaration of a backend class, the strictest one if it has none; TypeError if it is no ``Declaration``."""
     declared = getattr(backend, "declaration", None) or Declaration()
     if not isinstance(declared, Declaration):
         raise TypeError(f"{backend.__name__}.declaration must be a Declaration, got {type(declared).__name__}")

@@ -118,9 +118,7 @@ def check_decode_operands(
 ) -> None:
     """Refuse operands that a decode backend does not declare or that contradict the metadata; reads no device memory.
 
-    Raises:
-        UnsupportedConfiguration: something outside of the declaration.
-        ValueError: shapes or lengths that do not fit the metadata.
+    UnsupportedConfiguration of what is not declared, ValueError of shapes or lengths that do not fit.
     """
     query_lens, page = metadata.query_lens_cpu.tolist(), kv_cache.shape[1]
     require_declared(

@@ -53,11 +53,7 @@ class Library:
         return []
 
     def load(self) -> ModuleType:
-        """Import the module.
-
-        Raises:
-            ImportError: it is missing or broken.
-        """
+        """Import the module; ImportError where it is missing or broken."""
         return import_module(self.module)
 
     def version(self) -> str:

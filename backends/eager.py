@@ -7,12 +7,13 @@ counts as a certified kernel.
 """
 
 from collections.abc import Iterator
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.generations import earlier, present
 from mla_conformance.backends.interface import (
     MLAPrefillBackend,
     PrefillKernelBackend,
@@ -20,6 +21,7 @@ from mla_conformance.backends.interface import (
     check_operands,
 )
 from mla_conformance.backends.kernel import NamedKernel, output_dtype
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata
 from mla_conformance.reference.quantization import E4M3_MAX
 
 
@@ -97,11 +99,18 @@ class LatentSoftmax(OnlineSoftmax):
         return p.to(self._model_dtype).float()
 
 
-class EagerKernel(OnlineSoftmax, NamedKernel, PrefillKernelBackend):
-    """Online softmax over key tiles, one request after the other."""
+class Eager(NamedKernel):
+    """What the emulations of all roles have in common."""
 
     name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
+
+
+class EagerKernel(OnlineSoftmax, Eager, PrefillKernelBackend):
+    """Online softmax over key tiles, one request after the other."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [*Eager.supported_dtypes, torch.float8_e4m3fn]
     writes_e4m3: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True, batch_invariant=True)
 
@@ -203,3 +212,54 @@ class EagerPrefillBackend(EagerKernel, MLAPrefillBackend):
         key_start_loc = context.cu_seq_lens[chunk_idx].tolist()
         accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
         return self._store(accumulated, q.dtype, None, None), lse
+
+
+class EagerPrefillImpl(earlier.MLAPrefillImpl):
+    """The kernel of the earlier generation."""
+
+    requires_v_padding = False
+    kernel: ClassVar[type[EagerPrefillBackend]] = EagerPrefillBackend  # what computes
+
+    def __init__(self, *, device: torch.device, **sizes: Any) -> None:
+        super().__init__(**sizes, device=device)
+        self._kernel = self.kernel(**sizes)
+
+    def run_prefill_new_tokens(
+        self, prefill_metadata: MLACommonPrefillMetadata, q: Tensor, k: Tensor, v: Tensor, return_softmax_lse: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        self._kernel.prepare_metadata(prefill_metadata)
+        return self._kernel.run_prefill_new_tokens(q, k, v, return_softmax_lse)
+
+    def run_prefill_context_chunk(
+        self, prefill_metadata: MLACommonPrefillMetadata, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        self._kernel.prepare_metadata(prefill_metadata)
+        return self._kernel.run_prefill_context_chunk(chunk_idx, q, k, v)
+
+
+class EarlierEagerPrefillBackend(NamedKernel, earlier.MLAPrefillBackend):
+    """EAGER of the earlier generation."""
+
+    name, variant = "EAGER", "earlier"
+    supported_dtypes = EagerPrefillBackend.supported_dtypes
+    declaration = EagerPrefillBackend.declaration
+
+    @staticmethod
+    def get_prefill_impl_cls() -> type[earlier.MLAPrefillImpl]:
+        return EagerPrefillImpl
+
+
+class PresentEagerPrefillBackend(EagerKernel, present.MLAPrefillBackend):
+    """EAGER of the present generation."""
+
+    variant = "present"
+
+    def supports_out(self) -> bool:
+        return True
+
+    def run_prefill_context_chunk(
+        self, chunk: present.ContextChunk, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        query_start_loc, key_start_loc = chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist()
+        accumulated, lse = self._batch(q, k, v, query_start_loc, key_start_loc, causal=False)
+        return self._store(accumulated, q.dtype, out, None), lse

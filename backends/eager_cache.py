@@ -9,11 +9,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_checks
-from mla_conformance.backends.cache import NO_SLOT, MLACacheBackend
+from mla_conformance.backends.cache import (
+    NO_SLOT,
+    MLACacheBackend,
+    check_forms,
+    check_gather,
+    check_lists,
+    check_mapping,
+    check_workspace,
+    check_written,
+)
 from mla_conformance.backends.cache_dtypes import dequantise
-from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.layer.cache_ops import may_look_at
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
 from mla_conformance.reference.entry_formats import SHUFFLE, TILE_SCALES, TILED_FORMATS, TiledFormat
@@ -25,26 +32,23 @@ _TIES_STAY, _TIES_GO_ON = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
 """Middles between neighbouring e2m1 values, by where a value on them is rounded."""
 
 
-class EagerCacheBackend(NamedKernel, MLACacheBackend):
+class EagerCacheBackend(Eager, MLACacheBackend):
     """Every call and every layout, with any strides."""
 
-    name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_tile_scales: ClassVar[list[str]] = list(TILE_SCALES)
     supported_slot_dtypes: ClassVar[list[torch.dtype]] = [torch.int64, torch.int32]
-    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def run_write_latent(
         self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
     ) -> None:
         if may_look_at(slot_mapping):
-            cache_checks.check_written(self, "write_latent", kv_cache, slot_mapping, kv_c=kv_c, k_pe=k_pe)
+            check_written(self, "write_latent", kv_cache, slot_mapping, kv_c=kv_c, k_pe=k_pe)
         self._store(kv_cache, self._latent_entries(kv_c, k_pe, k_scale), slot_mapping)
 
     def run_write_index(self, k: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         if may_look_at(slot_mapping):
-            cache_checks.check_written(self, "write_index", kv_cache, slot_mapping, k=k)
+            check_written(self, "write_index", kv_cache, slot_mapping, k=k)
         self._store(kv_cache, self._tiled(k, TILED_FORMATS[self.kv_cache_dtype]), slot_mapping)
 
     def run_gather_latent(
@@ -57,8 +61,8 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         k_scale: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        cache_checks.check_workspace(self, kv_cache, workspace)
-        cache_checks.check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
+        check_workspace(self, kv_cache, workspace)
+        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, workspace=workspace)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
         entries = self._gathered(kv_cache, slots)
         if workspace.dtype != kv_cache.dtype:
@@ -75,8 +79,8 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         seq_starts: Tensor,
         compress_ratio: int = 1,
     ) -> None:
-        cache_checks.check_forms(self, "gather_index", torch.bfloat16, kv_cache=kv_cache, k=k, k_scale=k_scale)
-        cache_checks.check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
+        check_forms(self, "gather_index", torch.bfloat16, kv_cache=kv_cache, k=k, k_scale=k_scale)
+        check_gather(kv_cache, block_table, cu_seq_lens, seq_starts, compress_ratio, k=k, k_scale=k_scale)
         slots = self._slots_of_requests(kv_cache.shape[1], block_table, cu_seq_lens, seq_starts, compress_ratio)
         codes, scales = self._gathered(kv_cache, slots).tensor_split([self.kv_lora_rank], dim=1)
         k.view(torch.uint8)[: len(slots)] = codes
@@ -95,7 +99,7 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
         cp_kv_cache_interleave_size: int = 1,
     ) -> None:
         tokens = block_size * compress_ratio * dcp_world_size
-        cache_checks.check_mapping(slot_mapping, query_start_loc, positions, block_table, tokens)
+        check_mapping(slot_mapping, query_start_loc, positions, block_table, tokens)
         request = _repeated(query_start_loc)
         position = positions[: len(request)]
         slot_mapping.fill_(NO_SLOT)
@@ -109,7 +113,7 @@ class EagerCacheBackend(NamedKernel, MLACacheBackend):
     def run_global_slots(
         self, out: Tensor, req_id_per_token: Tensor, block_table: Tensor, token_indices: Tensor, block_size: int
     ) -> None:
-        cache_checks.check_lists(out, req_id_per_token, token_indices, len(block_table))
+        check_lists(out, req_id_per_token, token_indices, len(block_table))
         request = req_id_per_token.long().unsqueeze(1).expand_as(token_indices)
         inside = (token_indices >= 0) & (token_indices // block_size < block_table.shape[1])
         position = token_indices.where(inside, 0).long()

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.compress import MLACompressBackend, check_compress_call
-from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.eager_prepare import rotated_pairs
-from mla_conformance.backends.kernel import NamedKernel
 
 
-class EagerCompressBackend(NamedKernel, MLACompressBackend):
+class EagerCompressBackend(Eager, MLACompressBackend):
     """Every convention; the state of a token is its key state, and its scores with what belongs to its place."""
 
-    name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_input_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
-    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def run_compress(
         self,

@@ -19,16 +19,13 @@ from mla_conformance.backends.decode import (
     check_decode_operands,
     positions_of,
 )
-from mla_conformance.backends.eager import LatentSoftmax, SoftmaxState
-from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
 from mla_conformance.backends.tree import MLATreeBackend, check_tree_operands
 
 
-class EagerLatentDecode(LatentSoftmax, NamedKernel, LatentDecode):
+class EagerLatentDecode(LatentSoftmax, Eager, LatentDecode):
     """Reads every layout of the cache by its strides; queries of any lengths, on one rank or on several."""
 
-    name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "fp8", "fp8_ds_mla"]
     supported_query_len: ClassVar[int | None] = None
     supports_nonuniform_queries: ClassVar[bool] = True

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import gather
-from mla_conformance.backends.declaration import Declaration
+from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend, bounds_of, check_index_call
-from mla_conformance.backends.kernel import NamedKernel
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.reference.selected import NO_KEY
 
@@ -21,15 +20,12 @@ _ROWS = 256
 """Rows that are scored at once, so that the products of 64 heads with a tile stay within 32 MiB."""
 
 
-class EagerIndexerBackend(NamedKernel, MLAIndexerBackend):
+class EagerIndexerBackend(Eager, MLAIndexerBackend):
     """Reads both layouts by their strides, paged and gathered, and selects any number of tokens."""
 
-    name: ClassVar[str] = "EAGER"
     token_tile: ClassVar[int] = 512
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(INDEX_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = [IndexSpace.POSITION, IndexSpace.SLOT]
-    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def run_index_logits(self, q: Tensor, weights: Tensor, k: Tensor, k_scale: Tensor | None = None) -> Tensor:
         check_index_call(self, self._sparse_metadata, (q, weights, k, k_scale), "logits")

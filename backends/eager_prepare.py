@@ -3,13 +3,10 @@
 Like its twins it is the base of the known defects, which override a step, and never counts as certified.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.prepare import BLOCK, MLAPrepareBackend, check_prepare_call
 from mla_conformance.reference.prepare_index import sylvester
 from mla_conformance.reference.quantization import E4M3_MAX
@@ -24,12 +21,8 @@ def rotated_pairs(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> T
     return torch.cat(turned, dim=-1) if is_neox_style else torch.stack(turned, dim=-1).flatten(-2)
 
 
-class EagerPrepareBackend(NamedKernel, MLAPrepareBackend):
+class EagerPrepareBackend(Eager, MLAPrepareBackend):
     """Every convention, and heads of any whole blocks of columns."""
-
-    name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def run_prepare_index(
         self, q: Tensor, k: Tensor, weights: Tensor, k_norm_weight: Tensor, k_norm_bias: Tensor

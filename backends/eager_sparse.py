@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.cache_dtypes import dequantise, gather
-from mla_conformance.backends.declaration import Declaration
-from mla_conformance.backends.eager import LatentSoftmax, SoftmaxState
-from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.eager import Eager, LatentSoftmax, SoftmaxState
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.selected import Selected, SelectedKeysBackend, listed
 from mla_conformance.reference.cache_layout import CACHE_LAYOUTS
@@ -23,17 +21,14 @@ _ROWS = 1024
 """Rows that go through their lists at once, so that the keys of a tile stay within 300 MiB."""
 
 
-class EagerSparseBackend(LatentSoftmax, NamedKernel, SelectedKeysBackend):
+class EagerSparseBackend(LatentSoftmax, Eager, SelectedKeysBackend):
     """Reads every layout by its strides and lists that count anything, of any length, with sinks and a second cache."""
 
-    name: ClassVar[str] = "EAGER"
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_extra_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_LAYOUTS)
     supported_index_spaces: ClassVar[list[str]] = list(IndexSpace)
     supports_topk_length: ClassVar[bool] = True
     supports_sink: ClassVar[bool] = True
-    declaration: ClassVar[Declaration] = Declaration(distributions=("torch",), emulated=True)
 
     def attend(self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         self._model_dtype = q.dtype

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.declaration import Declaration, SelectionForm, SelectionOrder
-from mla_conformance.backends.kernel import NamedKernel
+from mla_conformance.backends.eager import Eager
 from mla_conformance.backends.topk import MLATopKBackend, check_topk_call
 from mla_conformance.reference.selected import NO_KEY
 
@@ -18,10 +18,9 @@ LEAST = -(2**40)
 _MAGNITUDE = 0x7FFFFFFF
 
 
-class EagerTopKBackend(NamedKernel, MLATopKBackend):
+class EagerTopKBackend(Eager, MLATopKBackend):
     """Any number of columns of any windows, the largest first."""
 
-    name: ClassVar[str] = "EAGER"
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
     supports_pools: ClassVar[bool] = True
     declaration: ClassVar[Declaration] = Declaration(

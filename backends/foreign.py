@@ -29,13 +29,8 @@ class AnswerError(TypeError):
 def call_foreign(call: Callable[[], _Answer], passing: tuple[type[Exception], ...] = ()) -> _Answer:
     """The result of a call into code of others.
 
-    Args:
-        call: what is called.
-        passing: exceptions that are raised as they are.
-
-    Raises:
-        ForeignError: whatever it raised, ``SystemExit`` and its own ``KeyboardInterrupt`` included.
-        KeyboardInterrupt: a user sent one meanwhile.
+    Whatever it raises becomes a ForeignError, ``SystemExit`` and its own ``KeyboardInterrupt`` included; exceptions in
+    ``passing``, and a KeyboardInterrupt that a user sent meanwhile, are raised as they are.
     """
     with user_interrupts() as came:
         try:
@@ -96,22 +91,14 @@ def type_name(value: Any) -> str:
 
 
 def reasons_of(answer: Any, method: str = "validate_configuration") -> list[str]:
-    """The reasons that ``method`` gave.
-
-    Raises:
-        AnswerError: they are no list of strings; a bare string would fall apart into letters.
-    """
+    """The reasons that ``method`` gave; AnswerError of no list: a bare string would fall apart into letters."""
     if isinstance(answer, list | tuple) and all(isinstance(reason, str) for reason in answer):
         return list(map(cut, answer))
     raise AnswerError(f"{method} returned {_described(answer)}, expected a list of reasons (strings)")
 
 
 def yes_or_no(answer: Any, method: str) -> bool:
-    """The answer that ``method`` gave.
-
-    Raises:
-        AnswerError: it is neither True nor False.
-    """
+    """The answer that ``method`` gave; AnswerError where it is neither True nor False."""
     if isinstance(answer, bool):
         return answer
     raise AnswerError(f"{method} returned {_described(answer)}, expected True or False")

@@ -77,10 +77,8 @@ class MLAIndexerBackend(PagedKernel):
     def __init__(self, num_heads: int, head_dim: int, kv_cache_dtype: str, vllm_config: Any) -> None:
         if kv_cache_dtype not in INDEX_LAYOUTS:
             raise ValueError(f"kv_cache_dtype: expected one of {', '.join(INDEX_LAYOUTS)}, got {kv_cache_dtype!r}")
-        self.num_heads = num_heads
-        self.head_dim = head_dim
-        self.kv_cache_dtype = kv_cache_dtype
-        self.vllm_config = vllm_config
+        self.num_heads, self.head_dim = num_heads, head_dim
+        self.kv_cache_dtype, self.vllm_config = kv_cache_dtype, vllm_config
 
     def prepare_metadata(self, sparse_metadata: MLASparseMetadata) -> None:
         """Take the metadata of the next calls; called once per batch, outside of any graph capture."""
@@ -133,9 +131,7 @@ def check_index_call(
 ) -> None:
     """Refuse operands (q, weights, k, k_scale) that do not fit ``logits`` or ``topk``, and what is not declared.
 
-    Raises:
-        ValueError: another shape or dtype than expected.
-        UnsupportedConfiguration: the backend does not declare it.
+    ValueError of another shape or dtype than expected, UnsupportedConfiguration of what is not declared.
     """
     q, weights, k, k_scale = operands
     paged, codes, entry = metadata.block_table is not None, backend.kv_cache_dtype != "auto", MLAIndexerBackend

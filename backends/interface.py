@@ -71,13 +71,8 @@ class PrefillKernelBackend(AttentionKernel):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Causal attention among each request's new tokens.
 
-        Args:
-            q: queries.
-            k: keys, of as many tokens.
-            v: values.
-            return_softmax_lse: whether to return the LSE as well.
-            out: to be written; the returned tensor then shares its storage.
-            output_scale: ``out`` is e4m3 and receives the codes of value / output_scale.
+        The returned tensor shares the storage of ``out``, which is e4m3 where an ``output_scale`` is given, and
+        receives the codes of value / output_scale.
 
         Returns:
             The output [T, N, V], or (output, lse) with lse [N, T] float32, natural logarithm.
@@ -93,11 +88,7 @@ class MLAPrefillBackend(PrefillKernelBackend):
     def run_prefill_context_chunk(self, chunk_idx: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Unmasked attention of the new tokens to one chunk of cached context.
 
-        Args:
-            chunk_idx: index into ``chunked_context``.
-            q: as of :meth:`run_prefill_new_tokens`.
-            k: the chunk's keys of all requests one after the other.
-            v: their values.
+        Keys k and values v of all requests stand one after the other.
 
         Returns:
             (output [T, N, V], lse [N, T] float32, natural logarithm); a row without keys is 0 and -inf.
@@ -109,9 +100,7 @@ def check_operands(
 ) -> None:
     """Refuse operands that the backend does not declare, or with fewer rows than the metadata counts.
 
-    Raises:
-        UnsupportedConfiguration: a dtype or head dims outside the declaration.
-        ValueError: shapes or lengths that do not fit the metadata.
+    UnsupportedConfiguration of a dtype or head dims, ValueError of shapes or lengths that do not fit.
     """
     for dtype in {operand.dtype for operand in (q, k, v)}:
         if not backend.supports_dtype(dtype):
@@ -127,11 +116,7 @@ def check_operands(
 
 
 def check_unquantised(backend: PrefillKernelBackend, output_scale: Tensor | None) -> None:
-    """Refuse a quantised output in a backend that has none.
-
-    Raises:
-        UnsupportedConfiguration: an output scale was given.
-    """
+    """Refuse an output scale, by UnsupportedConfiguration, in a backend without quantised output."""
     if output_scale is not None and not backend.supports_quant_output(fp8_static_tensor_sym()):
         raise UnsupportedConfiguration(
             f"{backend.get_name()}: quantised output not supported; quantise the result of a call without output_scale"

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -46,16 +47,12 @@ def output_dtype(operands: torch.dtype) -> torch.dtype:
 
 
 class KernelBackend(ABC):
-    """Name, requirements and evidence of a kernel.
+    """Name, requirements and evidence of a kernel."""
 
-    Attributes:
-        supported_dtypes: dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`.
-        declaration: rounding classes, deviations and packages, as data.
-        needed_capability: the compute capabilities that the kernel runs on, for a person; empty if not restricted.
-    """
-
+    # dtypes of the queries and of unquantised keys and values; the output has :func:`output_dtype`
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    declaration: ClassVar[Declaration] = Declaration()
+    declaration: ClassVar[Declaration] = Declaration()  # rounding classes, deviations and packages, as data
+    # the compute capabilities that the kernel runs on, for a person; empty if not restricted
     needed_capability: ClassVar[str] = ""
 
     @staticmethod
@@ -117,26 +114,17 @@ class KernelBackend(ABC):
         return iter(())
 
 
+@dataclass(eq=False, repr=False)
 class AttentionSizes:
     """What is constructed with the sizes of a model's heads on this rank."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        scale: float,
-        kv_lora_rank: int,
-        qk_nope_head_dim: int,
-        qk_rope_head_dim: int,
-        v_head_dim: int,
-        vllm_config: Any,
-    ) -> None:
-        self.num_heads = num_heads
-        self.scale = scale
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_nope_head_dim = qk_nope_head_dim
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.v_head_dim = v_head_dim
-        self.vllm_config = vllm_config
+    num_heads: int
+    scale: float
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    vllm_config: Any
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -154,13 +142,9 @@ class AttentionKernel(AttentionSizes, KernelBackend):
 
 
 class NamedKernel(KernelBackend):
-    """A kernel whose name is data.
+    """A kernel whose name is data."""
 
-    Attributes:
-        name: by which the backend is chosen and reported.
-    """
-
-    name: ClassVar[str]
+    name: ClassVar[str]  # by which the backend is chosen and reported
 
     @classmethod
     def get_name(cls) -> str:
@@ -173,17 +157,10 @@ def unless(*asked: tuple[object, str]) -> Iterator[str]:
 
 
 def require_declared(backend: Any, device: torch.device, selector_config: Any, **asked: Any) -> None:
-    """Refuse what a backend does not declare.
+    """Refuse by UnsupportedConfiguration, with every reason, what a backend does not declare.
 
-    Args:
-        backend: a class or an instance of a role with ``validate_configuration``.
-        device: where the operands are.
-        selector_config: what a call asks for, of the role's own class; or that class, for an instance, which then
-            answers itself for what it was made with.
-        asked: of the class the fields that only the call tells.
-
-    Raises:
-        UnsupportedConfiguration: with every reason.
+    ``selector_config`` is what a call asks for; or the role's class of it, with the fields that only the call tells,
+    for an instance, which then answers itself for what it was made with.
     """
     if asked:
         names = (name for name in selector_config._fields if name not in asked and hasattr(backend, name))
@@ -194,11 +171,7 @@ def require_declared(backend: Any, device: torch.device, selector_config: Any, *
 
 
 def expect(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, says: str = "") -> None:
-    """Refuse a tensor of another shape or dtype; ``says`` is what else is expected of it.
-
-    Raises:
-        ValueError: with expected and got.
-    """
+    """Refuse by ValueError a tensor of another shape or dtype; ``says`` is what else is expected of it."""
     if x.shape != shape or x.dtype != dtype:
         expected = f"{list(shape)} of {dtype}{says and ', '}{says}"
         raise ValueError(f"{name}: expected {expected}, got {list(x.shape)} of {x.dtype}")

@@ -9,15 +9,18 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mla_conformance.backends import hub
+from mla_conformance.backends.cache import CACHE_CALLS, MLACacheBackend
 from mla_conformance.backends.declaration import declaration_of
-from mla_conformance.backends.declared import declared_errors
 from mla_conformance.backends.foreign import (
     AnswerError,
     ForeignError,
@@ -30,17 +33,16 @@ from mla_conformance.backends.generations.adapted import AdaptedPrefillBackend
 from mla_conformance.backends.generations.earlier import EarlierAdapter
 from mla_conformance.backends.generations.layer_adapter import AdaptedLayerBackend
 from mla_conformance.backends.generations.present import PresentAdapter
-from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends.indexer import INDEX_LAYOUTS, MLAIndexerBackend
+from mla_conformance.backends.kernel import DeviceCapability, KernelBackend
 from mla_conformance.backends.references import BackendReference, BackendReferenceError, plugins
-from mla_conformance.backends.roles import ROLES, Role, role_of
+from mla_conformance.backends.roles import ROLES, IndexSpace, Role, role_of
+from mla_conformance.reference.dimensions import MLADimensions
+from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
 def roles_of(backend: BackendReference) -> tuple[Role, ...]:
-    """The roles that a backend has; one that is no member of an enumeration is imported for it.
-
-    Raises:
-        BackendReferenceError: see :func:`load_role`.
-    """
+    """The roles that a backend has; one that is no member of an enumeration is imported: see :func:`load_role`."""
     members = backend.members()
     if members:
         return tuple(member.role for member in members)
@@ -51,9 +53,8 @@ def roles_of(backend: BackendReference) -> tuple[Role, ...]:
 def load_role(backend: BackendReference, role: Role) -> Any:
     """Import the class of a backend in a role and check that it has the interface; None without that role.
 
-    Raises:
-        ImportError: an adapter that cannot be imported here.
-        BackendReferenceError: a module, file or class that cannot be loaded, or a class without a required method.
+    ImportError of an adapter that cannot be imported here, BackendReferenceError of a module, file or class that cannot
+    be loaded, or of a class without a required method.
     """
     members = backend.members()
     if not members:
@@ -137,11 +138,7 @@ _ADAPTED: dict[type, Any] = {}
 
 
 def as_backend(loaded: Any) -> Any:
-    """``loaded`` itself if this project's interface fits it, else a class that drives it; the same one each time.
-
-    Args:
-        loaded: what a reference named; anything but a class is returned as it is.
-    """
+    """``loaded`` itself if it is no class or fits our interface, else a class that drives it, always the same."""
     if not isinstance(loaded, type):
         return loaded
     if loaded in _ADAPTED:
@@ -171,15 +168,9 @@ def resolve_backend(backend: BackendReference, device_capability: DeviceCapabili
 def unavailable_reasons(
     backend: BackendReference, device_capability: DeviceCapability | None, role: Role | None = None
 ) -> list[str]:
-    """Why a backend cannot run on this machine; an empty list means that it can.
+    """Why a backend cannot run on this machine, in no role if none is named; an empty list means that it can.
 
-    Args:
-        backend: what is asked about.
-        device_capability: of the device.
-        role: in which role; None asks whether it can run in any, and gives the reasons of all if it cannot.
-
-    Raises:
-        BackendReferenceError: a path that leads to nothing that could be a backend; see :func:`load_role`.
+    BackendReferenceError of a path that leads to nothing that could be a backend; see :func:`load_role`.
     """
     # A name is not its user's: what is wrong with an installed backend must not refuse a run of all the others.
     passing = (BackendReferenceError,) if ":" in backend.reference else ()
@@ -224,3 +215,67 @@ def _import_reason(error: ForeignError) -> str:
     if isinstance(cause, ModuleNotFoundError) and (cause.name or "").startswith("mla_conformance.backends."):
         return "this version has no adapter for it"
     return str(cause) if isinstance(cause, BackendReferenceError) else str(error)
+
+
+_CALLS = {MLAIndexerBackend: ("logits", "topk"), MLACacheBackend: CACHE_CALLS, KernelBackend: ("decode", "prefill")}
+_CACHES = ("auto", "fp8", *TILED_FORMATS)
+_MAY_BE_EMPTY = (
+    "supported_mla_dimensions",
+    "supported_latent_dims",
+    "supported_heads",
+    "supported_head_dims",
+    "supported_topk",
+    "supported_extra_kv_cache_dtypes",
+)
+"""Lists that mean anything, or nothing further, where they are empty."""
+
+
+def declared_errors(backend: type) -> Iterator[str]:
+    """What is wrong with a kernel's lists, one sentence each; nothing of a class that is not built on our interface."""
+    if not issubclass(backend, KernelBackend):
+        return
+    caches = INDEX_LAYOUTS if issubclass(backend, MLAIndexerBackend) else _CACHES
+    calls = next(names for kind, names in _CALLS.items() if issubclass(backend, kind))
+    numbers = (_is_positive, "positive numbers")
+    # Of each list, what an element is, and how that is said.
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "supported_dtypes": (lambda each: isinstance(each, torch.dtype), "torch dtypes"),
+        "supported_slot_dtypes": (lambda each: isinstance(each, torch.dtype), "torch dtypes"),
+        "supported_kv_cache_dtypes": _one_of(caches),
+        "supported_extra_kv_cache_dtypes": _one_of(caches),
+        "supported_tile_scales": _one_of(TILE_SCALES),
+        "supported_calls": _one_of(calls),
+        "supported_index_spaces": _one_of(tuple(IndexSpace)),
+        "supported_heads": numbers,
+        "supported_head_dims": numbers,
+        "supported_topk": (lambda each: _is_positive(getattr(each, "base", each)), "positive numbers or MultipleOf"),
+        "supported_mla_dimensions": (lambda each: isinstance(each, MLADimensions), "MLADimensions"),
+        "supported_latent_dims": (_are_latent_dims, "pairs (L, R)"),
+    }
+    for name, (fits, expected) in checks.items():
+        declared = getattr(backend, name, None)
+        if declared is None:
+            continue
+        if not isinstance(declared, list | tuple):
+            yield f"{name}: expected a list of {expected}, got {declared!r}"
+        elif not declared and name not in _MAY_BE_EMPTY:
+            yield f"{name}: expected {expected}, got none, so that nothing is left to judge"
+        elif strange := [each for each in declared if not fits(each)]:
+            yield f"{name}: expected {expected}, got {strange[0]!r}"
+    length = getattr(backend, "supported_query_len", None)
+    if not (length is None or _is_positive(length)):
+        yield f"supported_query_len: expected a positive number or None, got {length!r}"
+    if length == 1 and getattr(backend, "supports_nonuniform_queries", False):
+        yield "supports_nonuniform_queries: expected False where supported_query_len is 1, got True"
+
+
+def _one_of(names: tuple[str, ...]) -> tuple[Callable[[Any], bool], str]:
+    return lambda each: each in names, f"some of {', '.join(names)}"
+
+
+def _are_latent_dims(each: Any) -> bool:
+    return isinstance(each, tuple) and len(each) == 2 and _is_positive(each[0]) and isinstance(each[1], int)
+
+
+def _is_positive(each: Any) -> bool:
+    return isinstance(each, int) and each > 0

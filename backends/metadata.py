@@ -44,15 +44,9 @@ def int32(rows: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -
 def chunked_context_metadata(
     chunks: Sequence[ContextChunk], workspace: Tensor, device: torch.device
 ) -> ChunkedContextMetadata:
-    """Tensors of a chunk plan.
+    """Tensors of a plan of chunks, each of which names every request of the batch; the device reads the offsets.
 
-    Args:
-        chunks: at least one chunk; every chunk names every request of the batch.
-        workspace: [tokens, L + R], at least as long as the largest chunk.
-        device: where the kernel reads the offsets.
-
-    Raises:
-        ValueError: no chunk, or a chunk that does not fit the workspace.
+    ValueError without a chunk, or of one that does not fit the workspace [tokens, L + R].
     """
     if not chunks:
         raise ValueError("expected at least one context chunk, got none; pass chunked_context=None instead")
@@ -77,17 +71,9 @@ def prefill_metadata(
     device: torch.device,
     chunked_context: ChunkedContextMetadata | None = None,
 ) -> MLACommonPrefillMetadata:
-    """Metadata of a batch of prefills.
+    """Metadata of a batch of prefills, of ``query_lens`` new tokens; the device reads the offsets.
 
-    Args:
-        query_lens: new tokens of each request.
-        block_table: [B, max blocks] int32.
-        dtype: dtype of the queries, which gives that of the output.
-        device: where the kernel reads the offsets.
-        chunked_context: the plan of :func:`chunked_context_metadata`, or None without context.
-
-    Raises:
-        ValueError: an empty batch, a negative length, or a plan for another number of requests.
+    ValueError of an empty batch, a negative length, or a plan for another number of requests.
     """
     requests = len(query_lens)
     if requests == 0 or min(query_lens) < 0:

@@ -57,11 +57,7 @@ class Form:
 
 
 def table(of: AnyTable) -> AnyTable:
-    """Hold an entry, or a dataclass of metadata, against what a table must say.
-
-    Raises:
-        TypeError: a tensor without a form.
-    """
+    """Refuse by TypeError an entry, or a dataclass of metadata, that has a tensor without a form."""
     for name, kind in of.__annotations__.items():
         bare = () if hasattr(kind, "__metadata__") else getattr(kind, "__args__", (kind,))
         if name != "return" and Tensor in bare:
@@ -83,15 +79,10 @@ def require_forms(
     given: Mapping[str, Any] | Sequence[Tensor | None],
     known: Mapping[str, Any],
 ) -> None:
-    """Refuse tensors of another form than the table's; reads no device memory.
+    """Refuse by ValueError, with expected and got, tensors of another form than the table's; reads no device memory.
 
-    Args:
-        of: an entry, the class of metadata, or the forms themselves.
-        given: its tensors by name or in its order; one that is missing or None is not looked at.
-        known: sizes and dtypes that names in the table stand for.
-
-    Raises:
-        ValueError: with expected and got.
+    They are ``given`` by name or in order; one that is missing or None is not looked at. ``known`` are sizes and dtypes
+    that names in the table stand for.
     """
     forms = of if isinstance(of, Mapping) else forms_of(of)
     named = given if isinstance(given, Mapping) else dict(zip(forms, given, strict=False))

@@ -82,10 +82,8 @@ class MLAPrepareBackend(KernelBackend):
             raise ValueError(
                 f"scale_format: expected one of {', '.join(SCALE_FORMATS)}, got {preparation.scale_format!r}"
             )
-        self.num_heads = num_heads
-        self.scale = scale
-        self.preparation = preparation
-        self.vllm_config = vllm_config
+        self.num_heads, self.scale = num_heads, scale
+        self.preparation, self.vllm_config = preparation, vllm_config
 
     def prepare_metadata(self, prepare_metadata: PrepareMetadata) -> None:
         """Take the positions of the next calls; called once per batch, outside of any graph capture."""

@@ -39,10 +39,7 @@ class QuantKey:
 def fp8_static_tensor_sym() -> QuantKey:
     """Key ``kFp8StaticTensorSym``: e4m3 codes of value / scale, one static float32 scale for the tensor.
 
-    A function, because a torch without float8 must still be able to import this module.
-
-    Raises:
-        ValueError: this torch has no float8 dtype.
+    A function, because a torch without float8, of which it raises ValueError, must be able to import this module.
     """
     require_float8()
     return QuantKey(torch.float8_e4m3fn, ScaleDesc(torch.float32, static=True, group_shape=PER_TENSOR))

@@ -88,8 +88,7 @@ def known_variants() -> list[BackendReference]:
 def parse_reference(reference: str) -> BackendReference:
     """The backend that ``reference`` names, without importing it.
 
-    Raises:
-        BackendReferenceError: an unknown name, a path that does not exist, or a hub's repository that cannot be had.
+    BackendReferenceError of an unknown name, a path that does not exist, or a hub's repository that cannot be had.
     """
     if reference.startswith(hub.HUB):
         return BackendReference(*hub.parse(reference))
@@ -110,10 +109,9 @@ def parse_reference(reference: str) -> BackendReference:
 
 
 def require_class(reference: str) -> None:
-    """Refuse a class of a file in which its name does not stand; nothing of the file is carried out.
+    """Refuse by BackendReferenceError a class of a file in which its name does not stand; nothing of it is carried out.
 
-    Raises:
-        BackendReferenceError: it is not there, and nothing in the file makes names while it is imported.
+    Unless something in the file makes names while it is imported.
     """
     if reference.startswith(hub.HUB):
         reference = f"{hub.required_adapter(reference)}:Backend"
@@ -157,14 +155,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def unknown(what: str, name: str, known: Iterable[str], listed_by: str, further: str = "") -> str:
-    """What is said of an unknown name: which one was meant, or all there are if none is like it.
+    """What is said of an unknown name of something: which one was meant, or all there are if none is like it.
 
-    Args:
-        what: it should have named.
-        name: the name.
-        known: the names there are.
-        listed_by: the command that lists them.
-        further: what else may stand there, for the end of a list.
+    ``listed_by`` is the command that lists them, ``further`` what else may stand there, for the end of a list.
     """
     names = list(known)
     if meant := nearest(name, names):

@@ -28,11 +28,9 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
     Behind the path stand the names of the class's variants, if it has any, which are known without importing it; one
     that is not among the ``variants`` of the class stands there as NAME=PATH. CUSTOM is a third party's backend, which
     must be registered before use.
-
-    Attributes:
-        role: what the members' classes compute.
     """
 
+    # what the members' classes compute
     role: Role  # type: ignore[misc]  # an attribute, which mypy takes for a member
     _variants: dict[str, str]
     _override: str | None
@@ -50,8 +48,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
     def get_path(self, variant: str = "") -> str:
         """Path of the backend's class, an override first; of a variant that of the class that it is among.
 
-        Raises:
-            ValueError: CUSTOM without a registered class.
+        ValueError of CUSTOM without a registered class.
         """
         path = self._variants.get(variant) or self._override or self.value
         if not path:
@@ -63,12 +60,7 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
         return str(path)
 
     def get_class(self, variant: str = "") -> Any:
-        """The backend's class, an override first, or that of one of its :meth:`variants`.
-
-        Raises:
-            ImportError: the class cannot be imported.
-            ValueError: CUSTOM without a registered class.
-        """
+        """The class at :meth:`get_path`, imported, or one of its :meth:`variants`; ImportError where that fails."""
         found = resolve_obj_by_qualname(self.get_path(variant))
         return found.variants[variant] if variant and not self._variants[variant] else found
 
@@ -89,12 +81,12 @@ class BackendEnum(Enum, metaclass=_ListsValidNames):
 class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
     EAGER = (
         "mla_conformance.backends.eager.EagerPrefillBackend",
-        "earlier=mla_conformance.backends.eager_generations.EarlierEagerPrefillBackend",
-        "present=mla_conformance.backends.eager_generations.PresentEagerPrefillBackend",
+        "earlier=mla_conformance.backends.eager.EarlierEagerPrefillBackend",
+        "present=mla_conformance.backends.eager.PresentEagerPrefillBackend",
     )
     TORCH_SDPA = (
         "mla_conformance.backends.torch_sdpa.TorchSDPAPrefillBackend",
-        "efficient=mla_conformance.backends.torch_efficient.TorchEfficientPrefillBackend",
+        "efficient=mla_conformance.backends.torch_sdpa.TorchEfficientPrefillBackend",
     )
     FLEX_ATTENTION = "mla_conformance.backends.flex_attention.FlexAttentionPrefillBackend"
     FLASH_ATTN = "mla_conformance.backends.flash_attn.FlashAttnPrefillBackend", "fa2", "torch", "fa3", "fa4"
@@ -112,8 +104,8 @@ class MLAPrefillBackendEnum(BackendEnum, role=Role.PREFILL):
 class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
     EAGER = "mla_conformance.backends.eager_decode.EagerDecodeBackend"
     TORCH_SDPA = (
-        "mla_conformance.backends.torch_sdpa_decode.TorchSDPADecodeBackend",
-        "efficient=mla_conformance.backends.torch_sdpa_decode.TorchEfficientDecodeBackend",
+        "mla_conformance.backends.torch_rows.TorchSDPADecodeBackend",
+        "efficient=mla_conformance.backends.torch_rows.TorchEfficientDecodeBackend",
     )
     FLASHINFER_MLA = "mla_conformance.backends.flashinfer_mla.FlashInferMLADecodeBackend", "fa2", "fa3"
     TRITON_MLA = "mla_conformance.backends.triton_mla.TritonMLADecodeBackend", "lse-float32", "interpreted"
@@ -136,8 +128,8 @@ class MLADecodeBackendEnum(BackendEnum, role=Role.DECODE):
 class MLASparseBackendEnum(BackendEnum, role=Role.SPARSE):
     EAGER = "mla_conformance.backends.eager_sparse.EagerSparseBackend"
     TORCH_SDPA = (
-        "mla_conformance.backends.torch_sdpa_sparse.TorchSDPASparseBackend",
-        "efficient=mla_conformance.backends.torch_sdpa_sparse.TorchEfficientSparseBackend",
+        "mla_conformance.backends.torch_rows.TorchSDPASparseBackend",
+        "efficient=mla_conformance.backends.torch_rows.TorchEfficientSparseBackend",
     )
     FLASH_ATTN_MLA_SPARSE = "mla_conformance.backends.flash_attn_mla_sparse.FlashAttnMLASparseBackend"
     FLASHMLA_SPARSE = "mla_conformance.backends.flash_mla_sparse.FlashMLASparseBackend", "float32"
@@ -192,7 +184,7 @@ class MLASparseLayerBackendEnum(BackendEnum, role=Role.SPARSE_LAYER):
 
 class MLATreeBackendEnum(BackendEnum, role=Role.TREE):
     EAGER = "mla_conformance.backends.eager_decode.EagerTreeBackend"
-    TORCH_SDPA_TREE = "mla_conformance.backends.torch_sdpa_tree.TorchSDPATreeBackend"
+    TORCH_SDPA_TREE = "mla_conformance.backends.torch_rows.TorchSDPATreeBackend"
     SGLANG_TRITON_TREE = "mla_conformance.backends.sglang_triton_tree.SGLangTritonTreeBackend", "interpreted"
     FLASHINFER_TREE = "mla_conformance.backends.flashinfer_tree.FlashInferTreeBackend"
     CUSTOM = None
@@ -203,11 +195,7 @@ ENUMS = tuple(BackendEnum.__subclasses__())
 
 
 def resolve_obj_by_qualname(qualname: str) -> Any:
-    """The object at ``package.module.Name``.
-
-    Raises:
-        ImportError: no such module, or no such name in it.
-    """
+    """The object at ``package.module.Name``; ImportError without such a module, or such a name in it."""
     module, _, name = qualname.rpartition(".")
     loaded = import_module(module)
     if not hasattr(loaded, name):
@@ -216,11 +204,9 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
 
 
 def register_mla_prefill_backend(backend: BackendEnum, class_path: str | None = None) -> Callable[[type], type]:
-    """Register or override a backend's class, by path or as a decorator; the same under a name for each role.
+    """Register or override a member's class, by its path ``package.module.Class`` or as a decorator of it.
 
-    Args:
-        backend: the member to register for.
-        class_path: ``package.module.Class``; without it the result is a decorator that registers its class.
+    The same stands under a name for each role.
     """
 
     def decorator(cls: type) -> type:

@@ -18,13 +18,7 @@ class RoleError(ValueError):
 
 
 class Role(str):
-    """A kind of classes that calls go to, by its name: one object for each, ours or from outside.
-
-    Attributes:
-        entries: methods of which only its classes have any, which tells that they are of this role.
-        required: those that each of them must have, whether or not it inherits from ours.
-        file: what defines it, as PATH@sha256:DIGEST; empty of a role of this project.
-    """
+    """A kind of classes that calls go to, by its name: one object for each, ours or from outside."""
 
     PREFILL: ClassVar["Role"]
     DECODE: ClassVar["Role"]
@@ -38,9 +32,9 @@ class Role(str):
     SPARSE_LAYER: ClassVar["Role"]
     TREE: ClassVar["Role"]
 
-    entries: tuple[str, ...]
-    required: tuple[str, ...]
-    file: str
+    entries: tuple[str, ...]  # methods of which only its classes have any, which tells that they are of this role
+    required: tuple[str, ...]  # those that each of them must have, whether or not it inherits from ours
+    file: str  # what defines it, as PATH@sha256:DIGEST; empty of a role of this project
 
     def __new__(cls, name: str, *entries: str, further: tuple[str, ...] = _EVERY) -> "Role":
         if not re.fullmatch("[a-z][a-z0-9_]*", name):

@@ -78,13 +78,7 @@ class SelectedKeysBackend(MLASparseBackend):
     def attend(
         self, q: Tensor, sources: list[Selected], k_scale: Tensor, sink: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Call the library.
-
-        Args:
-            q: [T, N, D]; any strides.
-            sources: the lists, and behind them those of a second cache if there is one.
-            k_scale: float32 scalar tensor.
-            sink: [N] float32, or None.
+        """Call the library with q [T, N, D] of any strides, the lists, and behind them those of a second cache, if any.
 
         Returns:
             (output [T, N, L] of the query's dtype, lse [N, T] float32, natural logarithm, -inf without keys); no LSE

@@ -40,8 +40,7 @@ def select_mla_prefill_backend(
 ) -> type[MLAPrefillBackend]:
     """The backend to use: ``explicit`` if given, else the first valid one by priority.
 
-    Raises:
-        ValueError: the explicit choice is invalid, or no backend is valid; the message gives every reason.
+    ValueError, with every reason, of an invalid explicit choice, or where no backend is valid.
     """
     candidates = (explicit,) if explicit else priorities(device_capability, selector_config.mla_dimensions)
     asked = "the requested MLA prefill backend is not valid" if explicit else "no valid MLA prefill backend"
@@ -62,15 +61,10 @@ def select_mla_prefill_backend(
 
 
 def get_mla_prefill_backend(vllm_config: Any, device: torch.device | None = None) -> type[MLAPrefillBackend]:
-    """The backend that a vLLM configuration selects.
+    """The backend that a vLLM configuration selects, by default for the current CUDA device, or the CPU.
 
-    Args:
-        vllm_config: read are ``attention_config.mla_prefill_backend`` (None for automatic), ``model_config.dtype``
-            and the head dims in ``model_config.hf_text_config``.
-        device: where the model runs; by default the current CUDA device, or the CPU.
-
-    Raises:
-        ValueError: see :func:`select_mla_prefill_backend`.
+    Read are ``attention_config.mla_prefill_backend`` (None for automatic), ``model_config.dtype`` and the head dims in
+    ``model_config.hf_text_config``. ValueError as of :func:`select_mla_prefill_backend`.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = vllm_config.model_config

@@ -12,8 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_conformance.backends import cache_checks
-from mla_conformance.backends.cache import MLACacheBackend
+from mla_conformance.backends.cache import (
+    MLACacheBackend,
+    check_forms,
+    check_gather,
+    check_workspace,
+    check_written,
+    require_call,
+)
 from mla_conformance.backends.indexer import MLAIndexerBackend, check_index_call
 from mla_conformance.backends.packaged import LibraryKernel
 from mla_conformance.backends.prepare import MLAPrepareBackend, check_prepare_call
@@ -100,14 +106,14 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
         as_stored = x.workspace.dtype == x.kv_cache.dtype
         dtype = torch.bfloat16 if as_stored and self.kv_cache_dtype != "auto" else x.workspace.dtype
         asked = {"dequantise": not as_stored, "compress_ratio": x.compress_ratio}
-        cache_checks.require_call(self, "gather_latent", x.kv_cache, dtype, **asked)
-        cache_checks.check_workspace(self, x.kv_cache, x.workspace)
+        require_call(self, "gather_latent", x.kv_cache, dtype, **asked)
+        check_workspace(self, x.kv_cache, x.workspace)
         self.gather_latent(self._looked_up(x, workspace=x.workspace))
 
     def run_gather_index(self, *operands: Any, **named: Any) -> None:
         x = self._given("gather_index", operands, named)
-        cache_checks.require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
-        cache_checks.check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
+        require_call(self, "gather_index", x.kv_cache, torch.bfloat16, compress_ratio=x.compress_ratio)
+        check_forms(self, "gather_index", torch.bfloat16, kv_cache=x.kv_cache, k=x.k, k_scale=x.k_scale)
         self.gather_index(self._looked_up(x, k=x.k, k_scale=x.k_scale))
 
     def _given(self, call: str, operands: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -117,13 +123,13 @@ class CacheKernel(LibraryKernel, MLACacheBackend):
 
     def _is_written(self, call: str, x: Any, **rows: Tensor) -> bool:
         model = next(iter(rows.values())).dtype
-        cache_checks.require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
-        cache_checks.check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
+        require_call(self, call, x.kv_cache, model, slot_dtype=x.slot_mapping.dtype)
+        check_written(self, call, x.kv_cache, x.slot_mapping, **rows)
         return len(x.slot_mapping) > 0
 
     def _looked_up(self, x: Any, **workspaces: Tensor) -> Any:
         requests = (x.block_table, x.cu_seq_lens, x.seq_starts)
-        cache_checks.check_gather(x.kv_cache, *requests, compress_ratio=x.compress_ratio, **workspaces)
+        check_gather(x.kv_cache, *requests, compress_ratio=x.compress_ratio, **workspaces)
         x.starts, x.lengths = x.seq_starts // x.compress_ratio, x.cu_seq_lens.diff()
         numbers = torch.arange(len(x.lengths), dtype=torch.int32, device=x.lengths.device)
         x.request = numbers.repeat_interleave(x.lengths)

@@ -74,11 +74,7 @@ class MLATopKBackend(KernelBackend):
     @abstractmethod
     @table
     def run_top_k_per_row(self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int) -> Tensor:
-        """The columns with the largest logits.
-
-        Args:
-            logits: float32, of rows whose stride may exceed C; anything outside of a row's window.
-            topk_tokens: K, which may exceed a row's length.
+        """The columns with the largest logits, anything outside of a row's window; the stride of rows may exceed C.
 
         Returns:
             [T, K] int32, as many columns of each row's window as it has, at most K, none twice, -1 behind them; they
@@ -89,13 +85,10 @@ class MLATopKBackend(KernelBackend):
     def run_pool_top_k_per_row(
         self, logits: Annotated[Tensor, Form("T, C")], topk_tokens: int, pool: int, tail: bool
     ) -> Tensor:
-        """The tokens of the pools with the largest logits, as many pools as ``topk_tokens`` has room for.
+        """The tokens of the pools with the largest logits, as many pools as ``topk_tokens``, a multiple, has room for.
 
-        Args:
-            logits: as above, a column for each whole pool; pool p has the tokens from p · pool on.
-            topk_tokens: K, a multiple of ``pool``.
-            pool: tokens of a pool.
-            tail: whether the tokens of the last, incomplete pool of each row are named besides.
+        Logits have a column for each whole pool; pool p has the tokens from p · pool on. With a ``tail`` the tokens of
+        the last, incomplete pool of each row are named besides.
 
         Returns:
             [T, K] int32, with a tail [T, K + pool - 1], in any order: every token of each selected pool, each once,

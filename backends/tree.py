@@ -60,21 +60,13 @@ def check_tree_operands(
 
 
 class TreeBatch(NamedTuple):
-    """A batch as libraries take it, whose masks have a column for each token of a request; one of padding has a token.
+    """A batch as libraries take it: masks have a column for each token of a request; one of padding has a token."""
 
-    Attributes:
-        lengths: [B] tokens of each request, on the CPU.
-        contexts: [B] those of them before its query tokens, on the CPU.
-        slots: of the tokens of each request [n] int64; any of padding.
-        mask: [Σ q · n] bool, which of its tokens each query token sees.
-        mask_starts: [B + 1] int32, where the mask of each request begins, and the end.
-    """
-
-    lengths: Tensor
-    contexts: Tensor
-    slots: list[Tensor]
-    mask: Tensor
-    mask_starts: Tensor
+    lengths: Tensor  # [B] tokens of each request, on the CPU
+    contexts: Tensor  # [B] those of them before its query tokens, on the CPU
+    slots: list[Tensor]  # of the tokens of each request [n] int64; any of padding
+    mask: Tensor  # [Σ q · n] bool, which of its tokens each query token sees
+    mask_starts: Tensor  # [B + 1] int32, where the mask of each request begins, and the end
 
     @staticmethod
     def of(metadata: MLATreeMetadata, page: int) -> "TreeBatch":

@@ -16,17 +16,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.decode import MLACommonDecodeMetadata, MLADecodeBackend
-from mla_conformance.backends.interface import MLAPrefillBackend
 from mla_conformance.backends.kernel import output_dtype
-from mla_conformance.backends.metadata import chunked_context_metadata, prefill_metadata
+from mla_conformance.backends.loading import load_role
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.backends.roles import Role
+from mla_conformance.cases.case import Case
+from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.attention import attention
-from mla_conformance.reference.chunking import ContextChunk
-from mla_conformance.reference.kv_cache import write_entries
+from mla_conformance.roles.table import build_problem
+from mla_conformance.trials.judge_one import judge_one
+from mla_conformance.trials.subject import Subject
+from mla_conformance.trials.trial import Context
 
-HEADS, NOPE, ROPE, WIDTH, LATENT, SCALE = 2, 128, 64, 128, 512, 0.11
-SIZES: dict[str, Any] = {"num_heads": HEADS, "scale": SCALE, "kv_lora_rank": LATENT, "v_head_dim": WIDTH}
-SIZES |= {"qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE}
+LATENT = 512
+CONTEXT = Context()
 _RECORDED = json.loads((Path(__file__).parent / "signatures.json").read_text(encoding="utf-8"))
 
 
@@ -115,54 +118,6 @@ def kernel() -> Callable[..., tuple[Tensor, Tensor]]:
     return exact
 
 
-@pytest.fixture
-def conforms() -> Callable[..., MLAPrefillBackend]:
-    """Drive an adapter through new tokens and a context chunk, empty requests and strided operands among them."""
-
-    def check(backend_class: type[MLAPrefillBackend], dtype: torch.dtype = torch.bfloat16) -> MLAPrefillBackend:
-        backend = backend_class(**SIZES, vllm_config=None)
-        for query_lens, context in (((3, 0, 9), None), ((3, 4, 2), (7, 0, 17))):
-            tokens, start = sum(query_lens), torch.tensor([0, *query_lens]).cumsum(0)
-            keys = start if context is None else torch.tensor([0, *context]).cumsum(0)
-            q, k, v = _operands(tokens, int(keys[-1]), dtype)
-            backend.prepare_metadata(_metadata(query_lens, context, dtype))
-            want, want_lse = exact(q[:tokens], k, v, start, keys, SCALE, context is None)
-            if context is None:
-                output, lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
-                out = torch.full((tokens + 1, HEADS, WIDTH), torch.nan, dtype=torch.bfloat16)
-                written = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out)
-                assert isinstance(written, Tensor) and written.data_ptr() == out.data_ptr()
-                torch.testing.assert_close(out[:tokens], want, atol=1e-5, rtol=2.0**-8)
-            else:
-                output, lse = backend.run_prefill_context_chunk(0, q, k, v)
-            assert output.shape == (tokens + 1, HEADS, WIDTH)
-            assert (lse.shape, lse.dtype) == ((HEADS, tokens + 1), torch.float32)
-            torch.testing.assert_close(output[:tokens], want, atol=1e-5, rtol=2.0**-8)
-            torch.testing.assert_close(lse[:, :tokens], want_lse, atol=1e-5, rtol=1e-5)
-        return backend
-
-    return check
-
-
-def _operands(tokens: int, keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q with a row of NaN behind those that count; v the second half of a wider buffer, as in a model."""
-    generator = torch.Generator().manual_seed(tokens + keys)
-    q = torch.randn(tokens + 1, HEADS, NOPE + ROPE, generator=generator)
-    q[tokens:] = torch.nan
-    k = torch.randn(keys, HEADS, NOPE + ROPE, generator=generator)
-    wide = torch.randn(keys, HEADS, NOPE + WIDTH, generator=generator)
-    return q.to(dtype), k.to(dtype), wide.to(dtype)[..., NOPE:]
-
-
-def _metadata(queries: tuple[int, ...], context: tuple[int, ...] | None, dtype: torch.dtype) -> Any:
-    device, plan = torch.device("cpu"), None
-    if context is not None:
-        chunk = ContextChunk((0,) * len(context), context)
-        plan = chunked_context_metadata([chunk], torch.zeros(sum(context), 576), device)
-    table = torch.zeros(len(queries), 1, dtype=torch.int32)
-    return prefill_metadata(queries, block_table=table, dtype=dtype, device=device, chunked_context=plan)
-
-
 def absorbed(
     q: Tensor, pages: Tensor, lengths: Any, query_lens: Any, tables: Any, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -186,49 +141,44 @@ def mla_kernel() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 @pytest.fixture
-def decodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., MLADecodeBackend]:
-    """Drive a decode adapter through a batch with a request of padding, shuffled pages and poison around them."""
+def passes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
+    """``passes("NAME", role, *cases)``: the adapter passes them on a CPU, where a stand-in is all that it needs."""
 
-    def check(
-        backend_class: type[MLADecodeBackend], page: int, query_lens: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> MLADecodeBackend:
-        # The stand-in is all that the adapter needs, and it runs on a CPU.
-        monkeypatch.setattr(backend_class, "missing_dependencies", list)
-        monkeypatch.setattr(backend_class, "supports_compute_capability", lambda device_capability: True)
-        backend = backend_class(**SIZES, kv_cache_dtype="auto", vllm_config=None)
-        _decode(backend, page, query_lens, lengths)
-        _decode(backend, page, query_lens, lengths[::-1])
-        return backend
+    def check(name: str, role: Role, *cases: str) -> Subject:
+        adapter = load_role(parse_reference(name), role)
+        for needed in ("missing_dependencies", "broken_dependencies"):
+            monkeypatch.setattr(adapter, needed, list)
+        monkeypatch.setattr(adapter, "supports_compute_capability", lambda device_capability: True)
+        subject = Subject.of(name, torch.device("cpu"))
+        for case in cases:
+            found = judge_one(subject, Case.parse(case), CONTEXT)
+            assert found.status is Status.PASS, f"{case}: {found.message}"
+        return subject
 
     return check
 
 
-def _decode(backend: MLADecodeBackend, page: int, query_lens: tuple[int, ...], lengths: tuple[int, ...]) -> None:
-    """Over pages in no order, block 0 never among them; tables end in what no adapter may read."""
-    generator = torch.Generator().manual_seed(sum(lengths))
-    counts = [-(-length // page) for length in lengths]
-    blocks = (torch.randperm(sum(counts), generator=generator) + 1).split(counts)
-    table = torch.full((len(counts), max(counts) + 2), -(2**30), dtype=torch.int32)
-    cache = torch.full((sum(counts) + 1, page, LATENT + ROPE), torch.nan).bfloat16()
-    for row, pages, length in zip(table, blocks, lengths, strict=True):
-        row[: len(pages)], token = pages, torch.arange(length)
-        rows = torch.randn(length, LATENT + ROPE, generator=generator).bfloat16()
-        write_entries(cache, rows, pages[token // page] * page + token % page, "auto")
-    q = torch.randn(sum(query_lens) + 1, HEADS, LATENT + ROPE, generator=generator).bfloat16()
-    seq_lens, queries = (torch.tensor(x, dtype=torch.int32) for x in (lengths, query_lens))
-    on_device: dict[str, Any] = {
-        "seq_lens": seq_lens,
-        "query_start_loc": torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int(),
-    }
-    on_host: dict[str, Any] = {"query_lens_cpu": queries, "seq_lens_cpu": seq_lens.clone()}
-    longest: dict[str, Any] = {"max_query_len": max(query_lens), "max_seq_len": max(lengths)}
-    backend.prepare_metadata(MLACommonDecodeMetadata(block_table=table, **on_device, **on_host, **longest))
-    found: Any = backend.run_decode(q[..., :LATENT], q[..., LATENT:], cache, torch.tensor(1.0))
-    output, lse = found if backend.returns_lse else (found, None)
-    tokens = sum(query_lens)
-    want, want_lse = absorbed(q[:tokens], cache, lengths, query_lens, table, SCALE)
-    assert output.shape == (tokens + 1, HEADS, LATENT)
-    torch.testing.assert_close(output[:tokens], want, atol=1e-5, rtol=2.0**-8)
-    if lse is not None:
-        assert (lse.shape, lse.dtype) == ((HEADS, tokens + 1), torch.float32)
-        torch.testing.assert_close(lse[:, :tokens], want_lse, atol=1e-5, rtol=1e-5)
+@pytest.fixture
+def conforms(passes: Callable[..., Subject]) -> Callable[..., Subject]:
+    """``conforms("NAME")``: a prefill adapter passes new tokens, into ``out`` as well, and a chunk of context."""
+
+    def check(name: str, dtype: str = "bf16") -> Subject:
+        new, context = "q=[3,0,9]", "call=context_chunk;q=[3,4,2];kv=[7,0,17]"
+        batches = (f"call=new_tokens;{new}", f"call=new_tokens;{new};lse=0;out=1", context)
+        capability = "fp8_operands" if dtype == "e4m3" else "lse"
+        return passes(name, Role.PREFILL, *(f"{capability}:dtype={dtype};heads=2;pad=1;{batch}" for batch in batches))
+
+    return check
+
+
+@pytest.fixture
+def prepared() -> Callable[[Subject, str], tuple[Any, Any]]:
+    """``prepared(subject, case)``: a kernel that has the metadata of a case's only call, and the call."""
+
+    def make(subject: Subject, text: str) -> tuple[Any, Any]:
+        case = Case.parse(text)
+        kernel, (call,) = subject.create(case), build_problem(case, torch.device("cpu")).calls
+        call.prepare(kernel)
+        return kernel, call
+
+    return make

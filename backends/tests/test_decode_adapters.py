@@ -15,9 +15,9 @@ from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 
 Kernel = Callable[..., Any]
-UNIFORM = [(1, 1, 1), (65, 0, 130)], [(3, 3), (64, 129)]
-SINGLE = [(1, 1, 1), (65, 0, 130)], [(1, 1, 1), (1, 64, 63)]
-MANY = [(1, 1, 1), (65, 0, 130)], [(4, 1, 3), (65, 17, 4)]
+_ONE_EACH = "q=[1,1];kv=[64,129];pad=1"
+UNIFORM, SINGLE = (_ONE_EACH, "q=[3,3];kv=[61,126]"), (_ONE_EACH, "q=[1,1,1];kv=[0,63,62]")
+MANY = _ONE_EACH, "q=[4,1,3];kv=[61,16,1]"
 
 
 def without_keys(found: Any, left: float = -math.inf) -> Any:
@@ -175,7 +175,7 @@ STAND_INS: dict[str, tuple[str, str, Kernel, list[int], Any]] = {
         "tokenspeed_mla", "tokenspeed_mla/mla_decode.py:tokenspeed_mla_decode", tokenspeed, [32], UNIFORM,
     ),
     "CUTLASS_MLA vllm 0.33.0": (
-        "vllm._custom_ops", "sm100_cutlass_mla_decode", cutlass, [128], [[(1, 1, 1), (129, 0, 260)]],
+        "vllm._custom_ops", "sm100_cutlass_mla_decode", cutlass, [128], ["q=[1,1];kv=[128,259];pad=1"],
     ),
 }  # fmt: skip
 """By adapter and recorded package: module, function with its file where that is not the module, what stands for it,
@@ -220,28 +220,32 @@ def _adapter(key: str) -> Any:
 
 
 @pytest.mark.parametrize("key", STAND_INS)
-def test_conventions(key: str, calls: Any, decodes: Any) -> None:
+def test_conventions(key: str, calls: Any, passes: Any) -> None:
+    """Alone, and a small batch behind calls for others."""
     calls(key)
-    for page, (queries, lengths) in product(*STAND_INS[key][3:]):
-        decodes(_adapter(key), page, queries, lengths)
+    lse, (pages, batches) = "" if _adapter(key).returns_lse else ";lse=0", STAND_INS[key][3:]
+    cases = [f"decode:heads=2;page={page};{batch}{lse}" for page, batch in product(pages, batches)]
+    small = f"call_order:call=decode;heads=2;page={pages[0]};q=[1,1];kv=[3,9]{lse}"
+    passes(key.split()[0], Role.DECODE, *cases, small)
 
 
-def test_a_token_of_several_sees_the_keys_up_to_its_own(calls: Any, decodes: Any) -> None:
+def test_a_token_of_several_sees_the_keys_up_to_its_own(calls: Any, passes: Any) -> None:
     seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
-    decodes(_adapter("TRITON_MLA[lse-float32]"), 16, (3, 3), (40, 5))
+    passes("TRITON_MLA[lse-float32]", Role.DECODE, "decode:heads=2;page=16;q=[3,3];kv=[37,2]")
     assert seen[0]["b_seq_len"].tolist() == [38, 39, 40, 3, 4, 5]
 
 
-def test_the_lse_is_as_coarse_as_vllm_makes_it(calls: Any, decodes: Any) -> None:
+def test_the_lse_is_as_coarse_as_vllm_makes_it(calls: Any, passes: Any) -> None:
     seen = calls("TRITON_MLA[lse-float32] vllm 0.33.0")
-    with pytest.raises(AssertionError):
-        decodes(_adapter("TRITON_MLA"), 16, (1,), (40,))
+    with pytest.raises(AssertionError, match="LSE is "):
+        passes("TRITON_MLA", Role.DECODE, "decode:heads=2;page=16;q=[1];kv=[39]")
     assert seen[0]["lse"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("key", [key for key in STAND_INS if key.startswith("FLASHMLA")])
-def test_says_which_build_served(key: str, calls: Any, decodes: Any) -> None:
+def test_says_which_build_served(key: str, calls: Any, passes: Any, prepared: Any) -> None:
     calls(key)
-    evidence = decodes(_adapter(key), 64, (1, 1), (65, 3)).kernel_evidence()
     assert _adapter(key).broken_dependencies() == []
-    assert list(evidence) == (["sgl-flash-mla", "kernels"] if "sgl" in key else ["flash-mla"])
+    kernel, call = prepared(passes("FLASHMLA", Role.DECODE), "decode:heads=2;page=64;q=[1,1];kv=[64,2]")
+    call.invoke(kernel, None)
+    assert list(kernel.kernel_evidence()) == (["sgl-flash-mla", "kernels"] if "sgl" in key else ["flash-mla"])

@@ -14,8 +14,7 @@ from mla_conformance.backends.decode import MLADecodeSelectorConfig
 from mla_conformance.backends.flashinfer import FlashInferPrefillBackend
 from mla_conformance.backends.flashinfer_mla import FlashInferMLADecodeBackend
 from mla_conformance.backends.kernel import DeviceCapability, UnsupportedConfiguration
-from mla_conformance.backends.metadata import prefill_metadata
-from mla_conformance.backends.quant_key import fp8_static_tensor_sym
+from mla_conformance.backends.roles import Role
 from mla_conformance.reference.quantization import quantize_e4m3
 
 OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
@@ -52,15 +51,18 @@ def wrappers(request: Any, planned: Any, installed: Any, kernel: Any) -> list[An
 
 
 @pytest.mark.parametrize("variant", RAGGED)
-def test_conventions_of_prefill(variant: Any, wrappers: Any, conforms: Any) -> None:
-    conforms(RAGGED[variant])
+def test_conventions_of_prefill(variant: Any, wrappers: Any, conforms: Any, prepared: Any) -> None:
+    subject = conforms(f"FLASHINFER[{variant}]")
     assert {w.planned["q_data_type"] for w in wrappers} == {torch.bfloat16}
     assert {(w.planned["head_dim_qk"], w.planned["head_dim_vo"]) for w in wrappers} == {(192, 128)}
-    assert len(wrappers) == 2  # the new tokens, called twice, and the context chunk of the next batch
+    made, (kernel, call) = len(wrappers), prepared(subject, "new_tokens:heads=2;q=[3]")
+    for _ in range(2):
+        call.invoke(kernel, None)
+    assert len(wrappers) == made + 1  # a plan serves every call of a batch
 
 
 def test_operands_in_e4m3_have_one_head_dim_and_scales(wrappers: Any, conforms: Any) -> None:
-    conforms(RAGGED["fa3"], dtype=torch.float8_e4m3fn)
+    conforms("FLASHINFER[fa3]", "e4m3")
     assert {w.planned["head_dim_qk"] for w in wrappers} == {256}
 
 
@@ -105,15 +107,17 @@ def library(request: Any, recorded: Any, planned: Any, installed: Any, mla_kerne
 
 @pytest.mark.parametrize("variant", PAGED)
 @pytest.mark.parametrize("page", [1, 64])
-def test_conventions_of_decode(variant: Any, page: Any, library: Any, decodes: Any) -> None:
-    decodes(PAGED[variant], page, (1, 1, 1), (65, 0, 130))
-    if variant == "fa3":
-        decodes(PAGED[variant], page, (4, 1, 3), (65, 17, 4))
+def test_conventions_of_decode(variant: Any, page: Any, library: Any, passes: Any) -> None:
+    batches = ["q=[1,1];kv=[64,129];pad=1", "q=[4,1,3];kv=[61,16,1]"][: 1 + (variant == "fa3")]
+    cases = [f"decode:heads=2;page={page};{batch}" for batch in batches]
+    passes(f"FLASHINFER_MLA[{variant}]", Role.DECODE, *cases)
 
 
-def test_the_plan_follows_the_metadata_before_the_next_call(library: Any, decodes: Any) -> None:
+def test_the_plan_follows_the_metadata_before_the_next_call(library: Any, passes: Any, prepared: Any) -> None:
     """A replayed graph makes no call; it reads what prepare_metadata has left in the buffers of its shape's wrapper."""
-    backend = decodes(PAGED["fa2"], 16, (1, 1), (65, 130))
+    subject = passes("FLASHINFER_MLA[fa2]", Role.DECODE)
+    backend, call = prepared(subject, "decode:heads=2;page=16;q=[1,1];kv=[64,129]")
+    call.invoke(backend, None)
     metadata = backend._decode_metadata
     metadata.seq_lens_cpu = torch.tensor([3, 40], dtype=torch.int32)
     backend.prepare_metadata(metadata)
@@ -153,11 +157,7 @@ def test_choice_by_device(monkeypatch: Any) -> None:
         assert [backend.variant for backend in found] == chosen.split()
 
 
-_SCALE, _HEADS, _WIDTH = 0.3, 2, 32
-
-
-@pytest.fixture
-def backend(monkeypatch: Any, kernel: Any) -> Any:
+def test_outputs_in_codes_are_divided_by_the_scale(passes: Any, prepared: Any, kernel: Any, monkeypatch: Any) -> None:
     def execute(key: Any, tensors: Any, batch: Any) -> str:
         """Multiplies by every scale, P's and its inverse among them; no plan is for one token."""
         assert key.max_query_len == max(2, *batch.query_lens) and key.max_key_len == max(2, *batch.key_lens)
@@ -171,38 +171,18 @@ def backend(monkeypatch: Any, kernel: Any) -> Any:
         return "plan"
 
     monkeypatch.setattr("mla_conformance.backends.cudnn.execute", execute)
-    made = CudnnFp8(_HEADS, _SCALE, 512, 16, 16, _WIDTH, None)
-    table = torch.zeros(4, 1, dtype=torch.int32)
-    made.prepare_metadata(
-        prefill_metadata((0, 3, 0, 4), block_table=table, dtype=torch.float8_e4m3fn, device=torch.device("cpu"))
-    )
-    return made
-
-
-def _operands() -> Any:
-    """The last row does not count."""
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randn(8, _HEADS, _WIDTH, generator=generator).to(torch.float8_e4m3fn) for _ in range(3)]
-
-
-def test_output_is_divided_by_the_scale(backend: Any, kernel: Any) -> None:
-    q, k, v = _operands()
-    out = torch.zeros(8, _HEADS, _WIDTH).to(torch.float8_e4m3fn)
-    output, lse = backend.run_prefill_new_tokens(q, k, v, True, out=out, output_scale=torch.tensor(0.02))
-    start = torch.tensor([0, 3, 7])
-    want, want_lse = kernel(q[:7], k[:7], v[:7], start, start, _SCALE, True)
-    assert output.data_ptr() == out.data_ptr() and output.dtype == torch.float8_e4m3fn
-    assert torch.equal(output[:7].float(), quantize_e4m3(want.double() * float(1 / torch.tensor(0.02)), 1.0).float())
-    torch.testing.assert_close(lse[:, :7], want_lse)
-    table, cpu = torch.zeros(1, 1, dtype=torch.int32), torch.device("cpu")
-    backend.prepare_metadata(prefill_metadata((1,), block_table=table, dtype=q.dtype, device=cpu))
-    backend.run_prefill_new_tokens(q, k, v, False, out=out, output_scale=torch.tensor(0.02))
-    assert backend.supports_quant_output(fp8_static_tensor_sym())
+    codes = "dtype=e4m3;heads=2;pad=1"
+    batches = "q=[0,3,0,4]", "q=[1];lse=0"
+    cases = (f"quant_output_fp8:call=new_tokens;{codes};quant=fp8;oscale=20000;{batch}" for batch in batches)
+    subject = passes("CUDNN[fp8]", Role.PREFILL, *cases)
     assert not CudnnFp8.supports_unquantised_output(torch.float8_e4m3fn)
-    with pytest.raises(UnsupportedConfiguration, match="pass out in e4m3 and output_scale"):
-        backend.run_prefill_new_tokens(*_operands(), False)
-    with pytest.raises(UnsupportedConfiguration, match="context chunk is bfloat16"):
-        backend.run_prefill_context_chunk(0, *_operands())
+    for call, said in (
+        ("new_tokens;q=[3]", "pass out in e4m3 and output_scale"),
+        ("context_chunk;q=[3];kv=[4]", "context chunk is bfloat16"),
+    ):
+        backend, asked = prepared(subject, f"fp8_operands:{codes};call={call}")
+        with pytest.raises(UnsupportedConfiguration, match=said):
+            asked.invoke(backend, None)
 
 
 def test_layouts_carry_the_strides_of_a_view() -> None:

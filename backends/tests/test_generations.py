@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.eager_generations import (
+from mla_conformance.backends.eager import (
+    EagerPrefillBackend,
     EagerPrefillImpl,
     EarlierEagerPrefillBackend,
     PresentEagerPrefillBackend,

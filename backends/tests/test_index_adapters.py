@@ -7,17 +7,11 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.deep_gemm import DeepGemmIndexerBackend, DeepGemmIndexerVllm
-from mla_conformance.backends.eager_indexer import EagerIndexerBackend
 from mla_conformance.backends.eager_prepare import EagerPrepareBackend
-from mla_conformance.backends.indexer import MLAIndexerBackend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
 from mla_conformance.backends.lmdeploy_index import LmdeployIndexerBackend, LmdeployPrepareBackend, LmdeployTopKBackend
 from mla_conformance.backends.prepare import IndexPreparation, PrepareMetadata
-from mla_conformance.backends.roles import IndexSpace
-from mla_conformance.backends.sparse import MLASparseMetadata
-from mla_conformance.backends.topk import TopKMetadata
-from mla_conformance.reference.cache_layout import encode
-from mla_conformance.reference.kv_cache import write_entries
+from mla_conformance.backends.roles import Role
 
 HEADS, DIM, PAGE = 32, 128, 64
 PACKAGES: Any = {
@@ -28,51 +22,7 @@ PACKAGES: Any = {
         "vllm.third_party.deep_gemm",
     ),
 }
-QUERIES, LENGTHS = (1, 3), (70, 130)
 PREPARATION = IndexPreparation(DIM, 64, True, True, False, "pow2", True, 1e-6)
-
-
-def metadata(queries: tuple[int, ...], paged: bool) -> MLASparseMetadata:
-    """Requests of :data:`LENGTHS` tokens: pages from the last to the first, or gathered behind four rows each."""
-    starts = [sum(queries[:request]) for request in range(len(queries) + 1)]
-    return MLASparseMetadata(
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        req_id_per_token=torch.arange(2, dtype=torch.int32).repeat_interleave(torch.tensor(queries)),
-        seq_lens=torch.tensor(LENGTHS, dtype=torch.int32),
-        block_table=torch.tensor([[4, 3, -1], [2, 1, 0]], dtype=torch.int32) if paged else None,
-        workspace_starts=None if paged else torch.tensor([4, 78], dtype=torch.int32),
-        index_space=IndexSpace.POSITION,
-        max_query_len=max(queries),
-        max_seq_len=150,
-        query_lens_cpu=torch.tensor(queries, dtype=torch.int32),
-        seq_lens_cpu=torch.tensor(LENGTHS, dtype=torch.int32),
-    )
-
-
-def operands(queries: tuple[int, ...], paged: bool) -> dict[str, Tensor]:
-    """What a call takes, every key but those of the requests NaN."""
-    generator = torch.Generator().manual_seed(0)
-    made = metadata(queries, paged)
-    entries = encode(torch.randn(200, DIM, generator=generator).bfloat16(), torch.empty(200, 0), "fp8_index", 1.0)
-    positions = [torch.arange(length) for length in LENGTHS]
-    rows = torch.cat([4 + positions[0], 78 + positions[1]])
-    if made.block_table is not None:
-        tables = zip(made.block_table.long(), positions, strict=True)
-        rows = torch.cat([table[token // PAGE] * PAGE + token % PAGE for table, token in tables])
-    stored = torch.full((5, PAGE, DIM + 4) if paged else (212, 1, DIM + 4), 255, dtype=torch.uint8)
-    write_entries(stored, entries, rows, "fp8_index")
-    q = torch.randn(sum(queries), HEADS, DIM, generator=generator).to(torch.float8_e4m3fn)
-    common = {"q": q, "weights": torch.randn(sum(queries), HEADS, generator=generator)}
-    if paged:
-        return {**common, "k": stored}
-    codes, scales = stored[:, 0, :DIM].contiguous(), stored[:, 0, DIM:].contiguous()
-    return {**common, "k": codes.view(torch.float8_e4m3fn), "k_scale": scales.view(torch.float32)[:, 0]}
-
-
-def prepared(kernel: type[MLAIndexerBackend], queries: tuple[int, ...], paged: bool) -> Any:
-    backend = kernel(num_heads=HEADS, head_dim=DIM, kv_cache_dtype="fp8_index", vllm_config=None)
-    backend.prepare_metadata(metadata(queries, paged))
-    return backend
 
 
 def scores(q: Tensor, weights: Tensor, k: Tensor, width: int) -> Tensor:
@@ -138,17 +88,10 @@ def library(request: Any, recorded: Any, installed: Any, monkeypatch: pytest.Mon
     return kernel
 
 
-@pytest.mark.parametrize(
-    ("queries", "paged"), [((1, 3), True), ((1, 1), True), ((2, 2), True), ((4, 4), True), ((20, 3), False)]
-)
-def test_deep_gemm_is_called_as_it_documents(queries: tuple[int, ...], paged: bool, library: Any) -> None:
-    given = operands(queries, paged)
-    found, expected = (
-        prepared(kernel, queries, paged).run_index_logits(**given) for kernel in (library, EagerIndexerBackend)
-    )
-    seen = expected != -torch.inf
-    assert found.shape == expected.shape == (sum(queries), 150) and bool(seen[0].any())
-    torch.testing.assert_close(found[seen], expected[seen], rtol=1e-4, atol=1e-3)
+@pytest.mark.parametrize("batch", ["q=[1,3]", "q=[1,1]", "q=[2,2]", "q=[4,4]", "q=[20,3];gathered=1;spare=4"])
+def test_deep_gemm_is_called_as_it_documents(batch: str, library: Any, passes: Any) -> None:
+    name = "DEEPGEMM_INDEXER" + ("[vllm]" if library is DeepGemmIndexerVllm else "")
+    passes(name, Role.INDEXER, f"indexer_logits:call=index_logits;heads=32;{batch};kv=[69,127];inflate=2")
 
 
 @pytest.fixture
@@ -226,51 +169,20 @@ def _keys(a: Any) -> None:
 
 
 @pytest.mark.usefixtures("lmdeploy")
-def test_lmdeploys_top_k_is_called_as_its_source_says() -> None:
-    backend = LmdeployTopKBackend(None)
-    backend.prepare_metadata(TopKMetadata(torch.tensor([0, 5, 90], dtype=torch.int32), None, 90))
-    wide = torch.randn(3, 200, generator=torch.Generator().manual_seed(0))
-    found = backend.run_top_k_per_row(wide[:, :100], 8)
-    assert found[0].tolist() == [-1] * 8 and found[1, 5:].tolist() == [-1] * 3
-    assert found[1, :5].tolist() == wide[1, :5].argsort(descending=True).tolist()
-    assert found[2].tolist() == wide[2, :90].argsort(descending=True)[:8].tolist()
+def test_lmdeploys_kernels_are_called_as_their_sources_say(passes: Any) -> None:
+    passes("LMDEPLOY_TRITON", Role.TOPK, "select:q=[1,2];kv=[5,89];pad=1;topk=8;layout=sliced")
+    for batch in ("q=[1,3]", "q=[1,1]"):
+        scores = f"heads=32;{batch};kv=[69,127]"
+        cases = f"indexer_logits:call=index_logits;{scores}", f"indexer_topk:call=index_topk;{scores};topk=16"
+        passes("LMDEPLOY_TRITON", Role.INDEXER, *cases)
+    prepared = "prepare_index:heads=32;q=[70];kv=[20];scales=pow2;hadamard=0;fused=1;layout=sliced;pairs"
+    passes("LMDEPLOY_TRITON", Role.PREPARE, f"{prepared}=halves", f"{prepared}=neighbours")
 
 
-@pytest.mark.usefixtures("lmdeploy")
-@pytest.mark.parametrize("queries", [(1, 3), (1, 1), (2, 0)])
-def test_lmdeploys_indexer_is_called_as_its_source_says(queries: tuple[int, ...]) -> None:
-    given = operands(queries, True)
-    kernels = [prepared(kernel, queries, True) for kernel in (LmdeployIndexerBackend, EagerIndexerBackend)]
-    found, expected = (kernel.run_index_logits(**given) for kernel in kernels)
-    seen = expected != -torch.inf
-    torch.testing.assert_close(found[seen], expected[seen], rtol=1e-4, atol=1e-3)
-    best, wanted = (kernel.run_index_topk(**given, topk_tokens=16).sort().values for kernel in kernels)
-    assert torch.equal(best, wanted)
-
-
-@pytest.mark.usefixtures("lmdeploy")
-@pytest.mark.parametrize("is_neox_style", [True, False])
-def test_lmdeploys_preparation_is_called_as_its_source_says(is_neox_style: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, wide = (torch.randn(70, width, generator=generator).bfloat16() for width in (HEADS * DIM, DIM + 9, 2 * HEADS))
-    norm = torch.rand(2, DIM, generator=generator)
-    angles = torch.rand(99, 32, generator=generator)
-    table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    asked = PREPARATION._replace(is_neox_style=is_neox_style)
-    positions = torch.arange(70).flip(0) + 20
-    results = []
-    for adapter in (LmdeployPrepareBackend, EagerPrepareBackend):
-        backend = adapter(HEADS, 0.3, asked, None)
-        backend.prepare_metadata(PrepareMetadata(positions, table))
-        results.append(backend.run_prepare_index(q.unflatten(1, (HEADS, DIM)), k[:, :DIM], wide[:, ::2], *norm))
-    for found, expected in zip(*results, strict=True):
-        assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-        torch.testing.assert_close(found.float(), expected.float(), rtol=1e-6, atol=0)
-
-
-def test_what_does_not_fit_or_is_not_declared_is_refused(library: Any) -> None:
-    given, gathered = operands(QUERIES, True), operands(QUERIES, False)
-    del gathered["k_scale"]
+def test_what_does_not_fit_or_is_not_declared_is_refused(library: Any, passes: Any, prepared: Any) -> None:
+    scores = "indexer_logits:call=index_logits;heads=32;q=[1,3];kv=[69,127]"
+    eager = passes("EAGER", Role.INDEXER)
+    kernel, call = prepared(eager, scores)
     for change, said in (
         ({"q": torch.zeros(4, HEADS, DIM)}, r"q: expected \[4, 32, 128\] of torch.float8_e4m3fn, got .* torch.float32"),
         ({"weights": torch.zeros(4, 1)}, r"weights: expected \[4, 32\] of torch.float32, got \[4, 1\]"),
@@ -278,10 +190,13 @@ def test_what_does_not_fit_or_is_not_declared_is_refused(library: Any) -> None:
         ({"k_scale": torch.zeros(4)}, r"k_scale: expected None, since no gathered codes were given, got \[4\]"),
     ):
         with pytest.raises(ValueError, match=said):
-            prepared(EagerIndexerBackend, QUERIES, True).run_index_logits(**{**given, **change})
+            call.given_otherwise(**change).invoke(kernel, None)
+    kernel, call = prepared(eager, f"{scores};gathered=1")
     with pytest.raises(ValueError, match="k_scale: expected the scales of gathered codes, got None"):
-        prepared(EagerIndexerBackend, QUERIES, False).run_index_logits(**gathered)
+        call.given_otherwise(k_scale=None).invoke(kernel, None)
+    kernel, call = prepared(eager, f"{scores.replace('logits', 'topk')};topk=8")
     with pytest.raises(ValueError, match="topk_tokens: expected a positive number, got 0"):
-        prepared(EagerIndexerBackend, QUERIES, True).run_index_topk(**given, topk_tokens=0)
+        call.given_otherwise(topk_tokens=0).invoke(kernel, None)
+    kernel, call = prepared(passes("DEEPGEMM_INDEXER", Role.INDEXER), f"{scores.replace('logits', 'topk')};topk=8")
     with pytest.raises(UnsupportedConfiguration, match="DEEPGEMM_INDEXER: topk not supported"):
-        prepared(library, QUERIES, True).run_index_topk(**given, topk_tokens=8)
+        call.invoke(kernel, None)

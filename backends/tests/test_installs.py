@@ -99,18 +99,6 @@ def test_a_build_with_the_operator_has_the_kernel(installed: Any, monkeypatch: A
     assert load_role(parse_reference("CUTLASS_MLA"), Role.DECODE).broken_dependencies() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "role", "said"),
-    [
-        ("FLASHMLA", Role.DECODE, "package sgl-flash-mla not installed (pip install 'mla-conformance[flashmla]')"),
-        ("TRTLLM_RAGGED", Role.PREFILL, "tensorrt-llm on PyPI is a stub"),
-    ],
-)
-def test_says_how_to_install_it(name: str, role: Role, said: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mla_conformance.backends.dependencies._installed", lambda module: False)
-    assert said in load_role(parse_reference(name), role).missing_dependencies()[0]
-
-
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
     """``package("name.of.module", source)``: it stands on the path, and nothing of its package was imported.
@@ -212,14 +200,6 @@ def test_an_interpreted_kernel_is_for_a_cpu_and_never_certified(reference: Any) 
         assert "not certified" in variant.declaration.deviations[0].adapter and not compiled.declaration.emulated
         assert [library.module for library in variant.libraries] == [library.module for library in compiled.libraries]
         assert all(isinstance(library, InterpretedLibrary) for library in variant.libraries)
-
-
-def test_a_vllm_without_its_compiled_extension_says_what_is_missing(package: Any) -> None:
-    package("vllm.v1.attention.ops.triton_decode_attention", "import vllm._C_stable_libtorch")
-    adapter = load_role(parse_reference("TRITON_MLA"), Role.DECODE)
-    assert adapter.missing_dependencies() == []
-    (reason,) = adapter.broken_dependencies()
-    assert "vllm is installed" in reason and "No module named 'vllm._C_stable_libtorch'" in reason
 
 
 _LAUNCHER = """

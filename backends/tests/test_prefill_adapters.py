@@ -205,39 +205,25 @@ IN_CODES = [key for key in STAND_INS if key.startswith(("FLASH_ATTN[fa3]", "TRTL
 
 @pytest.mark.parametrize(
     ("key", "dtype"),
-    [*((key, BF16) for key in STAND_INS if key not in WITHOUT_LSE), *((key, E4M3) for key in IN_CODES)],
+    [*((key, "bf16") for key in STAND_INS if key not in WITHOUT_LSE), *((key, "e4m3") for key in IN_CODES)],
 )
-def test_conventions(key: str, dtype: Any, library: Any, conforms: Any) -> None:
-    conforms(library(key), dtype=dtype)
+def test_conventions(key: str, dtype: str, library: Any, conforms: Any) -> None:
+    library(key)
+    conforms(key.split()[0], dtype)
 
 
 @pytest.mark.parametrize(
-    ("key", "nope", "value", "scale"),
-    [(WITHOUT_LSE[0], 192, 256, None), (WITHOUT_LSE[1], 128, 128, None), (WITHOUT_LSE[1], 128, 128, 0.013)],
+    ("key", "asked"), [(WITHOUT_LSE[0], "dims=192-64-256-512"), (WITHOUT_LSE[1], ""), (WITHOUT_LSE[1], "quant=fp8")]
 )
-@pytest.mark.parametrize("into", [False, True])
-def test_conventions_without_an_lse(
-    key: str, nope: int, value: int, scale: Any, into: bool, library: Any, kernel: Any
-) -> None:
-    """New tokens, into ``out`` or not, in e4m3 where a scale is given, and what needs an LSE."""
-    backend = library(key)(HEADS, SCALE, 512, nope, ROPE, value, None)
-    table, cpu = torch.zeros(3, 1, dtype=torch.int32), torch.device("cpu")
-    backend.prepare_metadata(prefill_metadata((3, 0, 33), block_table=table, dtype=BF16, device=cpu))
-    generator, widths = torch.Generator().manual_seed(3), (nope + ROPE, nope + ROPE, value)
-    q, k, v = (torch.randn(37, HEADS, width, generator=generator).bfloat16() for width in widths)
-    dtype = BF16 if scale is None else E4M3
-    out = torch.empty(37, HEADS, value, dtype=dtype) if into or scale else None
-    result = backend.run_prefill_new_tokens(q, k, v, False, out, None if scale is None else torch.tensor(scale))
-    assert (result.shape, result.dtype) == ((37, HEADS, value), dtype)
-    assert out is None or result.data_ptr() == out.data_ptr()
-    start, (atol, rtol) = torch.tensor([0, 3, 3, 36]), (1e-5, 2.0**-8) if scale is None else (0.02, 2.0**-4)
-    want, _ = kernel(q[:36], k[:36], v[:36], start, start, SCALE, True)
-    torch.testing.assert_close(result[:36].float() * (scale or 1.0), want.float(), atol=atol, rtol=rtol)
-    assert bool((result[36:].float() == 0).all())
-    with pytest.raises(UnsupportedConfiguration, match="LSE"):
-        backend.run_prefill_new_tokens(q, k, v, True)
-    with pytest.raises(UnsupportedConfiguration, match="LSE"):
-        backend.run_prefill_context_chunk(0, q, k, v)
+def test_conventions_without_an_lse(key: str, asked: str, library: Any, passes: Any, prepared: Any) -> None:
+    """New tokens, into ``out`` or not, in e4m3 where that is asked for, and what needs an LSE."""
+    library(key)
+    new = ";".join(filter(None, ("new_tokens:heads=2;q=[3,0,33];pad=1", asked)))
+    subject = passes(key.split()[0], Role.PREFILL, f"{new};lse=0", f"{new};lse=0;out=1")
+    for needs in (new, new.replace("new_tokens:", "context_chunk:").replace(";quant=fp8", "") + ";kv=[5,0,7]"):
+        backend, call = prepared(subject, needs)
+        with pytest.raises(UnsupportedConfiguration, match="LSE"):
+            call.invoke(backend, call.output_buffer())
 
 
 def test_cases_that_need_an_lse_are_unsupported(library: Any, monkeypatch: Any) -> None:
@@ -296,16 +282,19 @@ def test_lengths_are_read_from_the_device_where_the_host_has_none() -> None:
         ((9, 0), ("fa3", "fa4", "fa2", "torch"), "fa3"),
     ],
 )
-def test_choice_by_device_and_what_is_installed(
-    capability: Any, missing: Any, chosen: Any, monkeypatch: Any, conforms: Any
-) -> None:
-    """The family itself has no kernel."""
+def test_choice_by_device_and_what_is_installed(capability: Any, missing: Any, chosen: Any, monkeypatch: Any) -> None:
     for name, variant in FlashAttnPrefillBackend.variants.items():
         reasons = ["missing"] if name in missing else []
         monkeypatch.setattr(variant, "missing_dependencies", classmethod(lambda cls, reasons=reasons: reasons))
     assert FlashAttnPrefillBackend.resolve(DeviceCapability(*capability)).variant == chosen
+
+
+def test_a_family_has_no_kernel_itself(prepared: Any) -> None:
+    subject = Subject.of("FLASH_ATTN", torch.device("cpu"))
+    subject._classes[Role.PREFILL] = FlashAttnPrefillBackend
+    kernel, call = prepared(subject, "new_tokens:heads=2;q=[3]")
     with pytest.raises(NotImplementedError, match="choose one of fa2, torch, fa3, fa4"):
-        conforms(FlashAttnPrefillBackend)
+        call.invoke(kernel, None)
 
 
 def test_upstreams_build_of_fa3_is_used_where_the_wheel_is_missing(installed: Any, monkeypatch: Any) -> None:

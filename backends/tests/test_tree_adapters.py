@@ -8,17 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.verdict import Status
 from mla_conformance.reference.selected import NO_KEY, selected_attention
-from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
 
-CONTEXT, OLD, NEW = Context(), "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
+OLD, NEW = "flashinfer-python 0.6.13", "flashinfer-python 0.7.2.post1"
 BATCHES = (
     "q=[7,5,9];kv=[20,0,64];page=16",
     "q=[5,8,1,11];kv=[64,5,130,0];page=1;tree=star+binary",
@@ -61,8 +55,9 @@ def extend(a: Any) -> None:
 
 
 @pytest.fixture(params=["SGLANG_TRITON_TREE sglang 0.5.23", f"FLASHINFER_TREE {OLD}", f"FLASHINFER_TREE {NEW}"])
-def subject(request: Any, recorded: Any, planned: Any, installed: Any, monkeypatch: Any) -> Subject:
-    name, _, label = request.param.partition(" ")
+def name(request: Any, recorded: Any, planned: Any, installed: Any) -> str:
+    """That of an adapter, for which a stand-in is installed."""
+    adapter, _, label = request.param.partition(" ")
 
     def run(wrapper: Any, a: Any) -> Any:
         plan, width = wrapper.planned, a["q"].shape[-1]
@@ -76,7 +71,7 @@ def subject(request: Any, recorded: Any, planned: Any, installed: Any, monkeypat
         lse = lse if a.get("lse_base") == "ln" else lse / math.log(2)
         return output, lse if a.get("lse_layout") == "HN" else lse.mT.contiguous()
 
-    if name == "FLASHINFER_TREE":
+    if adapter == "FLASHINFER_TREE":
         file = "flashinfer/prefill.py:BatchPrefillWithRaggedKVCacheWrapper"
         wrapper = planned(label, file, run, lambda wrapper, a: None)
         installed("flashinfer", BatchPrefillWithRaggedKVCacheWrapper=wrapper)
@@ -84,21 +79,14 @@ def subject(request: Any, recorded: Any, planned: Any, installed: Any, monkeypat
         module = "sglang.kernels.ops.attention.extend_attention"
         file = f"{module.replace('.', '/')}.py:extend_attention_fwd"
         installed(module, extend_attention_fwd=recorded(label, file, extend))
-    adapter = load_role(parse_reference(name), Role.TREE)
-    monkeypatch.setattr(adapter, "missing_dependencies", list)
-    monkeypatch.setattr(adapter, "broken_dependencies", list)
-    monkeypatch.setattr(adapter, "supports_compute_capability", lambda device_capability: True)
-    return Subject.of(name, torch.device("cpu"))
+    return str(adapter)
 
 
-def test_right_ones_pass(subject: Subject) -> None:
-    for dims in DIMS[subject.backend.name]:
-        for batch in BATCHES:
-            found = judge_one(subject, Case.parse(f"tree_decode:heads=2;dims={dims};{batch}"), CONTEXT)
-            assert found.status is Status.PASS, found.message
+def test_right_ones_pass(name: str, passes: Any) -> None:
+    passes(name, Role.TREE, *(f"tree_decode:heads=2;dims={dims};{batch}" for dims in DIMS[name] for batch in BATCHES))
 
 
-def test_what_has_no_kernel_is_a_reason(subject: Subject) -> None:
-    dims, said = ("small", "latent dims") if "SGLANG" in subject.backend.name else ("r1", "keys of 576 columns")
-    found = judge_one(subject, Case.parse(f"tree_decode:heads=2;dims={dims};q=[3];kv=[9]"), CONTEXT)
-    assert found.status is Status.UNSUPPORTED and said in found.message
+def test_what_has_no_kernel_is_a_reason(name: str, passes: Any) -> None:
+    dims, said = ("small", "latent dims") if "SGLANG" in name else ("r1", "keys of 576 columns")
+    (reason,) = passes(name, Role.TREE).unsupported(Case.parse(f"tree_decode:heads=2;dims={dims};q=[3];kv=[9]"))
+    assert said in reason

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from mla_conformance.backends.eager_cache import EagerCacheBackend
-from mla_conformance.backends.eager_topk import EagerTopKBackend
-from mla_conformance.backends.topk import TopKMetadata
+from mla_conformance.backends.roles import Role
 from mla_conformance.backends.vllm_cache import VllmCacheBackend
 from mla_conformance.backends.vllm_topk import VllmTopKBackend
-from mla_conformance.reference.cache_layout import cache_dtype, entry_width
 
 BF16, INT, ONE = torch.bfloat16, torch.int32, torch.tensor(1.0)
 _SCHEMAS = {
@@ -137,85 +135,37 @@ def library(installed: Any, monkeypatch: Any) -> Iterator[None]:
         each._destroy()
 
 
-def _random(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(BF16)
-
-
-def _both(layout: str, latent: int, rope: int, scales: str, call: str, given: dict[str, Any], names: list[str]) -> None:
-    """The adapter writes what EAGER does, and nothing else, into copies of what is named."""
-    found = []
-    for kernel in (VllmCacheBackend, EagerCacheBackend):
-        copies = {name: given[name].clone() for name in names}
-        getattr(kernel(latent, rope, layout, scales, None), call)(**{**given, **copies})
-        found.append([copies[name].view(torch.uint8) for name in names])
-    assert all(map(torch.equal, *found)) and not torch.equal(found[0][0], given[names[0]].view(torch.uint8))
+WRITTEN = (
+    "latent_write:call=write_latent;page=16;q=[5,1];kv=[60,0];pad=1;layout=odd",
+    "latent_write:call=write_latent;q=[0];kv=[3]",  # is no launch
+)
+GATHERED = "latent_gather:call=gather_latent;page=64;ratio=4;q=[70,0,5];kv=[260,2000,15]"
+"""Of requests of which one has no entry, from inside of pages on."""
+MEANT, _KEYS = f"{GATHERED};dequantise=1", "cache=fp8_index;dims=128-0-128-128;page=64"
 
 
 @pytest.mark.parametrize(
-    ("layout", "latent", "rope"), [("auto", 8, 4), ("fp8", 512, 64), ("fp8_ds_mla", 512, 64), ("fp8_ds_mla", 512, 0)]
+    ("layout", "cases"),
+    [
+        ("cache=auto;dims=16-4-16-8", (*WRITTEN, GATHERED)),
+        ("cache=fp8;kscale=250000", (*WRITTEN, GATHERED, MEANT)),
+        ("cache=fp8_ds_mla;scales=pow2", (*WRITTEN, GATHERED, MEANT)),
+        ("cache=fp8_ds_mla;scales=pow2;dims=128-0-128-512", WRITTEN),
+    ],
 )
-def test_latents_are_written(layout: str, latent: int, rope: int) -> None:
-    rows = _random(5, latent + rope + 1)[:, 1:]
-    given = {
-        "kv_c": rows[:, :latent],
-        "k_pe": rows[:, latent:],
-        "kv_cache": torch.zeros(3, 16, entry_width(layout, latent, rope)).to(cache_dtype(layout, BF16)),
-        "slot_mapping": torch.tensor([3, -1, 40]),
-        "k_scale": torch.tensor(0.25),
-    }
-    _both(layout, latent, rope, "pow2", "run_write_latent", given, ["kv_cache"])
-    nowhere = given | {"slot_mapping": given["slot_mapping"][:0]}
-    VllmCacheBackend(latent, rope, layout, "pow2", None).run_write_latent(**nowhere)  # is no launch
+def test_latents_are_written_and_gathered(layout: str, cases: tuple[str, ...], passes: Any) -> None:
+    passes("VLLM_CACHE", Role.CACHE, *(f"{case};{layout}" for case in cases))
 
 
-@pytest.mark.parametrize("scales", ["pow2", "float32"])
-def test_index_keys_are_written(scales: str) -> None:
-    cache = torch.zeros(2, 64, 132, dtype=torch.uint8)
-    given = {"k": _random(6, 129)[:, 1:], "kv_cache": cache, "slot_mapping": torch.tensor([3, -1, 100])}
-    _both("fp8_index", 128, 0, scales, "run_write_index", given, ["kv_cache"])
-
-
-def _gather(cache: Tensor, ratio: int = 1) -> dict[str, Any]:
-    """Three requests, of which one has no entry; starts inside of pages; no block where nothing is gathered."""
-    return {
-        "kv_cache": cache,
-        "block_table": torch.tensor([[-7, 2, 0], [9, 9, 9], [1, -7, -7]], dtype=INT),
-        "cu_seq_lens": torch.tensor([0, 70, 70, 75], dtype=INT),
-        "seq_starts": torch.tensor([65 * ratio, 500, 3 * ratio + ratio - 1], dtype=INT),
-        "compress_ratio": ratio,
-    }
-
-
-@pytest.mark.parametrize(
-    ("layout", "latent", "rope", "dequantise"),
-    [("auto", 8, 4, False), *((layout, 512, 64, x) for layout in ("fp8", "fp8_ds_mla") for x in (True, False))],
-)
-def test_latents_are_gathered(layout: str, latent: int, rope: int, dequantise: bool) -> None:
-    cache = torch.zeros(3, 64, entry_width(layout, latent, rope)).to(cache_dtype(layout, BF16))
-    every = torch.arange(3 * 64)
-    _eager(latent, rope, layout).run_write_latent(_random(192, latent), _random(192, rope), cache, every, ONE)
-    workspace = torch.zeros(77, latent + rope, dtype=BF16) if dequantise else torch.zeros(77, cache.shape[2]).to(cache)
-    given = {**_gather(cache, ratio=4), "workspace": workspace, "k_scale": ONE}
-    _both(layout, latent, rope, "pow2", "run_gather_latent", given, ["workspace"])
-
-
-def test_index_keys_are_gathered_from_any_token_on() -> None:
-    cache = torch.zeros(3, 64, 132, dtype=torch.uint8)
-    _eager(128, 0, "fp8_index").run_write_index(_random(192, 128), cache, torch.arange(192))
-    given = {**_gather(cache, ratio=2), "k": torch.zeros(77, 128).to(torch.float8_e4m3fn), "k_scale": torch.zeros(77)}
-    _both("fp8_index", 128, 0, "pow2", "run_gather_index", given, ["k", "k_scale"])
+def test_index_keys_are_written_and_gathered_from_any_token_on(passes: Any) -> None:
+    written = f"index_write:call=write_index;{_KEYS};q=[5,1];kv=[60,0];pad=1;layout=odd"
+    gathered = f"index_gather:call=gather_index;{_KEYS};ratio=2;q=[70,0,5];kv=[130,500,7]"
+    passes("VLLM_CACHE", Role.CACHE, written, f"{written};scales=pow2", gathered)
 
 
 @pytest.mark.parametrize("variant", _VARIANTS)
-def test_top_k_conventions(variant: str) -> None:
-    """130 rows of an odd number of columns, of which some see fewer than are selected, and some none."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(130, 700, generator=generator)[:, :667]
-    lengths = torch.randint(0, 640, (130, 2), generator=generator).int()[:, 0]
-    starts = torch.arange(130, dtype=torch.int32) % 27 if variant == "prefill" else None
-    found = []
-    for kernel in (_VARIANTS[variant], EagerTopKBackend):
-        backend = kernel(vllm_config=None)
-        backend.prepare_metadata(TopKMetadata(lengths, starts, 640))
-        found.append(backend.run_top_k_per_row(logits, 512))
-    assert torch.equal(*found)
+def test_top_k_conventions(variant: str, passes: Any) -> None:
+    """130 rows of which some see fewer columns than are selected, and some none."""
+    packed = int(variant == "prefill")
+    batch = f"q=[26,26,26,26,23];kv=[0,100,300,600,644];pad=3;layout=odd;topk=512;packed={packed}"
+    passes(f"VLLM_TOPK[{variant}]", Role.TOPK, f"select:{batch}")

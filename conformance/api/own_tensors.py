@@ -23,8 +23,8 @@ from mla_conformance.problems.operands import start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall
-from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
-from mla_conformance.roles.sparse.call import SparseCall, longest_lists
+from mla_conformance.roles.prefill.problem import PrefillCall, assemble_metadata, one_chunk
+from mla_conformance.roles.sparse.problem import SparseCall, longest_lists
 from mla_conformance.roles.topk.problem import TopKCall
 
 

@@ -1,7 +1,8 @@
 """Dimensions that the cases of several roles vary in, and what excludes some of their classes. No torch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from mla_conformance.cases.batches import (
     LONGEST,
@@ -42,6 +43,23 @@ def numbers(name: str, field: str, classes: Numbers, only: Only = ALWAYS) -> Dim
     """A dimension whose classes are numbers of one field."""
     labels: dict[str, Fields] = {label: {} for label in classes.parts}
     return Dimension(name, labels, lambda case: classes.class_of(getattr(case, field)), only, (field, classes))
+
+
+def by_length(
+    name: str,
+    classes: Iterable[str],
+    class_of: Callable[[int], str | None],
+    lengths: Callable[[Any], Sequence[int]],
+    only: Only = ALWAYS,
+) -> Dimension:
+    """Of the longest of some lengths of requests, and of each one's own."""
+    return measured(
+        name,
+        classes,
+        lambda case: class_of(max(lengths(case))),
+        only,
+        lambda case, request: class_of(lengths(case)[request]),
+    )
 
 
 def cache(*layouts: str, only: Only = ALWAYS) -> tuple[Dimension, ...]:

@@ -14,7 +14,7 @@ from mla_conformance.export.program import WIDTH, NotWritable, TooLong, assigned
 from mla_conformance.problems.calls import AttentionCall
 from mla_conformance.problems.operands import Draw, segments
 from mla_conformance.roles.decode.problem import DecodeCall
-from mla_conformance.roles.prefill.call import PrefillCall
+from mla_conformance.roles.prefill.problem import PrefillCall
 
 LAID_OUT = """
 def laid_out(x, size, stride, offset):  # the same values in a memory layout

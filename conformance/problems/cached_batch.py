@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mla_conformance.backends.metadata import int32 as int32
 from mla_conformance.backends.roles import IndexSpace
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.cached import CachedCase
@@ -26,32 +27,21 @@ AnyCached = TypeVar("AnyCached", bound=CachedCase)
 
 @dataclass(frozen=True)
 class Pages:
-    """A cache and where the requests' tokens are in it.
+    """A cache and where the requests' tokens are in it."""
 
-    Attributes:
-        cache: [blocks, page, width]; a slice of a buffer of several layers if the case says so.
-        block_table: [B, max blocks] int32, on the cache's device; of gathered entries [B], where each request begins.
-        slots: [S] int64, on the CPU; where each token's entry stands, block · page + offset.
-    """
-
-    cache: torch.Tensor
+    cache: torch.Tensor  # [blocks, page, width]; a slice of a buffer of several layers if the case says so
+    # [B, max blocks] int32, on the cache's device; of gathered entries [B], where each request begins
     block_table: torch.Tensor
-    slots: torch.Tensor
+    slots: torch.Tensor  # [S] int64, on the CPU; where each token's entry stands, block · page + offset
 
 
 @dataclass(frozen=True)
 class PageForm:
-    """What a page is.
+    """What a page is."""
 
-    Attributes:
-        layout: of its entries.
-        tokens: how many it holds.
-        guards: blocks of poison before the first one and behind the last, which no number names.
-    """
-
-    layout: str
-    tokens: int
-    guards: int = 0
+    layout: str  # of its entries
+    tokens: int  # how many it holds
+    guards: int = 0  # blocks of poison before the first one and behind the last, which no number names
 
 
 class CachedBatch(Draw[AnyCached]):
@@ -115,39 +105,33 @@ class CachedBatch(Draw[AnyCached]):
         return held, torch.cat([first + own for first, own in zip(start_loc(self.totals), held, strict=False)])
 
 
-def int32(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int32, device=device)
+def batch_metadata(batch: CachedBatch[Any], lengths: Sequence[int], rank: int) -> dict[str, Any]:
+    """What metadata on a rank say of a batch over so many keys of each request; its maxima as the case says."""
+    case, device, cpu = batch.case, batch.device, torch.device("cpu")
+    return {
+        "query_start_loc": int32(batch.query_start_loc, device),
+        "seq_lens": int32(lengths, device),
+        "max_query_len": max(batch.query_lens) * case.inflate,
+        "max_seq_len": max(1, *lengths) * case.inflate,
+        "query_lens_cpu": int32(batch.query_lens, cpu),
+        "seq_lens_cpu": int32(lengths, cpu),
+        "dcp_world_size": case.ranks,
+        "dcp_rank": rank,
+        "cp_kv_cache_interleave_size": case.interleave,
+    }
 
 
 def sparse_metadata(
     batch: CachedBatch[Any], pages: Pages, lengths: Sequence[int], *, paged: bool, space: str, rank: int = 0
 ) -> MLASparseMetadata:
-    """Metadata on one rank; its maxima are inflated as the case says.
-
-    Args:
-        batch: gives the case and the query tokens.
-        pages: where the keys are.
-        lengths: keys of each request on this rank.
-        paged: whether they lie in a cache; otherwise ``pages`` tells where those of each request begin.
-        space: what lists count.
-        rank: which rank.
-    """
-    case, device, cpu = batch.case, batch.device, torch.device("cpu")
+    """The same with lists; of keys that do not lie in a cache ``pages`` tells where those of each request begin."""
     request = torch.arange(len(lengths)).repeat_interleave(torch.tensor(batch.query_lens))
     return MLASparseMetadata(
-        query_start_loc=int32(batch.query_start_loc, device),
-        req_id_per_token=request.int().to(device),
-        seq_lens=int32(lengths, device),
+        **batch_metadata(batch, lengths, rank),
+        req_id_per_token=request.int().to(batch.device),
         block_table=pages.block_table if paged else None,
         workspace_starts=None if paged else pages.block_table,
         index_space=IndexSpace(space),
-        max_query_len=max(batch.query_lens) * case.inflate,
-        max_seq_len=max(1, *lengths) * case.inflate,
-        query_lens_cpu=int32(batch.query_lens, cpu),
-        seq_lens_cpu=int32(lengths, cpu),
-        dcp_world_size=case.ranks,
-        dcp_rank=rank,
-        cp_kv_cache_interleave_size=case.interleave,
     )
 
 
@@ -198,13 +182,7 @@ def poisoned_pages(
 
 
 def block_table_of(case: CachedCase, counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """[B, max blocks] int32; the last columns are past every request's last page.
-
-    Args:
-        case: what it is for.
-        counts: [B] blocks of each request.
-        order: blocks, those of the first request first.
-    """
+    """[B, max blocks] int32 of ``counts`` [B] blocks in order; the last columns are past every request's last page."""
     table = tails_of(case, order, len(counts), int(counts.max()) + _UNUSED_COLUMNS)
     table[torch.arange(table.shape[1]) < counts[:, None]] = order[: int(counts.sum())].int()
     if case.pad:

@@ -18,34 +18,22 @@ from mla_conformance.reference.projections import Projection
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """Operands of the reference's ``attention``, except for the scale.
+    """Operands of the reference's ``attention``, except for the scale."""
 
-    Attributes:
-        q: [T, N, D].
-        k: [S, N, D], or [S, 1, D] shared by all heads.
-        v: [S, N, V] or [S, 1, V].
-        query_start_loc: first query of each request, and the end.
-        key_start_loc: first key of each request, and the end.
-        causal: whether query i of a request sees all keys but its last (queries - 1 - i).
-        dequantised: whether the keys were stored as codes, so that a kernel may round them once more.
-        projection: what k and v are projected from, where projecting rounds.
-        value_weights: [N, V], where v is projected: the larger of 1 and Σ |W_UV| over the latents.
-        selected: [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it.
-        sink: [N], the logit of each head's sink; None without.
-        plans: how the contexts of a batch may be cut into chunks that are merged: where those of each request end.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    query_start_loc: tuple[int, ...]
-    key_start_loc: tuple[int, ...]
-    causal: bool
-    dequantised: bool = False
-    projection: Projection | None = None
+    q: torch.Tensor  # [T, N, D]
+    k: torch.Tensor  # [S, N, D], or [S, 1, D] shared by all heads
+    v: torch.Tensor  # [S, N, V] or [S, 1, V]
+    query_start_loc: tuple[int, ...]  # first query of each request, and the end
+    key_start_loc: tuple[int, ...]  # first key of each request, and the end
+    causal: bool  # whether query i of a request sees all keys but its last (queries - 1 - i)
+    dequantised: bool = False  # whether the keys were stored as codes, so that a kernel may round them once more
+    projection: Projection | None = None  # what k and v are projected from, where projecting rounds
+    # [N, V], where v is projected: the larger of 1 and Σ |W_UV| over the latents
     value_weights: torch.Tensor | None = None
+    # [T, K] int64, the keys that each query attends to, or -1; None where the start locations say it
     selected: torch.Tensor | None = None
-    sink: torch.Tensor | None = None
+    sink: torch.Tensor | None = None  # [N], the logit of each head's sink; None without
+    # how the contexts of a batch may be cut into chunks that are merged: where those of each request end
     plans: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
 
@@ -57,38 +45,27 @@ class KernelCall(ABC):
     """One call: what it is about, and how a backend is asked. The table of its entry says what its arguments are.
 
     Arguments are attributes as well, unless a field has their name.
-
-    Attributes:
-        q: [T, N, D].
-        k: [S, N, D], or [S, 1, D] shared by all heads.
-        query_start_loc: first query of each request, and the end.
-        key_start_loc: first key of each request, and the end.
-        metadata: of the batch, handed over before every call; None where every argument is in the call.
-        given: arguments that stand in the order of the entry, by name.
-        named: those that are handed over by name; None where there is none. A backend must not write either.
-        written: the memory that the call writes, by the names of its arguments, with what must stand in it afterwards.
-        meant: names of the tensors that say what is asked.
-        token_dims: the dimension in which each part of a result counts tokens, as an output and an LSE do.
-        interface: the class that has the entry.
-        means: names of the tensors that say what the operands stand for, and are handed to no backend; of each T or S
-            if it has a row for each query token or key.
-        called: what messages call some arguments otherwise.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    query_start_loc: tuple[int, ...]
-    key_start_loc: tuple[int, ...]
-    metadata: Any = None
-    given: Mapping[str, Any] = field(default_factory=dict)
+    q: torch.Tensor  # [T, N, D]
+    k: torch.Tensor  # [S, N, D], or [S, 1, D] shared by all heads
+    query_start_loc: tuple[int, ...]  # first query of each request, and the end
+    key_start_loc: tuple[int, ...]  # first key of each request, and the end
+    metadata: Any = None  # of the batch, handed over before every call; None where every argument is in the call
+    given: Mapping[str, Any] = field(default_factory=dict)  # arguments that stand in the order of the entry, by name
+    # those that are handed over by name; None where there is none. A backend must not write either.
     named: Mapping[str, Any] = field(default_factory=dict)
+    # the memory that the call writes, by the names of its arguments, with what must stand in it afterwards
     written: Mapping[str, Written] = field(default_factory=dict)
 
-    meant: ClassVar[tuple[str, ...]] = ("q", "k")
+    meant: ClassVar[tuple[str, ...]] = ("q", "k")  # names of the tensors that say what is asked
+    # the dimension in which each part of a result counts tokens, as an output and an LSE do
     token_dims: ClassVar[tuple[int, ...]] = (0, 1)
-    interface: ClassVar[Any] = None
+    interface: ClassVar[Any] = None  # the class that has the entry
+    # names of the tensors that say what the operands stand for, and are handed to no backend; of each T or S if it has
+    # a row for each query token or key
     means: ClassVar[Mapping[str, str]] = {}
-    called: ClassVar[Mapping[str, str]] = {}
+    called: ClassVar[Mapping[str, str]] = {}  # what messages call some arguments otherwise
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -154,14 +131,9 @@ class KernelCall(ABC):
         return tuple(arguments[name] for name in rows) or (self.q,)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """The given requests in the given order; of new tokens the first ``queries`` of each, where that is not None.
+        """The given requests in the given order; what is stored, such as a cache, stays as it is.
 
-        What is stored, such as a cache, stays as it is.
-
-        Args:
-            case: what the call was made from.
-            requests: numbers of requests.
-            queries: new tokens of each that are kept, with their keys; only a prefill is cut.
+        Of new tokens the first ``queries`` of each with their keys, where that is not None; only a prefill is cut.
         """
         rows, keys = (rows_of(starts, requests) for starts in (self.query_start_loc, self.key_start_loc))
         means = {"q": "T", **self.means}
@@ -243,17 +215,11 @@ def regrouped_metadata(metadata: AnyMetadata, requests: Sequence[int], rows: tor
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCall(KernelCall):
-    """A call that asks for attention.
+    """A call that asks for attention."""
 
-    Attributes:
-        v: [S, N, V] or [S, 1, V].
-        output_scale: float32 scalar; None where the output is not quantised.
-        merges: of stored results, which the call itself makes.
-    """
-
-    v: torch.Tensor
-    output_scale: torch.Tensor | None = None
-    merges: int = 0
+    v: torch.Tensor  # [S, N, V] or [S, 1, V]
+    output_scale: torch.Tensor | None = None  # float32 scalar; None where the output is not quantised
+    merges: int = 0  # of stored results, which the call itself makes
 
     meant: ClassVar = ("q", "k", "v")
 
@@ -278,29 +244,19 @@ def attention_call(call: KernelCall) -> AttentionCall:
 
 @dataclass(frozen=True)
 class Problem:
-    """A case made concrete on one device.
+    """A case made concrete on one device."""
 
-    Attributes:
-        case: what it was made from.
-        key: the case's id, the salt, and how the problem was changed since; equal keys mean equal values.
-        device: where the tensors are.
-        calls: the calls to make, in order; all of the same queries.
-        whole: attention to the keys of all calls at once, where it was known before they were divided.
-        dtype: of the operands, or of the model behind a cache.
-        output_dtype: of unquantised results, and of the model behind operands in e4m3.
-        query_start_loc: of each call.
-        output_scale: of each call that asks for attention; None where outputs are not quantised.
-    """
-
-    case: Case
-    key: str
-    device: torch.device
-    calls: tuple[KernelCall, ...]
+    case: Case  # what it was made from
+    key: str  # the case's id, the salt, and how the problem was changed since; equal keys mean equal values
+    device: torch.device  # where the tensors are
+    calls: tuple[KernelCall, ...]  # the calls to make, in order; all of the same queries
+    # attention to the keys of all calls at once, where it was known before they were divided
     whole: AttentionOperands | None = None
 
-    dtype: torch.dtype = field(init=False)
-    output_dtype: torch.dtype = field(init=False)
-    query_start_loc: tuple[int, ...] = field(init=False)
+    dtype: torch.dtype = field(init=False)  # of the operands, or of the model behind a cache
+    output_dtype: torch.dtype = field(init=False)  # of unquantised results, and of the model behind operands in e4m3
+    query_start_loc: tuple[int, ...] = field(init=False)  # of each call
+    # of each call that asks for attention; None where outputs are not quantised
     output_scale: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -34,15 +34,10 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class Fence:
-    """Where operands are put.
+    """Where operands are put."""
 
-    Attributes:
-        side: what of them touches a page that faults.
-        only: the name of the operand that is moved; every one if it is empty.
-    """
-
-    side: Side
-    only: str = ""
+    side: Side  # what of them touches a page that faults
+    only: str = ""  # the name of the operand that is moved; every one if it is empty
 
     def holds(self, name: str) -> bool:
         return self.only in ("", name)
@@ -90,17 +85,7 @@ class _Placed(NamedTuple):
 
 
 class MovedCall:
-    """A call whose reachable storages, and output tensor, lie elsewhere.
-
-    Args:
-        place: where they are put.
-        call: the call as it is.
-        out: its output tensor as it is.
-
-    Attributes:
-        call: the same call over the moved storages.
-        out: the output tensor, moved.
-    """
+    """A call whose reachable storages, and output tensor, lie elsewhere."""
 
     def __init__(self, place: Fence | Buffers, call: KernelCall, out: Guarded | None) -> None:
         self._placed: dict[str, _Placed] = {}

@@ -83,15 +83,10 @@ def poison_allocator(shape: Iterable[int], dtype: torch.dtype, device: torch.dev
 
 @dataclass(frozen=True)
 class Guarded:
-    """An output buffer between two guard zones.
+    """An output buffer between two guard zones."""
 
-    Attributes:
-        view: the poisoned tensor that a backend may write.
-        storage: the bytes of guard, view, guard.
-    """
-
-    view: torch.Tensor
-    storage: torch.Tensor
+    view: torch.Tensor  # the poisoned tensor that a backend may write
+    storage: torch.Tensor  # the bytes of guard, view, guard
     guard_bytes: int
 
     @staticmethod

@@ -35,39 +35,24 @@ AnyCase = TypeVar("AnyCase", bound=Case)
 
 @dataclass(frozen=True)
 class Site:
-    """One request as a regime sees it.
+    """One request as a regime sees it."""
 
-    Attributes:
-        q: [T, N, D] standard normal queries, float32, on any device.
-        k: [S, N, D] keys as the backend receives them, on any device.
-        scale: softmax scale.
-        edges: key positions next to a boundary: sequence ends, pages, chunks, tiles.
-        causal: whether the last row sees all keys, and each row before it one fewer.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    scale: float
-    edges: Sequence[int]
-    causal: bool = False
+    q: torch.Tensor  # [T, N, D] standard normal queries, float32, on any device
+    k: torch.Tensor  # [S, N, D] keys as the backend receives them, on any device
+    scale: float  # softmax scale
+    edges: Sequence[int]  # key positions next to a boundary: sequence ends, pages, chunks, tiles
+    causal: bool = False  # whether the last row sees all keys, and each row before it one fewer
 
 
 @dataclass(frozen=True)
 class Regime:
-    """A named way to make inputs.
+    """A named way to make inputs."""
 
-    Attributes:
-        sentence: what the regime reveals.
-        queries: new queries of a request.
-        keys: new keys [S, N, D].
-        values: new values [S, N, V].
-        by_element: whether a new query follows from the old one's elements alone, not from keys or other rows.
-    """
-
-    sentence: str
-    queries: Callable[[Site], torch.Tensor] = lambda site: site.q
-    keys: Callable[[torch.Tensor], torch.Tensor] = lambda k: k
-    values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v
+    sentence: str  # what the regime reveals
+    queries: Callable[[Site], torch.Tensor] = lambda site: site.q  # new queries of a request
+    keys: Callable[[torch.Tensor], torch.Tensor] = lambda k: k  # new keys [S, N, D]
+    values: Callable[[torch.Tensor], torch.Tensor] = lambda v: v  # new values [S, N, V]
+    # whether a new query follows from the old one's elements alone, not from keys or other rows
     by_element: bool = True
 
 
@@ -92,15 +77,12 @@ _CHANNEL = 400.0
 """Size of the constant channel of a shifted request; its square moves raw scores by 1.6e5, exact in bf16 and fp16."""
 
 
-def _constant_key(k: torch.Tensor) -> torch.Tensor:
-    return torch.cat([k[..., :-1], torch.full_like(k[..., -1:], _CHANNEL)], dim=-1)
-
-
-def _against_constant_key(sign: float, site: Site) -> torch.Tensor:
-    return torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], sign * _CHANNEL)], dim=-1)
-
-
 _RAMP = 16.0
+
+
+def _with_last(value: float, x: torch.Tensor) -> torch.Tensor:
+    """The last channel holds one value."""
+    return torch.cat([x[..., :-1], torch.full_like(x[..., -1:], value)], dim=-1)
 
 
 def _ramp(k: torch.Tensor) -> torch.Tensor:
@@ -110,7 +92,7 @@ def _ramp(k: torch.Tensor) -> torch.Tensor:
 
 
 def _along_ramp(site: Site) -> torch.Tensor:
-    return torch.cat([site.q[..., :-1], torch.full_like(site.q[..., -1:], _RAMP / site.scale)], dim=-1)
+    return _with_last(_RAMP / site.scale, site.q)
 
 
 def _sparse_integers(x: torch.Tensor) -> torch.Tensor:
@@ -157,11 +139,13 @@ REGIMES: dict[str, Regime] = {
     Data.EXTREME_LOGITS: Regime("logits × 100", lambda site: site.q * 100.0),
     Data.NEGATIVE: Regime(
         "all raw scores near -1.6e5: finite sentinels for masks and maxima",
-        partial(_against_constant_key, -1.0),
-        _constant_key,
+        lambda site: _with_last(-_CHANNEL, site.q),
+        partial(_with_last, _CHANNEL),
     ),
     Data.SHIFTED: Regime(
-        "all raw scores near +1.6e5: softmax is shift invariant", partial(_against_constant_key, 1.0), _constant_key
+        "all raw scores near +1.6e5: softmax is shift invariant",
+        lambda site: _with_last(_CHANNEL, site.q),
+        partial(_with_last, _CHANNEL),
     ),
     Data.RISING: Regime("logits rise along the key axis: the running maximum always lags", _along_ramp, _ramp),
     Data.RISING_ONES: Regime("logits rise along the key axis, V = 1", _along_ramp, _ramp, torch.ones_like),
@@ -198,13 +182,12 @@ class Draw(Generic[AnyCase]):
 
     Attributes:
         salt: what they are drawn with beside the case, so that nobody who has the case can know them; empty for none.
-        whole: attention to the keys of all calls at once, where it is known before they are divided.
 
     Raises:
         ProblemError: a regime or dtype that does not exist here.
     """
 
-    whole: Any = None
+    whole: Any = None  # attention to the keys of all calls at once, where it is known before they are divided
 
     def __init__(self, case: AnyCase, device: torch.device, salt: str = "") -> None:
         dtype = TORCH_DTYPES[case.dtype]
@@ -218,13 +201,7 @@ class Draw(Generic[AnyCase]):
     def by_request(
         self, kinds: Mapping[str, Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor, starts: Sequence[int]
     ) -> torch.Tensor:
-        """Rows of the batch, each request's as its kind makes them.
-
-        Args:
-            kinds: by the name of a data regime, what it makes of standard normal numbers.
-            x: [rows, ...] of all requests.
-            starts: first row of each request, and the end.
-        """
+        """Rows [rows, ...] of the batch, standard normal ones, each request's as its kind makes them."""
         if len(self.case.regimes) == 1:
             return kinds[self.case.regimes[0]](x)
         numbered = enumerate(segments(starts))
@@ -233,9 +210,7 @@ class Draw(Generic[AnyCase]):
     def queries_of(self, q: torch.Tensor, sites: Callable[[], Iterable[tuple[slice, Site]]]) -> torch.Tensor:
         """[T, N, D] queries, which may be written over, as each request's data regime makes them over its keys.
 
-        Args:
-            q: standard normal ones.
-            sites: of all rows, some of one request each; asked for where keys or other rows matter.
+        ``sites``, of some rows of one request each, are asked for where keys or other rows matter.
         """
         first, *others = (REGIMES[name] for name in self.case.regimes)
         if first.by_element and not others:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
@@ -13,37 +13,19 @@ from mla_conformance.problems.memory import Guarded
 
 @dataclass(frozen=True, kw_only=True)
 class CallOfARank(AttentionCall):
-    """A call that ranks may share.
+    """A call that ranks may share."""
 
-    Attributes:
-        rank: whose it is.
-    """
-
-    rank: int = 0
+    rank: int = 0  # whose it is
 
 
 OfARank = TypeVar("OfARank", bound=CallOfARank)
 
 
-class RanksDriver(Protocol):
-    """What a call needs of the ranks under test."""
-
-    def prepare(self, parts: Sequence[Any]) -> None:
-        """Weights and metadata of every rank."""
-
-    def forward(self, parts: Sequence[Any]) -> Sequence[Any]:
-        """The result of every rank."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CallOnRanks(AttentionCall, Generic[OfARank]):
-    """What ranks do together: the result is that of all heads.
+    """What ranks do together: the result is that of all heads."""
 
-    Attributes:
-        parts: the call of each rank, of its own heads, with its own caches.
-    """
-
-    parts: tuple[OfARank, ...]
+    parts: tuple[OfARank, ...]  # the call of each rank, of its own heads, with its own caches
 
     @classmethod
     def of(cls, parts: tuple[OfARank, ...]) -> Self:
@@ -79,11 +61,11 @@ class CallOnRanks(AttentionCall, Generic[OfARank]):
         pairs = zip(self.parts, other.parts, strict=True)
         return self.of(tuple(mine.overwritten(theirs) for mine, theirs in pairs))
 
-    def prepare(self, backend: RanksDriver) -> None:
+    def prepare(self, backend: Any) -> None:
         """Weights and metadata of every rank."""
         backend.prepare(self.parts)
 
-    def invoke(self, backend: RanksDriver, out: Guarded | None) -> Any:
+    def invoke(self, backend: Any, out: Guarded | None) -> Any:
         return self.joined(backend.forward(self.parts))
 
     @abstractmethod

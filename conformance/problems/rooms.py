@@ -25,17 +25,11 @@ _MASK_BYTES, _WITH_INFO = 128, 4
 
 @dataclass
 class Zone:
-    """Bytes that nobody may touch.
+    """Bytes that nobody may touch."""
 
-    Attributes:
-        first: address of the first one.
-        access: ``reads`` or ``writes``, once it was touched.
-        at: the address that was.
-    """
-
-    first: int
-    access: str = ""
-    at: int = 0
+    first: int  # address of the first one
+    access: str = ""  # ``reads`` or ``writes``, once it was touched
+    at: int = 0  # the address that was
 
     def protect(self, allowed: int = 0) -> None:
         """Let it be read or written, or neither."""
@@ -49,17 +43,11 @@ class Zone:
 
 
 class CpuRoom(mmap.mmap):
-    """At least ``size`` bytes between two zones that fault.
+    """At least ``size`` bytes between two zones that fault."""
 
-    Attributes:
-        name: what lies in it.
-        capacity: bytes of it, whole pages.
-        zones: before and behind them.
-    """
-
-    name: str
-    capacity: int
-    zones: tuple[Zone, Zone]
+    name: str  # what lies in it
+    capacity: int  # bytes of it, whole pages
+    zones: tuple[Zone, Zone]  # before and behind them
 
     def __new__(cls, name: str, size: int) -> "CpuRoom":
         """A room that is mapped for as long as a tensor in it lives."""

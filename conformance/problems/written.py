@@ -91,19 +91,12 @@ class CacheImage(Written):
 
 @dataclass(frozen=True)
 class ExpectedCache:
-    """A cache that holds all tokens of a batch on one rank, the new ones included.
+    """A cache that holds all tokens of a batch on one rank, the new ones included."""
 
-    Attributes:
-        case: the case.
-        pages: cache and block table.
-        new: [S] bool, of all tokens that are stored here, whether they are new.
-        latents: kv_c [S, L] and k_pe [S, R] of all tokens that are stored here.
-    """
-
-    case: CachedCase
-    pages: Pages
-    new: torch.Tensor
-    latents: tuple[torch.Tensor, torch.Tensor]
+    case: CachedCase  # the case
+    pages: Pages  # cache and block table
+    new: torch.Tensor  # [S] bool, of all tokens that are stored here, whether they are new
+    latents: tuple[torch.Tensor, torch.Tensor]  # kv_c [S, L] and k_pe [S, R] of all tokens that are stored here
 
     @cached_property
     def block_ids(self) -> list[list[int]]:

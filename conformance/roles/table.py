@@ -14,13 +14,13 @@ from mla_conformance.roles.cache.problem import CACHE
 from mla_conformance.roles.compress.problem import COMPRESS
 from mla_conformance.roles.decode.problem import DECODE
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.indexer.role import INDEXER
+from mla_conformance.roles.indexer.problem import INDEXER
 from mla_conformance.roles.layer.role import LAYER
 from mla_conformance.roles.prefill.problem import PREFILL
-from mla_conformance.roles.prepare.role import PREPARE
+from mla_conformance.roles.prepare.problem import PREPARE
 from mla_conformance.roles.sparse.problem import SPARSE
 from mla_conformance.roles.sparse_layer.problem import SPARSE_LAYER
-from mla_conformance.roles.topk.role import TOPK
+from mla_conformance.roles.topk.problem import TOPK
 from mla_conformance.roles.tree.problem import TREE
 
 _OURS = (PREFILL, DECODE, LAYER, SPARSE, SPARSE_LAYER, INDEXER, TOPK, COMPRESS, PREPARE, CACHE, TREE)
@@ -31,9 +31,7 @@ DEFINITIONS: dict[str, RoleDefinition] = {definition.role: definition for defini
 def build_problem(case: Case, device: torch.device, salt: str = "") -> Problem:
     """The inputs that a case stands for; the same bytes on every device, in tensors that nothing else refers to.
 
-    Raises:
-        ProblemError: a regime or dtype that does not exist here.
-        ValueError: the reference's chunk planner or cache refuses the case.
+    ProblemError of a regime or dtype that does not exist here, ValueError where the reference refuses the case.
     """
     batch = DEFINITIONS[case.role].batch(case, device, salt)
     return Problem(case, batch.key, device, batch.calls(), batch.whole)

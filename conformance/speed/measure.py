@@ -26,8 +26,8 @@ from mla_conformance.driving.driver import parts_of
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import device_lost
 from mla_conformance.problems.operands import TORCH_DTYPES, start_loc
-from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
-from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.prefill.problem import PrefillCall, assemble_metadata, one_chunk
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import DEFINITIONS, build_problem
 from mla_conformance.speed.times import KINDS, SHAPES, Interval, Shape, Speed, Timed, sized
 from mla_conformance.trials.subject import Subject, device_reasons

@@ -30,6 +30,8 @@ from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.arrays import digest_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 CASES = [case.id for capability in CAPABILITIES.values() for case in capability.cases]
 COUNTS = msgspec.structs.replace(Counts(), listed=len(CASES), passed=len(CASES))
 PINS = Pins.of(parse_reference("TORCH_SDPA"), {"msgspec": version("msgspec")})
@@ -63,7 +65,7 @@ def record(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_written_holds_line_by_line(records: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_written_holds_line_by_line(records: Path, capsys: Capture) -> None:
     assert main(["verify", str(records)]) == 0
     said = capsys.readouterr().out
     assert f"{records}: line 2: TORCH_SDPA on cpu" in said and f"{records}: line 3: TORCH_SDPA on some GPU" in said
@@ -101,11 +103,7 @@ def _nested(depth: int) -> Any:
     ],
 )  # fmt: skip
 def test_a_line_that_is_torn_or_edited_is_refused_and_the_others_hold(
-    records: Path,
-    capsys: pytest.CaptureFixture[str],
-    spoil: Callable[[str], str],
-    status: int,
-    said: str,
+    records: Path, capsys: Capture, spoil: Callable[[str], str], status: int, said: str
 ) -> None:
     head, first, second, _ = records.read_text().split("\n")
     records.write_text("\n".join([head, spoil(first), second, ""]))
@@ -124,9 +122,7 @@ def test_a_line_that_is_torn_or_edited_is_refused_and_the_others_hold(
         ('{"schema": "mla-conformance-records/1", "suite": "1", "cases": []}\n', "expected a line for each record"),
     ],
 )
-def test_a_file_without_records_is_bad_input(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
-) -> None:
+def test_a_file_without_records_is_bad_input(tmp_path: Path, capsys: Capture, text: str, said: str) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text(text)
     assert main(["verify", str(path)]) == 2
@@ -142,7 +138,7 @@ def test_a_file_without_records_is_bad_input(
     ],
 )
 def test_where_no_record_can_be_written_is_said_before_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, said: str
+    tmp_path: Path, capsys: Capture, name: str, text: str | None, said: str
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -158,7 +154,7 @@ def test_where_no_record_can_be_written_is_said_before_the_run(
     ],
 )
 def test_an_old_record_is_told_to_be_old_with_how_to_renew_it(
-    record: Path, capsys: pytest.CaptureFixture[str], content: dict[str, str], said: str
+    record: Path, capsys: Capture, content: dict[str, str], said: str
 ) -> None:
     old = {**certificate().to_json(), **content}
     record.write_bytes(msgspec.json.encode(old))
@@ -188,7 +184,7 @@ def test_kernels_that_are_certified_at_once_are_all_written(tmp_path: Path) -> N
 
 
 def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     """Records from before hold for what they judged, under their own lines, and are shown as of this suite."""
     added, *before = CASES
@@ -215,7 +211,7 @@ def test_a_case_that_is_added_to_the_list_is_not_yet_judged(
 
 
 def test_a_record_of_an_earlier_suite_holds_with_the_list_that_stands_in_it(
-    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    record: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     here, stored = record_digests(()), digests._stored
     listed = tuple(digests.listed_ids())[5:]  # another list than the one here
@@ -282,7 +278,7 @@ def test_a_record_in_a_file_of_its_own_loses_the_signature_beside_it_with_its_re
 
 
 def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_signed_again(
-    failing: Path, records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    failing: Path, records: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (tmp_path / "known.toml").write_text(ENTRY)
     before = read_certificate(failing)
@@ -305,7 +301,7 @@ def test_a_reason_that_is_found_after_a_run_stands_in_its_record_which_must_be_s
     ],
 )
 def test_what_no_entry_foresees_and_what_does_not_verify_is_not_explained(
-    failing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record_says: str, entry_says: str, said: str
+    failing: Path, tmp_path: Path, capsys: Capture, record_says: str, entry_says: str, said: str
 ) -> None:
     (tmp_path / "known.toml").write_text(ENTRY.replace('check = "lse"', f'check = "{entry_says}"'))
     failing.write_text(failing.read_text().replace("LSE is 1.5", f"LSE is {record_says}"))
@@ -326,7 +322,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 @needs_keys
 def test_a_signature_holds_for_its_content_and_its_signer(
-    record: Path, keys: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    record: Path, keys: tuple[Path, Path], tmp_path: Path, capsys: Capture
 ) -> None:
     key, signers = keys
     asked = ["verify", str(record), "--signature", "--signers", str(signers)]
@@ -342,9 +338,7 @@ def test_a_signature_holds_for_its_content_and_its_signer(
 
 
 @needs_keys
-def test_a_line_is_signed_by_its_seal(
-    records: Path, keys: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_is_signed_by_its_seal(records: Path, keys: tuple[Path, Path], capsys: Capture) -> None:
     key, signers = keys
     for each in kept_records(records):
         write_record(records, each.certificate, sign(each.certificate.seal, key))
@@ -356,7 +350,7 @@ def test_a_line_is_signed_by_its_seal(
 
 
 @needs_keys
-def test_a_key_that_cannot_sign_is_refused(record: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_cannot_sign_is_refused(record: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "text").write_text("no key")
     with pytest.raises(InputError, match="ssh-keygen refuses it"):
         sign("content", tmp_path / "text")
@@ -369,7 +363,7 @@ def test_a_key_that_cannot_sign_is_refused(record: Path, tmp_path: Path, capsys:
 
 
 def test_without_ssh_keygen_a_signature_is_said_to_need_it(
-    record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    record: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     for name in ("record.json.sig", "signers"):

@@ -16,7 +16,7 @@ from mla_conformance.problems.memory import Guarded, out_of_memory, poison, stor
 from mla_conformance.problems.operands import TORCH_DTYPES, ProblemError, fill_normal, stored
 from mla_conformance.reference.attention import merge_states
 from mla_conformance.roles.prefill import problem as prefill
-from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.roles.table import build_problem
 from mla_conformance.tests.drawn import judged
 

@@ -21,6 +21,8 @@ from mla_conformance.tests.drawn import judged
 from mla_conformance.vocabulary.arrays import KEPT, SPACES, array_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
+Capture = pytest.CaptureFixture[str]
+Patch = pytest.MonkeyPatch
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 WRONG = """
 class OneTooFar(MyWindow):
@@ -37,7 +39,7 @@ OPERAND = '        sink: Annotated[Tensor | None, Form("N", torch.float32)],\n'
 
 
 @pytest.fixture
-def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def role(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
     """The role's file in the current folder; what this process takes up of it, with a short array, goes again."""
     tables: tuple[dict[Any, Any], ...] = (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES, KEPT, sys.modules)
     for table in tables:
@@ -56,9 +58,7 @@ def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del table[name]
 
 
-def test_a_role_from_outside_is_judged_like_one_of_the_project(
-    role: Path, command: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_role_from_outside_is_judged_like_one_of_the_project(role: Path, command: Path, capsys: Capture) -> None:
     Path("my_window.py").write_text((EXAMPLES / "my_window.py").read_text() + WRONG)
     named = ["--role", role.name, "--backend=my_window.py:MyWindow"]
     called = [str(command), "certify", *named, "--device=cpu", "--out=run", "-n1"]
@@ -106,7 +106,7 @@ def test_a_role_from_outside_is_judged_like_one_of_the_project(
     ],
 )
 def test_a_file_that_is_no_role_is_refused_in_a_sentence(
-    role: Path, capsys: pytest.CaptureFixture[str], old: str, new: str, said: str
+    role: Path, capsys: Capture, old: str, new: str, said: str
 ) -> None:
     text = role.read_text()
     assert old in text
@@ -118,7 +118,7 @@ def test_a_file_that_is_no_role_is_refused_in_a_sentence(
     assert [dict(table) for table in (ROLES, CLASSES, FIELDS, DEFINITIONS, SPACES, CAPABILITIES)] == known
 
 
-def test_a_role_from_outside_is_never_certified(role: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_role_from_outside_is_never_certified(role: Path, capsys: Capture) -> None:
     for option in ("--record", "--certificate", "--submission"):
         assert main(["certify", "--role", role.name, "--backend", "EAGER", f"{option}=mine.json"]) == 2
         assert f"{option}: cannot be combined with --role, by whose file nothing is cert" in capsys.readouterr().err

@@ -8,7 +8,6 @@ import torch
 from mla_conformance.backends.eager_decode import EagerTreeBackend
 from mla_conformance.backends.tree import MLATreeMetadata
 from mla_conformance.cases.case import Case, CaseError
-from mla_conformance.cli import main
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.verdict import Status
 from mla_conformance.problems.calls import attention_call
@@ -64,12 +63,6 @@ def test_random_trees_have_siblings_and_early_ends_and_each_request_its_own() ->
     ]
 
 
-def test_a_chain_has_the_golden_result_of_a_decode() -> None:
-    fields = "dims=small;heads=2;q=[4,1,9];kv=[5,17,0]"
-    (chain,), (decode,) = golden(f"tree_decode:{fields};tree=chain").calls, golden(f"decode:{fields}").calls
-    assert torch.allclose(chain.output, decode.output, rtol=1e-12) and torch.allclose(chain.lse, decode.lse, rtol=1e-12)
-
-
 def test_requests_in_another_order_keep_their_trees() -> None:
     (call,) = batch_of(MIXED).calls()
     other = attention_call(call.regrouped(None, [2, 0], None))
@@ -103,11 +96,6 @@ def test_a_tree_of_ones_own_and_rows_of_padding() -> None:
 def test_trees_that_there_are_not(fields: str, said: str) -> None:
     with pytest.raises(CaseError, match=said):
         Case.parse(f"tree_decode:{fields}")
-
-
-def test_a_parent_behind_its_child_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", "tree_decode:q=[3];kv=[9];parents=[0,2,0]", "--backend", "EAGER", "--device", "cpu"]) == 2
-    assert "field parents: expected 0 to 0 of token 1 of request 0, got 2" in capsys.readouterr().err
 
 
 def test_masks_of_another_width_are_refused() -> None:

@@ -24,8 +24,8 @@ from mla_conformance.problems.operands import start_loc
 from mla_conformance.problems.written import CacheImage, WrittenEntries
 from mla_conformance.reference.chunking import ContextChunk
 from mla_conformance.reference.selected import NO_KEY
-from mla_conformance.roles.prefill.call import PrefillCall
-from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.prefill.problem import PrefillCall
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.trials.trial import Trial, cut, observed, prepared_call
 
 _ALIGNMENT = 64

@@ -7,8 +7,8 @@ import torch
 
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.reference.selected import NO_KEY
-from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.sparse.case import SparseCase
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.trials.trial import Trial
 
 

@@ -15,8 +15,8 @@ from mla_conformance.problems.operands import segments
 from mla_conformance.reference.kv_cache import write_entries
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.indexer.problem import IndexerCall
-from mla_conformance.roles.prefill.call import PrefillCall
-from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.prefill.problem import PrefillCall
+from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.trials.trial import Trial
 
 KINDS = ("nan", "inf", "largest")

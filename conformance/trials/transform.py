@@ -15,7 +15,7 @@ from mla_conformance.problems.calls import AttentionCall, KernelCall, Problem
 from mla_conformance.problems.ranks import CallOnRanks
 from mla_conformance.roles.decode.problem import DecodeCall
 from mla_conformance.roles.layer.case import LayerCase
-from mla_conformance.roles.sparse.call import SparseCall
+from mla_conformance.roles.sparse.problem import SparseCall
 
 
 def regroup(problem: Problem, requests: Sequence[int], queries: int | None = None) -> Problem:

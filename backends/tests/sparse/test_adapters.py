@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mla_conformance.backends.flash_attn_mla_sparse import FlashAttnMLASparseBackend
-from mla_conformance.backends.flash_mla_sparse import FlashMLASparseBackend
 from mla_conformance.backends.flashinfer_mla_sparse_sm90 import FlashInferMLASparseSM90Backend
 from mla_conformance.backends.kernel import UnsupportedConfiguration
-from mla_conformance.backends.loading import load_role
-from mla_conformance.backends.references import parse_reference
 from mla_conformance.backends.roles import Role
 
 LABELS = {"flashinfer": "flashinfer-python 0.7.2.post1", "flash_mla": "sgl-flash-mla 1.0.0", "vllm": "vllm 0.33.0"}
@@ -189,56 +185,62 @@ def sglang(recorded: Any, installed: Any, sparse_kernel: Any) -> None:
     installed(module, sparse_mla_prefill=launcher, _sparse_mla_prefill_kernel=Kernel(), _topk_length=last)
 
 
-_BARE: dict[str, Any] = {"layout": None, "heads": 3, "lse": False}
-_PAGES: dict[str, Any] = {"layout": "auto", "page": 16, "heads": 2, "topk": 63, "length": True}
-_HALF: dict[str, Any] = {"layout": "auto", "heads": 2, "rope": 0, "dtype": torch.float16}
-_ONE: dict[str, Any] = {"layout": None, "heads": 2, "topk": 1}
-_TOP: dict[str, Any] = {"layout": "auto", "heads": 2, "topk": 100, "keyless": False}
-_MIXED: dict[str, Any] = {"layout": "fp8_ds_mla", "topk": 64, "sink": True}
-_V4: dict[str, Any] = {"layout": "fp8_v4", "rope": 0, "length": True}
-_DTYPES = torch.float16, torch.float32
-ASKED: dict[str, tuple[str, list[dict[str, Any]]]] = {
-    "AITER_TRITON_SPARSE": ("aiter", [{**_BARE, "layout": "auto", "page": page, "heads": 16} for page in (16, 64)]),
-    "FLASH_ATTN_MLA_SPARSE": ("flash_attn", [{**asked, "lse": False} for asked in (_PAGES, _HALF, _ONE)]),
+BATCH = "sparse_decode:page=64;q=[1,1,1,1,1];kv=[69,69,69,69,69];fill=ragged;holes=scattered;kscale=250000;topk=128"
+"""Lists with holes, of which one names no key."""
+ONE_TOKEN = "sparse_decode:q=[1];kv=[9]"
+_BARE, _OF_16, _FULL = "call=sparse_prefill;heads=3;lse=0", "heads=16;lse=0", "fill=full;heads=2;topk=100"
+_PAGES, _HALF = "page=16;heads=2;topk=63;length=1;behind=huge", "heads=2;dims=128-0-128-512;dtype=fp16"
+_ONE, _MIXED = "call=sparse_prefill;heads=2;topk=1", "cache=fp8_ds_mla;heads=64;topk=64;sink=drawn"
+_V4, _GATHERED = "cache=fp8_v4;dims=128-0-128-512;length=1;behind=huge", "call=sparse_prefill"
+_SECOND = "extra=fp8_v4;extra_page=12;extra_topk=64;sink=drawn"
+_LENGTHS = ";length=1;behind=huge"
+ASKED: dict[str, tuple[str, list[str]]] = {
+    "AITER_TRITON_SPARSE": ("aiter", [f"{_OF_16};page=16", f"{_OF_16};page=64"]),
+    "FLASH_ATTN_MLA_SPARSE": ("flash_attn", [f"{asked};lse=0" for asked in (_PAGES, _HALF, _ONE)]),
     "FLASHMLA_SPARSE": (
         "flash_mla",
         [
-            _MIXED,
-            {**_V4, "heads": 128},
-            {**_V4, "page": 6, "extra": True, "sink": True},
-            {"layout": None, "length": True, "sink": True},
-            {"layout": None, "rope": 0, "heads": 128},
+            f"{_MIXED};scales=pow2",
+            f"{_V4};heads=128",
+            f"{_V4};heads=64;page=6;{_SECOND}",
+            f"{_GATHERED};heads=64;sink=drawn{_LENGTHS}",
+            f"{_GATHERED};heads=128;dims=128-0-128-512",
         ],
     ),
     "FLASHMLA_SPARSE[float32]": ("flash_mla", [_MIXED]),
     # What it returns without keys, its documentation does not say.
-    "FLASHINFER_MLA_SPARSE": ("trtllm", [_TOP, {**_TOP, "length": True}]),
-    "FLASHINFER_MLA_SPARSE_SM90": ("flashinfer", [_PAGES, _HALF, {"layout": "fp8", "heads": 2}, _ONE]),
-    "SGLANG_TRITON_SPARSE": ("sglang", [{**_BARE, "length": length} for length in (True, False)]),
-    "SGLANG_TRITON_SPARSE[union2]": ("sglang", [{**_BARE, "heads": 16}]),
-    "SGLANG_TRITON_SPARSE[union4]": ("sglang", [{**_BARE, "heads": 8}]),
+    "FLASHINFER_MLA_SPARSE": ("trtllm", [_FULL, _FULL + _LENGTHS]),
+    "FLASHINFER_MLA_SPARSE_SM90": ("flashinfer", [_PAGES, _HALF, "cache=fp8;heads=2", _ONE]),
+    "SGLANG_TRITON_SPARSE": ("sglang", [_BARE + _LENGTHS, _BARE]),
+    "SGLANG_TRITON_SPARSE[union2]": ("sglang", [f"{_GATHERED};{_OF_16}"]),
+    "SGLANG_TRITON_SPARSE[union4]": ("sglang", [f"{_GATHERED};heads=8;lse=0"]),
     "SGLANG_TRITON_SPARSE[interpreted]": (
         "sglang",
-        [{**_BARE, "length": length, "dtype": dtype} for length in (False, True) for dtype in _DTYPES],
+        [f"{_BARE};dtype={dtype}{length}" for length in ("", _LENGTHS) for dtype in ("fp16", "fp32")],
     ),
 }
 
 
+def of_batch(asked: str) -> str:
+    """The case of the batch with other fields, each of which stands once."""
+    name, _, fields = BATCH.partition(":")
+    given = dict(field.split("=") for field in (*fields.split(";"), *asked.split(";")))
+    return f"{name}:{';'.join(f'{field}={value}' for field, value in given.items())}"
+
+
 @pytest.mark.parametrize("name", ASKED)
-def test_conventions(name: str, selects: Any, request: Any) -> None:
+def test_conventions(name: str, passes: Any, request: Any) -> None:
     stand_in, asked = ASKED[name]
     request.getfixturevalue(stand_in)
-    for each in asked:
-        selects(load_role(parse_reference(name), Role.SPARSE), **each)
+    passes(name, Role.SPARSE, *map(of_batch, asked))
 
 
 @pytest.mark.parametrize(("behind", "copied"), [(2 * 576, False), (8, True)])
 def test_slots_are_renumbered_where_other_layers_lie_between_blocks(
-    behind: int, copied: bool, selects: Any, flash_attn: Any
+    behind: int, copied: bool, passes: Any, prepared: Any, flash_attn: Any
 ) -> None:
     """A cache of pages of two tokens, of which another layer's lie behind each, or something odd."""
-    backend = selects(FlashAttnMLASparseBackend, "auto", heads=2, lse=False)
-    backend._sparse_metadata.query_lens_cpu = torch.ones(1, dtype=torch.int32)
+    backend, _ = prepared(passes("FLASH_ATTN_MLA_SPARSE", Role.SPARSE), f"{ONE_TOKEN};heads=2;lse=0")
     cache = torch.zeros(4, 2 * 576 + behind).bfloat16()[:, : 2 * 576].unflatten(1, (2, 576))
     indices = torch.tensor([[7, -1, 2, 0]], dtype=torch.int32)
     backend.run_sparse_decode(torch.zeros(1, 2, 576).bfloat16(), cache, torch.tensor(1.0), indices, False)
@@ -248,17 +250,20 @@ def test_slots_are_renumbered_where_other_layers_lie_between_blocks(
 
 
 @pytest.mark.usefixtures("flash_mla")
-def test_refuses_what_it_does_not_take_before_it_calls(selects: Any) -> None:
+def test_refuses_what_it_does_not_take_before_it_calls(passes: Any, prepared: Any) -> None:
+    asked = f"{ONE_TOKEN};heads=64;cache=fp8_ds_mla;scales=pow2;length=1"
+    backend, call = prepared(passes("FLASHMLA_SPARSE", Role.SPARSE), asked)
     with pytest.raises(UnsupportedConfiguration, match="topk_length of lists over fp8_ds_mla"):
-        selects(FlashMLASparseBackend, "fp8_ds_mla", length=True)
+        call.invoke(backend, None)
 
 
 @pytest.mark.usefixtures("flashinfer")
-def test_a_call_is_planned_for_its_own_lists(selects: Any) -> None:
-    backend = selects(FlashInferMLASparseSM90Backend, "auto", heads=2)
+def test_a_call_is_planned_for_its_own_lists(passes: Any, prepared: Any) -> None:
+    subject = passes("FLASHINFER_MLA_SPARSE_SM90", Role.SPARSE)
+    backend, call = prepared(subject, f"{ONE_TOKEN};heads=2;call=sparse_prefill")
+    call.invoke(backend, None)
     wrapper = backend._wrapper
     q, cache = torch.zeros(1, 2, 576).bfloat16(), torch.zeros(4, 1, 576).bfloat16()
-    backend._sparse_metadata.query_lens_cpu = torch.ones(1, dtype=torch.int32)
     backend.run_sparse_prefill(q, cache, torch.tensor([[3, -1, 2]], dtype=torch.int32), False)
     assert backend._wrapper is wrapper and wrapper.planned["metadata"]["kv_indices"].tolist() == [3, 2]
 

@@ -61,11 +61,7 @@ class CacheCall(KernelCall):
         return tuple(self.q.shape)
 
     def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
-        """Not here: what a call writes goes by the whole batch.
-
-        Raises:
-            ProblemError: always.
-        """
+        """Not here: what a call writes goes by the whole batch."""
         raise ProblemError(f"{case.id}: the requests of a cache operation cannot be regrouped")
 
 
@@ -107,23 +103,14 @@ class CacheBatch(CachedBatch[CacheCase]):
         return encode(*self.latents, self.case.cache, self.case.cache_scale, self.case.scales)
 
     def calls(self) -> tuple[CacheCall, ...]:
-        return tuple(map(self.call, range(self.case.ranks)))
-
-    def call(self, rank: int) -> CacheCall:
-        case, counted = self.case, start_loc(self.case.q)
+        case, counted, calls = self.case, start_loc(self.case.q), list[CacheCall]()
         made = self._write if case.call in WRITES else self._gather if case.call in GATHERS else self._compute
-        given, written = made(rank)
         q = torch.zeros(counted[-1], 1, 1, dtype=self.dtype, device=self.device)
-        return CacheCall(
-            q=q,
-            k=q[:0],
-            query_start_loc=counted,
-            key_start_loc=(0,) * len(counted),
-            case=case,
-            named=given,
-            written=written,
-            rank=rank,
-        )
+        about: dict[str, Any] = {"q": q, "k": q[:0], "query_start_loc": counted, "case": case}
+        for rank in range(case.ranks):
+            given, written = made(rank)
+            calls.append(CacheCall(**about, key_start_loc=(0,) * len(counted), named=given, written=written, rank=rank))
+        return tuple(calls)
 
     def _pages(self, rows: torch.Tensor, lengths: Sequence[int]) -> Pages:
         form = PageForm(self.case.cache, self.case.page, _GUARDS)
@@ -135,21 +122,16 @@ class CacheBatch(CachedBatch[CacheCase]):
         pages = self._pages(stored, list(map(len, held)))
         is_new = torch.cat([own >= total - q for own, total, q in zip(held, self.totals, case.q, strict=True)])
         image = ExpectedCache(case, pages, is_new, (self.latents[0][stored], self.latents[1][stored])).image()
-        slots = torch.full((sum(self.totals),), -1)
+        slots, stops = torch.full((sum(self.totals),), -1), start_loc(self.totals)[1:]
         slots[stored] = pages.slots
-        mapped = torch.cat((slots[self._new], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
+        tokens = torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, case.q, strict=True)])
+        mapped = torch.cat((slots[tokens], torch.full((case.pad,), -1))).to(SLOT_DTYPES[case.slots])
         # Rows of padding are another poison than the cache's, so that it shows where they were written.
         behind = [-poison((2 * case.pad, x.shape[1]), self.dtype, x.device, case.poison) for x in self.latents]
-        new = [torch.cat((x[self._new], rows)).to(self.device) for x, rows in zip(self.latents, behind, strict=True)]
+        new = [torch.cat((x[tokens], rows)).to(self.device) for x, rows in zip(self.latents, behind, strict=True)]
         kv_c, k_pe = lay_out_latents(new[0], new[1], case)
         given = {"k": kv_c} if case.call == WRITES[1] else {"kv_c": kv_c, "k_pe": k_pe, "k_scale": self.k_scale}
         return {**given, "slot_mapping": mapped.to(self.device)}, {"kv_cache": image}
-
-    @property
-    def _new(self) -> torch.Tensor:
-        """[T] numbers of the new tokens among all entries."""
-        stops = start_loc(self.totals)[1:]
-        return torch.cat([torch.arange(stop - q, stop) for stop, q in zip(stops, self.case.q, strict=True)])
 
     def _gather(self, rank: int) -> Arguments:
         """Of entries from a token on; rows of padding are requests without any."""
@@ -166,20 +148,17 @@ class CacheBatch(CachedBatch[CacheCase]):
             **({"k_scale": self.k_scale} if case.call == GATHERS[0] else {}),
             "compress_ratio": case.ratio,
         }
-        parts = {name: self._rows(name, *found) for name, found in self._gathered(self.entries[rows]).items()}
-        return given, parts
-
-    def _gathered(self, entries: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
-        case = self.case
+        entries = self.entries[rows]
         if case.call == GATHERS[1]:
             codes, scales = (part.contiguous() for part in entries.tensor_split([case.kv_lora_rank], dim=1))
             stored = {"k": codes.view(torch.float8_e4m3fn), "k_scale": scales.view(torch.float32)[:, 0]}
-            return {name: (x, x) for name, x in stored.items()}
+            return given, {name: self._rows(name, x, x) for name, x in stored.items()}
         if not case.dequantise:
-            return {"workspace": (entries, entries)}
+            return given, {"workspace": self._rows("workspace", entries, entries)}
         meant = torch.cat(decode_rows(entries, case.cache, float(self.k_scale), *case.latent_dims, self.dtype), dim=-1)
         slack = meant.abs() * TIE_SLACK
-        return {"workspace": ((meant - slack).to(self.dtype), (meant + slack).to(self.dtype))}
+        low, high = (meant - slack).to(self.dtype), (meant + slack).to(self.dtype)
+        return given, {"workspace": self._rows("workspace", low, high)}
 
     def _rows(self, name: str, low: torch.Tensor, high: torch.Tensor, behind: int = _BEHIND) -> WrittenRows:
         starts = start_loc(self.case.q)
@@ -252,8 +231,6 @@ def golden_bytes(problem: Problem) -> Golden:
 
 
 class CacheJudge(Steps):
-    """The steps of the verdict on a cache operation, whose result is what it has written."""
-
     writes: ClassVar = Check.WRITTEN
 
     def measured(self, observation: Observation) -> Iterator[Measured]:

@@ -1,7 +1,7 @@
 """From a compressor's case to its calls: states and scores, both caches in pages, and what must stand in them."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -33,55 +33,46 @@ Columns = Mapping[int, int]
 """The page of each column of a request's table that has one."""
 
 
-@dataclass
-class StatePages:
-    """Pages for states by number, from 0 on; as in an engine, one that no group needs is dealt out again."""
+def deal_pages(case: CompressCase) -> tuple[list[dict[int, Columns]], int]:
+    """Pages for states, by request and column, of each call, and how many are ever needed.
 
-    case: CompressCase  # whose calls
-    count: int = 0  # pages that were ever needed
-    _free: list[int] = field(default_factory=list)
-    _held: dict[int, dict[int, int]] = field(default_factory=dict)
+    As in an engine, one that no group needs is dealt out again; all give back what they do not need before any gets
+    another.
+    """
+    free, held, count = list[int](), dict[int, dict[int, int]](), 0
 
-    def tables(self) -> Iterator[dict[int, Columns]]:
-        """The columns of each request of each call; all give back what they do not need before any gets another."""
-        for step in self.case.steps():
-            for request, tokens in reversed(step.items()):  # so that the first one gets the last one's
-                self._give_back(request, self._first(tokens))
-            yield {request: dict(self._columns(request, tokens)) for request, tokens in step.items()}
-            for request, tokens in step.items():
-                if tokens.stop == self.case.totals[request]:
-                    self._give_back(request, tokens.stop)
+    def give_back(request: int, first: int) -> None:
+        own = held.setdefault(request, {})
+        free.extend(own.pop(column) for column in sorted(own) if column < first)
 
-    def _first(self, tokens: range) -> int:
+    def needed(tokens: range) -> int:
         """The first column that groups need which are not complete before these tokens, or the group before them."""
-        group = max(0, tokens.start // self.case.ratio - self.case.overlap)
-        return group * self.case.ratio // self.case.state_page
+        return max(0, tokens.start // case.ratio - case.overlap) * case.ratio // case.state_page
 
-    def _columns(self, request: int, tokens: range) -> Columns:
-        held = self._held[request]
-        for column in range(self._first(tokens), (tokens.stop - 1) // self.case.state_page + 1):
-            if column not in held:
-                # The one that was given back first, else a new one.
-                held[column] = self._free.pop(0) if self._free else self.count
-                self.count += held[column] == self.count
-        return held
-
-    def _give_back(self, request: int, first: int) -> None:
-        held = self._held.setdefault(request, {})
-        self._free += [held.pop(column) for column in sorted(held) if column < first]
+    tables = list[dict[int, Columns]]()
+    for step in case.steps():
+        for request, tokens in reversed(step.items()):  # so that the first one gets the last one's
+            give_back(request, needed(tokens))
+        for request, tokens in step.items():
+            for column in range(needed(tokens), (tokens.stop - 1) // case.state_page + 1):
+                if column not in held[request]:
+                    # The one that was given back first, else a new one.
+                    held[request][column] = free.pop(0) if free else count
+                    count += held[request][column] == count
+        tables.append({request: dict(held[request]) for request in step})
+        for request, tokens in step.items():
+            if tokens.stop == case.totals[request]:
+                give_back(request, tokens.stop)
+    return tables, count
 
 
 @dataclass(frozen=True)
 class CompressStep:
-    """One of a compressor's calls over the tokens of a batch."""
+    """One of a compressor's calls."""
 
     kv: torch.Tensor  # [T, C · D] key states
     score: torch.Tensor  # [T, C · D] gate scores
     metadata: CompressMetadata  # of its batch
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from (("kv", self.kv), ("score", self.score))
-        yield from vars(self.metadata).items()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +82,11 @@ class CompressCall(CacheCall):
     steps: tuple[CompressStep, ...]
 
     def owned(self) -> dict[str, torch.Tensor]:
-        numbered = enumerate(self.steps)
-        named = {f"{name} of call {number}": x for number, step in numbered for name, x in step.tensors()}
-        return super().owned() | named
+        named = super().owned()
+        for number, step in enumerate(self.steps):
+            tensors = {"kv": step.kv, "score": step.score, **vars(step.metadata)}
+            named |= {f"{name} of call {number}": x for name, x in tensors.items()}
+        return named
 
     def invoke(self, backend: MLACompressBackend, out: Guarded | None) -> None:
         """Every call, on memory as the one before has left it."""
@@ -110,7 +103,7 @@ def input_dtype(case: CompressCase, dtype: torch.dtype) -> torch.dtype:
 
 
 class CompressBatch(Draw[CompressCase]):
-    """The batch of a compressor's case; what is drawn is on the CPU."""
+    """What is drawn is on the CPU."""
 
     @cached_property
     def projected(self) -> torch.Tensor:
@@ -177,9 +170,8 @@ class CompressBatch(Draw[CompressCase]):
     @cached_property
     def _tables(self) -> tuple[list[dict[int, Columns]], torch.Tensor]:
         """Pages of states, by request and column, of each call; and the blocks [n] that they are, spare ones behind."""
-        dealt = StatePages(self.case)
-        tables = list(dealt.tables())
-        return tables, torch.randperm(dealt.count + self.case.spare, generator=self.drawing(self.case.seed)) + 1
+        tables, count = deal_pages(self.case)
+        return tables, torch.randperm(count + self.case.spare, generator=self.drawing(self.case.seed)) + 1
 
     def _golden(self, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the most [E, D] float64 of the entries of one request."""
@@ -212,26 +204,20 @@ class CompressBatch(Draw[CompressCase]):
         for row, held in enumerate(columns.values()):
             states[row, list(held)] = blocks[list(held.values())].int()
         state = states.long()[own, positions // case.state_page] * case.state_page + positions % case.state_page
+        # The slot of an entry stands beside the last of its tokens.
+        slots, ends = torch.cat((self._pages.slots, torch.full((1,), -1))), (positions + 1) % case.ratio == 0
+        entry = torch.tensor(start_loc(self._entries))[requests][own] + positions // case.ratio
         metadata = CompressMetadata(
             req_id_per_token=self._padded(own, 0).int(),
             positions=self._padded(positions, 0),
             query_start_loc=int32(start_loc([len(tokens) for tokens in step.values()]), self.device),
             seq_lens=int32([tokens.stop for tokens in step.values()], self.device),
-            slot_mapping=self._padded(self._slots(requests, own, positions), -1),
+            slot_mapping=self._padded(slots[entry].where(ends, -1), -1),
             block_table=self._pages.block_table[requests],
             state_slot_mapping=self._padded(state, -1),
             state_block_table=states.to(self.device),
         )
         return CompressStep(kv, score, metadata)
-
-    def _slots(self, requests: list[int], own: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T] of the entries that tokens complete, else -1."""
-        if not len(self._pages.slots):
-            return torch.full_like(positions, -1)
-        first = torch.tensor(start_loc(self._entries))[requests][own]
-        entry = (first + positions // self.case.ratio).clamp(max=len(self._pages.slots) - 1)
-        ends = (positions + 1) % self.case.ratio == 0
-        return self._pages.slots[entry].where(ends, -1)
 
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
         return torch.nn.functional.pad(x, (0, self.case.pad), value=value).to(self.device)

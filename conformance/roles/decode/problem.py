@@ -14,7 +14,7 @@ from mla_conformance.backends.decode import (
 )
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Layout
-from mla_conformance.problems.cached_batch import CachedBatch, PageForm, int32, write_pages
+from mla_conformance.problems.cached_batch import CachedBatch, PageForm, batch_metadata, int32, write_pages
 from mla_conformance.problems.calls import AttentionCall, AttentionOperands
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import lay_out, segments, start_loc
@@ -29,14 +29,7 @@ def rank_operands(
     """Attention of each query, which stands for itself, to the keys of this rank that it sees.
 
     The causal bound refers to the whole sequence, so these are the first few of the rank's keys, but not those of an
-    aligned triangle.
-
-    Args:
-        whole: the queries of the batch and this rank's keys.
-        totals: tokens of each request on all ranks.
-        rank: this rank.
-        world_size: ranks.
-        interleave: consecutive tokens of a rank.
+    aligned triangle. ``totals`` are tokens of each request on all ranks.
     """
     share = partial(local_length, rank=rank, world_size=world_size, interleave=interleave)
     batch = zip(segments(whole.query_start_loc), totals, whole.key_start_loc, strict=False)
@@ -118,23 +111,15 @@ class DecodeBatch(CachedBatch[DecodeCase]):
             wide = poison((*q.shape[:2], case.dimensions.qk_head_dim), q.dtype, q.device, case.poison)
             view = wide[..., case.dimensions.qk_nope_head_dim :]
             ql_nope, q_pe = ql_nope.transpose(0, 1).contiguous().transpose(0, 1), view.copy_(q_pe)
-        calls, cpu = list[DecodeCall](), torch.device("cpu")
+        calls = list[DecodeCall]()
         for rank in range(case.ranks):
             held, every = self.held(rank)
             lengths = list(map(len, held))
             pages = write_pages(self, PageForm(case.cache, case.page), self.entries[every], lengths)
             keys = self.keys[every]
             metadata = MLACommonDecodeMetadata(
+                **batch_metadata(self, lengths, rank),
                 block_table=pages.block_table,
-                seq_lens=int32(lengths, self.device),
-                query_start_loc=int32(self.query_start_loc, self.device),
-                max_query_len=max(self.query_lens) * case.inflate,
-                max_seq_len=max(1, *lengths) * case.inflate,
-                query_lens_cpu=int32(self.query_lens, cpu),
-                seq_lens_cpu=int32(lengths, cpu),
-                dcp_world_size=case.ranks,
-                dcp_rank=rank,
-                cp_kv_cache_interleave_size=case.interleave,
                 dcp_tot_seq_lens=int32(self.totals, self.device) if case.ranks > 1 else None,
             )
             calls.append(

@@ -1,18 +1,29 @@
-"""From an indexer's case to its call: keys in a paged index cache or gathered, queries, and the weights of heads."""
+"""From an indexer's case to its call, and its judge: scores one by one, selected tokens by scores (SPEC 8)."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.indexer import MLAIndexerBackend
+from mla_conformance.backends.indexer import MLAIndexerBackend, MLAIndexerSelectorConfig
+from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.backends.sparse import MLASparseMetadata
 from mla_conformance.cases.case import Call
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import JudgedRows, choose_rows
+from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
+from mla_conformance.judging.steps import Form, Measured, share_of, worst_of
+from mla_conformance.judging.tolerance import roundoffs
+from mla_conformance.judging.verdict import Verdict
 from mla_conformance.problems.cached_batch import CachedBatch, PageForm, gather_entries, sparse_metadata, write_pages
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import lay_out, start_loc
+from mla_conformance.reference.index_scores import IndexScores, index_scores
 from mla_conformance.reference.quantization import E4M3_MAX, quantize_e4m3
+from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.definition import RoleDefinition
 from mla_conformance.roles.indexer.case import IndexerCase
 
 _MEAN_WEIGHT = 0.5
@@ -50,66 +61,150 @@ class IndexerCall(KernelCall):
 
 
 class IndexerBatch(CachedBatch[IndexerCase]):
-    """The batch of an indexer's case."""
-
-    @cached_property
-    def drawn(self) -> torch.Tensor:
-        """[rows, H, D] in the model's dtype, on the CPU, without rows of padding."""
-        case = self.case
-        q = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
-        return self.queries_of(q, lambda: self.sites(q)).to(self.dtype)
-
-    @cached_property
-    def weights(self) -> torch.Tensor:
-        """[T, H] float32 on the device: those of the model times its scales, and times those of queries in codes."""
-        case, shape = self.case, self.drawn.shape[:2]
-        drawn = _MEAN_WEIGHT + torch.randn(shape, generator=self.generator)
-        scaled = drawn * case.heads**-0.5 * case.softmax_scale * self._query_scales
-        return self.padded(scaled.float())
-
-    @property
-    def _query_scales(self) -> torch.Tensor:
-        """[rows, H], the next power of two of the least scale that leaves no head out of the codes' range."""
-        if not self.case.holds_codes:
-            return torch.ones(self.drawn.shape[:2])
-        return torch.exp2((self.drawn.double().abs().amax(dim=-1) / E4M3_MAX).clamp(min=1e-10).log2().ceil())
-
-    @cached_property
-    def queries(self) -> torch.Tensor:
-        """[T, H, D] in codes or in the model's dtype, on the device; rows of padding are poison."""
-        if not self.case.holds_codes:
-            return self.padded(self.drawn)
-        return self.padded(quantize_e4m3(self.drawn.double() / self._query_scales.unsqueeze(-1), 1.0))
-
     def calls(self) -> tuple[IndexerCall]:
-        _ = self.entries, self.drawn, self.weights  # drawn in this order, whatever asks first
-        if self.case.is_paged:
-            pages = write_pages(self, PageForm(self.case.cache, self.case.page), self.entries, self.totals)
-            k, k_scale = pages.cache, None
-        else:
-            pages = gather_entries(self.case, self.entries, self.totals, self.device)
-            k, k_scale = self._gathered(pages.cache[:, 0])
+        case, codes = self.case, self.case.holds_codes
+        entries = self.entries  # drawn before the queries, and these before the weights
+        # [rows, H, D] in the model's dtype, on the CPU, without rows of padding.
+        normal = torch.randn(sum(case.q), case.heads, case.head_dim, generator=self.generator)
+        drawn = self.queries_of(normal, lambda: self.sites(normal)).to(self.dtype)
+        # [rows, H], the next power of two of the least scale that leaves no head out of the codes' range.
+        scales = torch.ones(drawn.shape[:2])
+        if codes:
+            scales = torch.exp2((drawn.double().abs().amax(dim=-1) / E4M3_MAX).clamp(min=1e-10).log2().ceil())
+        queries = self.padded(quantize_e4m3(drawn.double() / scales.unsqueeze(-1), 1.0) if codes else drawn)
+        # [T, H] float32: those of the model times its scales, and times those of queries in codes.
+        weights = _MEAN_WEIGHT + torch.randn(drawn.shape[:2], generator=self.generator)
+        weights = self.padded((weights * case.heads**-0.5 * case.softmax_scale * scales).float())
+        k_scale = None
+        if case.is_paged:
+            pages = write_pages(self, PageForm(case.cache, case.page), entries, self.totals)
+            k = pages.cache
+        else:  # keys [S, D], and the scales [S] of codes
+            pages = gather_entries(case, entries, self.totals, self.device)
+            k = pages.cache[:, 0]
+            if codes:
+                k, scale = (part.contiguous() for part in k.tensor_split([case.head_dim], dim=1))
+                k, k_scale = k.view(torch.float8_e4m3fn), scale.view(torch.float32)[:, 0]
         only = IndexerCall(
-            q=self.queries,
+            q=queries,
             k=self.keys,
             query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(self.totals),
             given={
-                "q": lay_out("q", self.queries, self.queries, self.case),
-                "weights": self.weights,
+                "q": lay_out("q", queries, queries, case),
+                "weights": weights,
                 "k": k,
-                **({"topk_tokens": self.case.topk} if self.case.call == Call.INDEX_TOPK else {}),
+                **({"topk_tokens": case.topk} if case.call == Call.INDEX_TOPK else {}),
             },
             named={"k_scale": k_scale},
             slots=pages.slots,
-            metadata=sparse_metadata(self, pages, self.totals, paged=self.case.is_paged, space=self.case.space),
-            case=self.case,
+            metadata=sparse_metadata(self, pages, self.totals, paged=case.is_paged, space=case.space),
+            case=case,
         )
         return (only,)
 
-    def _gathered(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Keys [S, D] and the scales [S] of codes, of gathered entries [S, width]."""
-        if not self.case.holds_codes:
-            return entries, None
-        codes, scales = entries.split([self.case.head_dim, entries.shape[1] - self.case.head_dim], dim=1)
-        return codes.contiguous().view(torch.float8_e4m3fn), scales.contiguous().view(torch.float32)[:, 0]
+
+@dataclass(frozen=True)
+class GoldenScores(Golden):
+    calls: tuple[IndexScores, ...]  # one per call of the problem
+
+
+def golden_scores(problem: Problem) -> GoldenScores:
+    rows = choose_rows(problem)
+    found = []
+    for call in problem.calls:
+        assert isinstance(call, IndexerCall)
+        starts = {"query_start_loc": call.query_start_loc, "key_start_loc": call.key_start_loc}
+        found.append(index_scores(call.q, call.weights, call.k[:, 0], **starts, rows=rows.numbers))
+    return GoldenScores(rows, tuple(found))
+
+
+def positions_of(call: IndexerCall, rows: JudgedRows, numbers: torch.Tensor) -> torch.Tensor:
+    """[n, K] int64 positions that selected numbers [n, K] of judged rows stand for; -1 for -1, -2 for no such token."""
+    if call.case.space == IndexSpace.POSITION:
+        return numbers.where(numbers >= NO_KEY, NOTHING)
+    starts = torch.tensor(call.key_start_loc, device=numbers.device)
+    request = rows.pick(call.metadata.req_id_per_token.long())
+    first, end = starts[request].unsqueeze(1), starts[request + 1].unsqueeze(1)
+    stored = call.given["k"]
+    blocks, page = stored.shape[:2] if call.case.is_paged else (len(stored), 1)
+    keys = numbers.new_full((blocks * page,), NOTHING)
+    keys[call.slots.to(numbers.device)] = torch.arange(len(call.slots), device=numbers.device)
+    key = keys[numbers.clamp(0, len(keys) - 1)].where((numbers >= 0) & (numbers < len(keys)), NOTHING)
+    own = (key >= first) & (key < end)
+    return (key - first).where(own, NOTHING).where(numbers != NO_KEY, NO_KEY)
+
+
+class IndexJudge(SelectionSteps):
+    expectation: GoldenScores
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """Visible scores, or how often each token was selected; of an observation whose form is right."""
+        for call, got, golden, budget in self._called(observation):
+            if call.selects:
+                yield selected(positions_of(call, self.rows, got.long()), golden, budget)
+            else:
+                seen = golden.visible
+                got = got[:, : seen.shape[1]].double()
+                yield Measured(got.where(seen, 0.0), golden.scores.where(seen, 0.0), budget.where(seen, 0.0))
+
+    def _expected_form(self, returned: Returned) -> Form:
+        call = _call(returned)
+        name, dtype = ("topk_indices", torch.int32) if call.selects else ("logits", torch.float32)
+        return [(name, torch.Size(call.result_shape), dtype)]
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        for call, got, golden, budget in self._called(observation):
+            if call.selects:
+                numbers = got.long()
+                positions = positions_of(call, self.rows, numbers)
+                yield from self._selection(call.name, numbers, positions, golden, budget)
+            else:
+                yield self._scores(call.name, got[:, : golden.scores.shape[1]].double(), golden, budget)
+
+    def _called(
+        self, observation: Observation
+    ) -> Iterator[tuple[IndexerCall, torch.Tensor, IndexScores, torch.Tensor]]:
+        """Each call with what it returned for the judged rows, the golden scores and their budgets."""
+        declared, codes = self.declaration.rounding_of(self.problem.dtype), self.problem.dtype == torch.float8_e4m3fn
+        allowed = roundoffs(self.problem.output_dtype, declared, self.numbers, dequantised=codes)
+        for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
+            budget = golden.budget(allowed) * self.numbers.element_limit
+            yield _call(returned), self.rows.pick(returned.value), golden, budget
+
+    def _scores(self, name: str, got: torch.Tensor, golden: IndexScores, budget: torch.Tensor) -> Verdict | None:
+        """Every score below a row's bound against its budget."""
+        error = (got - golden.scores).abs().masked_fill(~golden.visible, 0.0)
+        share = share_of(error, budget).masked_fill(error.isnan(), torch.inf)
+        self.used = replace(self.used, element=max(self.used.element, worst_of(share)))
+        if self.used.element <= 1:
+            return None
+        row, token = divmod(int(share.argmax()), share.shape[1])
+        return self._wrong(
+            f"{name}: score is {got[row, token]:.5g} of token {token} at {self._at(row)}, expected "
+            f"{golden.scores[row, token]:.5g}: {share[row, token]:.3g} × its error budget",
+            (share > 1).any(dim=1),
+        )
+
+
+def _call(returned: Returned) -> IndexerCall:
+    assert isinstance(returned.call, IndexerCall)
+    return returned.call
+
+
+INDEXER = RoleDefinition(
+    role=Role.INDEXER,
+    batch=IndexerBatch,
+    config=MLAIndexerSelectorConfig,
+    constructed=("num_heads", "head_dim", "kv_cache_dtype"),
+    facts=lambda case, dtype: {
+        "call": "logits" if case.call == Call.INDEX_LOGITS else "topk",
+        "paged": case.is_paged,
+        "block_size": case.page if case.is_paged else 1,
+        "head_dim": case.head_dim,
+        "topk_tokens": case.topk,
+        "index_space": case.space,
+    },
+    golden=golden_scores,
+    judge=IndexJudge,
+)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, numbers
+from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, by_length, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import NOTHING, Only, Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.chunking import PLANNERS
@@ -139,22 +139,17 @@ def _tokens(tokens: str, tile: str, draw: Draw = PLAIN) -> Sequence[int]:
     return batches.drawn_in_tile(TOKENS, tokens, range(whole[0], whole[-1] + 1), tile, draw=draw)
 
 
-def _spread(requests: int, longest: int, others: str) -> Lengths:
-    """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short."""
+def _spread(requests: int, longest: int, others: str, draw: Draw = PLAIN) -> Lengths:
+    """Lengths of requests, the longest in the middle; the same for most of the others, so that ids stay short.
+
+    Where they are drawn, the longest stands anywhere, and others have a few lengths, in rounds or in runs.
+    """
     if others == "equal":
         return (longest,) * requests
-    short = [
-        0 if others == "empty" and index % 2 == 0 else min(_SHORT, longest - 1) for index in range(min(requests, 2))
-    ]
-    middle = requests // 2
-    first, last = short[0], short[-1]
-    return (first,) * middle + (longest,) + (last,) * (requests - middle - 1)
-
-
-def _drawn_spread(requests: int, longest: int, others: str, draw: Draw) -> Lengths:
-    """Lengths of requests, the longest anywhere; others of a few lengths, in rounds or in runs."""
-    if not draw or others == "equal":
-        return _spread(requests, longest, others)
+    if not draw:
+        last, middle = min(_SHORT, longest - 1), requests // 2
+        first = 0 if others == "empty" else last
+        return (first,) * middle + (longest,) + (last,) * (requests - middle - 1)
     found = batches.contexts_of("no context" if others == "empty" else others, requests, longest - 1, draw)
     found[draw.below(requests, "longest")] = longest
     return tuple(found)
@@ -179,11 +174,11 @@ def _planned(requests: str, others: str, context: str, tile: str, planner: str, 
 def _fields(row: Row, draw: Draw) -> Fields:
     tokens, heads = first(_tokens(row["tokens"], row["tile"], draw)), draw.of(batches.HEADS, row["heads"])
     requests = draw.of(batches.REQUESTS, row["requests"])
-    fields: Fields = {"heads": heads, "q": _drawn_spread(requests, tokens, row["others"], draw)}
+    fields: Fields = {"heads": heads, "q": _spread(requests, tokens, row["others"], draw)}
     if row["context"] == NOTHING:
         return fields
     longest = first(batches.lengths(row["context"], row["context tile"], _BEYOND[row["contexts"]], draw=draw))
-    contexts = _drawn_spread(requests, longest, row["contexts"], Draw(draw.key and f"{draw.key}|contexts"))
+    contexts = _spread(requests, longest, row["contexts"], Draw(draw.key and f"{draw.key}|contexts"))
     if row["chunks"] == NOTHING:
         return {**fields, "kv": contexts}
     return {**fields, "kv": contexts, **first(_plans(row, contexts, draw))}
@@ -198,17 +193,10 @@ def _plans(row: Row, contexts: Lengths, draw: Draw) -> Iterator[Fields]:
 _BEYOND = {"alone": 1, "equal": 1, "empty": 2, "shorter": 2}
 
 
-def _few_rows(requests: str, others: str, tokens: str, heads: str) -> bool:
-    each = TOKENS.least(tokens) if others == "equal" else _SHORT
-    return batches.HEADS.first(heads) * (batches.REQUESTS.least(requests) * each + TOKENS.least(tokens)) <= _MOST_ROWS
-
-
-def _few_keys(requests: str, others: str, context: str, heads: str) -> bool:
-    each = batches.LONGEST.least(context) if others == "equal" else _SHORT
-    return (
-        batches.HEADS.first(heads) * (batches.REQUESTS.least(requests) * each + batches.LONGEST.least(context))
-        <= _MOST_KEYS
-    )
+def _few(most: int, lengths: Numbers, requests: str, others: str, longest: str, heads: str) -> bool:
+    least = lengths.least(longest)
+    whole = batches.REQUESTS.least(requests) * (least if others == "equal" else _SHORT) + least
+    return batches.HEADS.first(heads) * whole <= most
 
 
 PREFILL = Space(
@@ -221,26 +209,10 @@ PREFILL = Space(
         batches.MEASURED_HEADS,
         batches.NUMBER,
         measured("others", _OTHERS, lambda case: _others(case.q)),
-        measured(
-            "tokens",
-            TOKENS,
-            lambda case: TOKENS.class_of(max(case.q)),
-            of_request=lambda case, request: TOKENS.class_of(case.q[request]),
-        ),
-        measured(
-            "tile",
-            batches.TILE_CLASSES,
-            lambda case: batches.tile_class(max(case.q)),
-            of_request=lambda case, request: batches.tile_class(case.q[request]),
-        ),
+        by_length("tokens", TOKENS, TOKENS.class_of, lambda case: case.q),
+        by_length("tile", batches.TILE_CLASSES, batches.tile_class, lambda case: case.q),
         measured("contexts", _OTHERS, lambda case: _others(case.kv), _CONTEXT),
-        measured(
-            "context",
-            batches.LONGEST,
-            lambda case: batches.LONGEST.class_of(max(case.kv)),
-            _CONTEXT,
-            lambda case, request: batches.LONGEST.class_of(case.kv[request]),
-        ),
+        by_length("context", batches.LONGEST, batches.LONGEST.class_of, lambda case: case.kv, _CONTEXT),
         measured(
             "context tile",
             batches.TILE_CLASSES,
@@ -280,8 +252,16 @@ PREFILL = Space(
             ("contexts", "context", "context tile"),
             lambda others, context, tile: bool(batches.lengths(context, tile, _BEYOND[others])),
         ),
-        Rule(f"more than {_MOST_ROWS:,} rows times heads", ("requests", "others", "tokens", "heads"), _few_rows),
-        Rule(f"more than {_MOST_KEYS:,} keys times heads", ("requests", "contexts", "context", "heads"), _few_keys),
+        Rule(
+            f"more than {_MOST_ROWS:,} rows times heads",
+            ("requests", "others", "tokens", "heads"),
+            partial(_few, _MOST_ROWS, TOKENS),
+        ),
+        Rule(
+            f"more than {_MOST_KEYS:,} keys times heads",
+            ("requests", "contexts", "context", "heads"),
+            partial(_few, _MOST_KEYS, batches.LONGEST),
+        ),
         Rule(
             "no workspace makes so many chunks",
             ("requests", "contexts", "context", "context tile", "planner", "page", "chunks"),

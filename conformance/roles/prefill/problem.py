@@ -1,19 +1,22 @@
 """From a prefill case to its calls: random operands, or latents from a paged cache, up-projected chunk by chunk."""
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.foreign import yes_or_no
-from mla_conformance.backends.interface import MLAPrefillSelectorConfig
+from mla_conformance.backends.interface import MLAPrefillBackend, MLAPrefillSelectorConfig
 from mla_conformance.backends.kernel import DeviceCapability, output_dtype
-from mla_conformance.backends.metadata import MLACommonPrefillMetadata
+from mla_conformance.backends.metadata import MLACommonPrefillMetadata, chunked_context_metadata, prefill_metadata
 from mla_conformance.backends.quant_key import fp8_static_tensor_sym
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Call
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import (
     KEYS,
     VALUES,
@@ -26,59 +29,176 @@ from mla_conformance.problems.operands import (
     start_loc,
     stored,
 )
+from mla_conformance.reference.chunking import PLANNERS, ContextChunk
+from mla_conformance.reference.kv_cache import gather_latents, write_latents
+from mla_conformance.reference.projections import expand_key, kv_b_proj, up_project
 from mla_conformance.roles.definition import RoleDefinition
-from mla_conformance.roles.prefill.call import PrefillCall, assemble_metadata, one_chunk
 from mla_conformance.roles.prefill.case import PrefillCase
-from mla_conformance.roles.prefill.context import ContextKeys, latent_context
+
+ContextKeys = tuple[torch.Tensor, torch.Tensor]
+"""k [S, N, P + R] and v [S, N, V]."""
+
+
+@dataclass(frozen=True)
+class LatentContext:
+    """What a layer has before it calls the backend."""
+
+    chunks: tuple[ContextChunk, ...]  # the plan of the context
+    chunk_keys: tuple[ContextKeys, ...]  # keys and values of each chunk
+    new_tokens: ContextKeys  # keys and values of the new tokens
+    block_table: torch.Tensor  # [B, max blocks] int32
+    workspace: torch.Tensor  # [workspace tokens, L + R], holding the last chunk's latents
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillCall(AttentionCall):
+    """``run_prefill_new_tokens`` or ``run_prefill_context_chunk``; widths P + R and V."""
+
+    chunk_idx: int | None  # the context chunk; None for new tokens
+    metadata: MLACommonPrefillMetadata  # of the batch, which all calls of a problem share
+    prepares: bool  # whether it is the first of these calls, before which the metadata is handed over
+    lse: bool  # whether new tokens are asked for the LSE
+    out_dtype: torch.dtype | None  # dtype of the output tensor that is handed in; None where none is
+
+    @property
+    def name(self) -> str:
+        return "new tokens" if self.chunk_idx is None else f"context chunk {self.chunk_idx}"
+
+    @property
+    def returns_lse(self) -> bool:
+        """Of a context chunk always."""
+        return self.lse or self.chunk_idx is not None
+
+    def owned(self) -> dict[str, torch.Tensor]:
+        owned = {f"{name} of {self.name}": getattr(self, name) for name in ("q", "k", "v")}
+        owned |= {name: getattr(self.metadata, name) for name in ("query_start_loc", "block_table")}
+        context = self.metadata.chunked_context
+        if context is not None:
+            owned |= {name: getattr(context, name) for name in ("cu_seq_lens", "starts", "seq_lens", "workspace")}
+        return owned if self.output_scale is None else {**owned, "output_scale": self.output_scale}
+
+    def regrouped(self, case: PrefillCase, requests: Sequence[int], queries: int | None) -> Self:
+        """Of new tokens the keys are cut with the queries."""
+        rows = [list(range(s.start, s.stop))[:queries] for s in segments(self.query_start_loc)]
+        seen = [list(range(s.start, s.stop)) for s in segments(self.key_start_loc)]
+        keys = rows if self.chunk_idx is None else seen
+        query_lens, key_lens = ([len(numbers[request]) for request in requests] for numbers in (rows, keys))
+        new, picked = (
+            torch.tensor([row for request in requests for row in numbers[request]], dtype=torch.long).to(self.q.device)
+            for numbers in (rows, keys)
+        )
+        chunks = () if self.chunk_idx is None else one_chunk(key_lens)
+        return replace(
+            self,
+            q=self.q[new],
+            k=self.k[picked],
+            v=self.v[picked],
+            query_start_loc=start_loc(query_lens),
+            key_start_loc=start_loc(key_lens),
+            metadata=assemble_metadata(case, query_lens, chunks, self.q.dtype, self.q.device),
+        )
+
+    def output_buffer(self) -> Guarded | None:
+        if self.chunk_idx is not None or self.out_dtype is None:
+            return None
+        return Guarded.allocate((*self.q.shape[:2], self.v.shape[-1]), self.out_dtype, self.q.device)
+
+    def prepare(self, backend: MLAPrefillBackend) -> None:
+        """Once for all calls of a problem."""
+        if self.prepares:
+            backend.prepare_metadata(self.metadata)
+
+    def invoke(
+        self, backend: MLAPrefillBackend, out: Guarded | None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if self.chunk_idx is not None:
+            return backend.run_prefill_context_chunk(self.chunk_idx, self.q, self.k, self.v)
+        optional = {} if out is None else {"out": out.view}
+        optional |= {} if self.output_scale is None else {"output_scale": self.output_scale}
+        return backend.run_prefill_new_tokens(self.q, self.k, self.v, return_softmax_lse=self.lse, **optional)
+
+    def operands(self) -> AttentionOperands:
+        return AttentionOperands(
+            self.q, self.k, self.v, self.query_start_loc, self.key_start_loc, self.chunk_idx is None
+        )
+
+
+def one_chunk(lengths: Sequence[int]) -> tuple[ContextChunk, ...]:
+    """The plan whose only chunk holds every request's whole context."""
+    return (ContextChunk((0,) * len(lengths), tuple(lengths)),)
+
+
+def assemble_metadata(
+    case: PrefillCase,
+    query_lens: Sequence[int],
+    chunks: Sequence[ContextChunk],
+    dtype: torch.dtype,
+    device: torch.device,
+    context: LatentContext | None = None,
+) -> MLACommonPrefillMetadata:
+    """Metadata of a batch; its maxima are inflated as the case says."""
+    width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+    largest = max((chunk.num_tokens for chunk in chunks), default=0)
+    room = (max(1, largest), width)
+    workspace = context.workspace if context else poison(room, output_dtype(dtype), device, case.poison)
+    planned = chunked_context_metadata(chunks, workspace, device) if chunks else None
+    if planned is not None:
+        planned.max_seq_lens = [length * case.inflate for length in planned.max_seq_lens]
+    blocks = context.block_table if context else torch.zeros(len(query_lens), 1, dtype=torch.int32, device=device)
+    metadata = prefill_metadata(query_lens, block_table=blocks, dtype=dtype, device=device, chunked_context=planned)
+    metadata.max_query_len *= case.inflate
+    return metadata
+
 
 _COUNTED_ELEMENTS = 2**24
 """Elements of the keys from which inputs are drawn on the device, by counters."""
 
 
 class PrefillBatch(Draw[PrefillCase]):
-    """The batch of a prefill case."""
-
     def calls(self) -> tuple[PrefillCall, ...]:
         """New tokens or a chunk of context; or new tokens, then every chunk."""
-        if self.case.call == Call.CHUNKED_CONTEXT:
-            return self._chunked()
-        chunk_idx, lengths = (None, self.case.q) if self.case.call == Call.NEW_TOKENS else (0, self.case.kv)
-        locations = start_loc(lengths)
-        dims = self.case.dimensions
-        k, v = (self._normal(locations[-1], self.case.heads, width) for width in (dims.qk_head_dim, dims.v_head_dim))
-        keys = self._cast((self.by_request(KEYS, k, locations), self.by_request(VALUES, v, locations)))
-        q = self._queries([keys[0][keys_of] for keys_of in segments(locations)])
-        chunks = () if chunk_idx is None else one_chunk(lengths)
-        metadata = assemble_metadata(self.case, self.case.q, chunks, self.dtype, self.device)
-        return (self._call(chunk_idx, q, keys, locations, metadata, self._output_scale()),)
-
-    def _chunked(self) -> tuple[PrefillCall, ...]:
-        # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
-        context = latent_context(self, output_dtype(self.dtype))
-        new, *chunks = [self._cast(keys) for keys in (context.new_tokens, *context.chunk_keys)]
-        locations = [tuple(chunk.key_start_loc) for chunk in context.chunks]
-        queries = start_loc(self.case.q)
-        per_request = (
-            torch.cat([k[loc[r] : loc[r + 1]] for (k, _), loc in zip(chunks, locations, strict=True)] + [new[0][rows]])
-            for r, rows in enumerate(segments(queries))
+        case, device, context, chunks = self.case, self.device, None, tuple[ContextChunk, ...]()
+        if case.call == Call.CHUNKED_CONTEXT:
+            # The cache holds the model's dtype; operands in e4m3 are cast from it where the kernel is called.
+            context = self._latent_context(output_dtype(self.dtype))
+            chunks, every = context.chunks, (context.new_tokens, *context.chunk_keys)
+            indices = (None, *range(len(chunks)))
+            starts = (start_loc(case.q), *(tuple(chunk.key_start_loc) for chunk in chunks))
+        else:
+            new = case.call == Call.NEW_TOKENS
+            lengths, chunks, indices = (case.q, (), (None,)) if new else (case.kv, one_chunk(case.kv), (0,))
+            starts, widths = (start_loc(lengths),), (case.dimensions.qk_head_dim, case.dimensions.v_head_dim)
+            k, v = (self._normal(starts[0][-1], case.heads, width) for width in widths)
+            every = ((self.by_request(KEYS, k, starts[0]), self.by_request(VALUES, v, starts[0])),)
+        keys = [(stored(k, self.dtype), stored(v, self.dtype)) for k, v in every]
+        # Of each request the keys of its context, then the new ones.
+        ordered = [*zip(keys, starts, strict=True)]
+        ordered = [*ordered[1:], ordered[0]]
+        q = self._queries(
+            torch.cat([k[start[n] : start[n + 1]] for (k, _), start in ordered]) for n in range(len(case.q))
         )
-        q, scale = self._queries(per_request), self._output_scale()
-        metadata = assemble_metadata(self.case, self.case.q, context.chunks, self.dtype, self.device, context)
-        calls = [self._call(None, q, new, queries, metadata, scale)]
-        calls += [
-            self._call(index, q, keys, loc, metadata, scale)
-            for index, (keys, loc) in enumerate(zip(chunks, locations, strict=True))
-        ]
+        metadata = assemble_metadata(case, case.q, chunks, self.dtype, device, context)
+        quantised = case.quant == "fp8"
+        scale = torch.tensor(case.oscale / 1e6, dtype=torch.float32, device=device) if quantised else None
+        out_dtype = torch.float8_e4m3fn if quantised else output_dtype(self.dtype) if case.out else None
+        calls = []
+        for chunk_idx, (k, v), start in zip(indices, keys, starts, strict=True):
+            rows = [self.padded(x.to(device)) for x in (q, k, v)]
+            call = PrefillCall(
+                q=lay_out("q", rows[0], rows[1], case),
+                k=lay_out("k", rows[1], rows[1], case),
+                v=lay_out("v", rows[2], rows[1], case),
+                query_start_loc=start_loc(case.q),
+                key_start_loc=start,
+                chunk_idx=chunk_idx,
+                metadata=metadata,
+                prepares=chunk_idx is None or case.call == Call.CONTEXT_CHUNK,
+                lse=case.lse,
+                out_dtype=out_dtype,
+                output_scale=scale,
+            )
+            calls.append(call)
         return tuple(calls)
-
-    def _output_scale(self) -> torch.Tensor | None:
-        if self.case.quant == "none":
-            return None
-        return torch.tensor(self.case.oscale / 1e6, dtype=torch.float32, device=self.device)
-
-    def _cast(self, keys: ContextKeys) -> ContextKeys:
-        k, v = keys
-        return stored(k, self.dtype), stored(v, self.dtype)
 
     def _normal(self, *shape: int) -> torch.Tensor:
         if math.prod(shape) < _COUNTED_ELEMENTS:
@@ -99,31 +219,55 @@ class PrefillBatch(Draw[PrefillCase]):
 
         return stored(self.queries_of(q, sites), self.dtype)
 
-    def _call(
-        self,
-        chunk_idx: int | None,
-        q: torch.Tensor,
-        keys: ContextKeys,
-        key_start_loc: tuple[int, ...],
-        metadata: MLACommonPrefillMetadata,
-        output_scale: torch.Tensor | None,
-    ) -> PrefillCall:
-        case = self.case
-        q, k, v = (self.padded(x.to(self.device)) for x in (q, *keys))
-        q, k, v = (lay_out(name, x, k, case) for name, x in (("q", q), ("k", k), ("v", v)))
-        return PrefillCall(
-            q=q,
-            k=k,
-            v=v,
-            query_start_loc=start_loc(case.q),
-            key_start_loc=key_start_loc,
-            chunk_idx=chunk_idx,
-            metadata=metadata,
-            prepares=chunk_idx is None or case.call == Call.CONTEXT_CHUNK,
-            lse=case.lse,
-            out_dtype=torch.float8_e4m3fn if case.quant == "fp8" else output_dtype(self.dtype) if case.out else None,
-            output_scale=output_scale,
-        )
+    def _latent_context(self, dtype: torch.dtype) -> LatentContext:
+        """Random latents in a paged cache with shuffled blocks and poisoned rest, planned, gathered, up-projected."""
+        case, device, generator = self.case, self.device, self.generator
+        dims, rank = case.dimensions, case.kv_lora_rank
+
+        def latents(tokens: int) -> ContextKeys:
+            kv_c = torch.randn(tokens, rank, generator=generator).to(dtype)
+            return kv_c, torch.randn(tokens, dims.qk_rope_head_dim, generator=generator).to(dtype)
+
+        def weight(width: int) -> torch.Tensor:
+            return (torch.randn(rank, case.heads, width, generator=generator) * rank**-0.5).to(dtype)
+
+        def keys_of(kv_c: torch.Tensor, k_pe: torch.Tensor, starts: Sequence[int]) -> ContextKeys:
+            """As the layer does: one projection in the model's dtype, split into k_nope and v."""
+            both = up_project(kv_c.double(), weights.double()).to(kv_c.dtype)
+            k_nope, v = both[..., : dims.qk_nope_head_dim], both[..., dims.qk_nope_head_dim :]
+            return self.by_request(KEYS, expand_key(k_nope, k_pe), starts), self.by_request(VALUES, v, starts)
+
+        weights = kv_b_proj(weight(dims.qk_nope_head_dim), weight(dims.v_head_dim)).to(device)
+        cached, new = latents(sum(case.kv)), latents(sum(case.q))
+        cache, block_table = self._paged_cache(dtype, cached)
+        chunks = PLANNERS[case.planner](case.kv, workspace_tokens=case.workspace, page_size=case.page)
+        workspace = poison((case.workspace, rank + dims.qk_rope_head_dim), dtype, device, case.poison)
+        chunk_keys = []
+        for chunk in chunks:
+            gathered = gather_latents(cache, block_table, chunk, kv_lora_rank=rank)
+            workspace[: chunk.num_tokens] = torch.cat(gathered, dim=-1)
+            chunk_keys.append(keys_of(*gathered, chunk.key_start_loc))
+        new_tokens = keys_of(new[0].to(device), new[1].to(device), start_loc(case.q))
+        return LatentContext(chunks, tuple(chunk_keys), new_tokens, block_table, workspace)
+
+    def _paged_cache(self, dtype: torch.dtype, latents: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cache [blocks, page, L + R] and block table [B, max blocks]; every unused byte is poison."""
+        case, device = self.case, self.device
+        pages = [-(-length // case.page) for length in case.kv]
+        # Block 0 stands for the null block that engines keep: never handed out, and poisoned here.
+        blocks = (torch.randperm(sum(pages), generator=self.drawing(case.seed)) + 1).split(pages)
+        block_table = torch.zeros(len(pages), max(1, max(pages)), dtype=torch.int32)
+        for row, ids in zip(block_table, blocks, strict=True):
+            row[: len(ids)] = ids
+        width = case.kv_lora_rank + case.dimensions.qk_rope_head_dim
+        cache = poison((sum(pages) + 1, case.page, width), dtype, device, case.poison)
+        slots = [
+            ids.repeat_interleave(case.page)[:length] * case.page + torch.arange(length) % case.page
+            for ids, length in zip(blocks, case.kv, strict=True)
+        ]
+        kv_c, k_pe = (x.to(device) for x in latents)
+        write_latents(cache, kv_c, k_pe, torch.cat(slots).to(device))
+        return cache, block_table.to(device)
 
 
 class _Prefill(RoleDefinition):

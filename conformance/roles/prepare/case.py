@@ -9,7 +9,7 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers
-from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, numbers
+from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, by_length, numbers
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Row, Rule, Space, measured, never, plain, values
 from mla_conformance.reference.entry_formats import TILE_SCALES
@@ -150,12 +150,7 @@ PREPARE = Space(
         numbers("heads", "heads", batches.HEADS),
         measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
-        measured(
-            "positions",
-            _POSITIONS,
-            lambda case: _POSITIONS.class_of(max(case.kv)),
-            of_request=lambda case, request: _POSITIONS.class_of(case.kv[request]),
-        ),
+        by_length("positions", _POSITIONS, _POSITIONS.class_of, lambda case: case.kv),
         LAYOUT,
         SCALE,
         PADDING,

@@ -1,17 +1,41 @@
-"""From a preparation's case to its call: queries, keys and weights as projections leave them, and rotations."""
+"""From a preparation's case to its call, and its judge: scales of their class, then codes (SPEC 8.8)."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from mla_conformance.backends.prepare import MLAPrepareBackend, PrepareMetadata
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.backends.declaration import Precision
+from mla_conformance.backends.prepare import (
+    IndexPreparation,
+    MLAPrepareBackend,
+    MLAPrepareSelectorConfig,
+    PrepareMetadata,
+)
+from mla_conformance.backends.roles import Role
+from mla_conformance.driving.driver import Observation, Returned, parts_of
+from mla_conformance.judging.diagnosis import Position, extent
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging.steps import Form, Measured, Steps
+from mla_conformance.judging.tolerance import unit_roundoff
+from mla_conformance.judging.verdict import Check, Verdict, failed
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
+from mla_conformance.reference.prepare_index import (
+    Prepared,
+    hadamard,
+    is_power,
+    layer_norm,
+    nearest_power,
+    rotated,
+    scale_bounds,
+)
+from mla_conformance.reference.quantization import e4m3_ordinal, quantize_e4m3
 from mla_conformance.reference.rope import plain_frequencies
-from mla_conformance.roles.prepare.case import PrepareCase
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.prepare.case import BLOCK, PrepareCase
 
 _BASE = 10000.0
 
@@ -35,53 +59,37 @@ class PrepareCall(KernelCall):
 
 
 class PrepareBatch(Draw[PrepareCase]):
-    """The batch of a preparation's case."""
-
     def calls(self) -> tuple[PrepareCall]:
         case, starts = self.case, start_loc(self.case.q)
-        drawn = self.by_request(KINDS, self._normal(case.heads, case.head_dim), starts)
-        q = self.padded(drawn.to(self.dtype))
-        k, weights = self._beside()
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(starts[-1], *shape, generator=self.generator)
+
+        q = self.padded(self.by_request(KINDS, normal(case.heads, case.head_dim), starts).to(self.dtype))
         q = lay_out("q", q, q, case)
-        norm_weight = (1 + 0.5 * self._normal(case.head_dim)[0]).to(self.device)
-        norm_bias = self._normal(case.head_dim)[0].to(self.device)
+        # Keys [T, D], and the weights [T, H] of the model's dtype beside them, or in float32 by themselves.
+        k = self.padded(self.by_request(KINDS, normal(case.head_dim), starts).to(self.dtype))
+        weights = self.padded(normal(case.heads).to(self.dtype if case.fused else torch.float32))
+        if case.fused:
+            k, weights = torch.cat((k, weights), dim=1).tensor_split([case.head_dim], dim=1)
+        norm_weight = (1 + 0.5 * normal(case.head_dim)[0]).to(self.device)
+        norm_bias = normal(case.head_dim)[0].to(self.device)
+        # [T] int64, those of rows of padding 0; of every one that a token has cosines and sines [P, R] float32.
+        own = [kv + row for new, kv in zip(case.q, case.kv, strict=True) for row in range(new)]
+        positions = torch.tensor(own + [0] * case.pad, dtype=torch.int64)
+        frequencies = torch.tensor(plain_frequencies(case.rope_dim, _BASE), dtype=torch.float64)
+        angle = torch.arange(int(positions.max()) + 1, dtype=torch.float64)[:, None] * frequencies
+        table = torch.cat((angle.cos(), angle.sin()), dim=1).float()
         only = PrepareCall(
             q=q,
             k=k,
             given={"q": q, "k": k, "weights": weights, "k_norm_weight": norm_weight, "k_norm_bias": norm_bias},
-            metadata=PrepareMetadata(self.positions.to(self.device), self.table.to(self.device)),
+            metadata=PrepareMetadata(positions.to(self.device), table.to(self.device)),
             query_start_loc=starts,
             key_start_loc=starts,
             case=case,
         )
         return (only,)
-
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        """[T] int64, those of rows of padding 0."""
-        own = [kv + row for q, kv in zip(self.case.q, self.case.kv, strict=True) for row in range(q)]
-        return torch.tensor(own + [0] * self.case.pad, dtype=torch.int64)
-
-    @property
-    def table(self) -> torch.Tensor:
-        """[P, R] float32, cosines and sines of every position that a token has."""
-        frequencies = torch.tensor(plain_frequencies(self.case.rope_dim, _BASE), dtype=torch.float64)
-        angle = torch.arange(int(self.positions.max()) + 1, dtype=torch.float64)[:, None] * frequencies
-        return torch.cat((angle.cos(), angle.sin()), dim=1).float()
-
-    def _beside(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [T, D], and the weights [T, H] of the model's dtype beside them, or in float32 by themselves."""
-        case = self.case
-        keys = self.by_request(KINDS, self._normal(case.head_dim), start_loc(case.q))
-        keys = self.padded(keys.to(self.dtype))
-        weights = self.padded(self._normal(case.heads).to(self.dtype if case.fused else torch.float32))
-        if not case.fused:
-            return keys, weights
-        projected = torch.cat((keys, weights), dim=1)
-        return projected[:, : case.head_dim], projected[:, case.head_dim :]
-
-    def _normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(sum(self.case.q), *shape, generator=self.generator)
 
 
 KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -96,3 +104,169 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "zeros": lambda x: x * (torch.arange(len(x)) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1)),
 }
 """Standard normal numbers to queries [T, H, D] and keys [T, D] float32, by the name of the kind."""
+
+
+@dataclass(frozen=True)
+class GoldenPrepared(Golden):
+    q: Prepared  # [n, H, D]
+    k: Prepared  # [n, 1, D]
+    # [n, H] float64, what the scales of queries are multiplied by in folded weights; 1 where they are not
+    factors: torch.Tensor
+
+
+def golden_prepared(problem: Problem) -> GoldenPrepared:
+    (call,), rows = problem.calls, choose_rows(problem)
+    assert isinstance(call, PrepareCall)
+    case, (q, k, weights) = call.case, map(rows.pick, call.query_operands())
+    turns = call.metadata.cos_sin_cache[rows.pick(call.metadata.positions)]
+    key = layer_norm(Prepared.of(k.unsqueeze(1)), call.k_norm_weight, call.k_norm_bias, case.norm_eps)
+    factors = weights.double() * (case.softmax_scale * case.heads**-0.5) if case.fold else weights.double() ** 0
+    return GoldenPrepared(rows, _turned(Prepared.of(q), turns, case), _turned(key, turns, case), factors)
+
+
+def _turned(x: Prepared, turns: torch.Tensor, case: PrepareCase) -> Prepared:
+    first = case.head_dim - case.rope_dim if case.rope_last else 0
+    turned = rotated(x, turns, first, case.pairs == "neighbours")
+    return hadamard(turned) if case.hadamard else turned
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Codes with their scales, and what they stand for."""
+
+    name: str  # how messages call it
+    codes: torch.Tensor  # [n, H, D] e4m3
+    scales: torch.Tensor  # [n, H, C] float64
+    values: torch.Tensor  # [n, H, D] float64, the golden ones
+    error: torch.Tensor  # [n, H, D] the largest error of a faithful kernel
+
+    def blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, H, C, columns] of [n, H, D]."""
+        return x.unflatten(-1, (self.scales.shape[-1], -1))
+
+    def allowed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Places [n, H, D] in the order of codes: of the least that is allowed, the golden and the greatest value."""
+        low, golden, high = map(self._places, (self.values - self.error, self.values, self.values + self.error))
+        return low, golden, high
+
+    def _places(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, H, D] places of the codes of values under the scales."""
+        scaled = self.blocks(values) / self.scales.unsqueeze(-1)
+        return e4m3_ordinal(quantize_e4m3(scaled, 1.0)).double().flatten(-2)
+
+
+class PrepareJudge(Steps):
+    expectation: GoldenPrepared
+
+    @property
+    def case(self) -> PrepareCase:
+        assert isinstance(self.problem.case, PrepareCase)
+        return self.problem.case
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """Scales, then codes under them as far as they are positive; of an observation whose form is right."""
+        for part in self._parts(observation):
+            low, high = self._bounds(part)
+            yield Measured(part.scales, (low + high) / 2, (high - low) / 2)
+            sound = (part.scales > 0) & part.scales.isfinite()
+            yield Measured.of_codes(part.codes, *replace(part, scales=part.scales.where(sound, 1.0)).allowed())
+
+    def _expected_form(self, returned: Returned) -> Form:
+        """Codes of q and k, scales of k, and weights or scales of q."""
+        case, q, code = self.case, returned.call.q, torch.float8_e4m3fn
+        tokens, heads, width = q.shape
+        blocks = -(-width // BLOCK)
+        last = ("weights", (tokens, heads)) if case.fold else ("scales of q", (tokens, heads, blocks))
+        forms = (
+            ("codes of q", (tokens, heads, width), code),
+            ("codes of k", (tokens, width), code),
+            ("scales of k", (tokens, blocks), torch.float32),
+            (*last, torch.float32),
+        )
+        return [(name, torch.Size(shape), dtype) for name, shape, dtype in forms]
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        for part in self._parts(observation):
+            yield self._scales(part)
+            yield self._codes(part)
+
+    def _parts(self, observation: Observation) -> Iterator[_Part]:
+        golden, case, dtype = self.expectation, self.case, self.problem.dtype
+        coarse = self.declaration.intermediates is Precision.MODEL and dtype != torch.float32
+        between = unit_roundoff(dtype) if coarse else 0.0
+        for returned in observation.returned:
+            q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
+            scales = last.double().reshape(*q.shape[:2], -1) / golden.factors.unsqueeze(-1)
+            if case.fold and case.scales == "pow2":
+                scales = nearest_power(scales)
+            for name, codes, held, right in (
+                ("keys", k.unsqueeze(1), k_scale.double().unsqueeze(1), golden.k),
+                ("queries", q, scales, golden.q),
+            ):
+                error = right.error(self.numbers.float32_accumulation, between)
+                yield _Part(name, codes, held, right.values, error)
+
+    def _bounds(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, H, C] least and greatest scale of each block."""
+        largest, error = (part.blocks(x).amax(dim=-1) for x in (part.values.abs(), part.error))
+        return scale_bounds(largest, error, self.case.scales == "pow2")
+
+    def _scales(self, part: _Part) -> Verdict | None:
+        """Positive, within their bounds, and powers of two where they have to be."""
+        low, high = self._bounds(part)
+        wrong = ~((part.scales > 0) & (part.scales >= low) & (part.scales <= high))
+        if self.case.scales == "pow2":
+            wrong |= ~is_power(part.scales)
+        if not bool(wrong.any()):
+            return None
+        index = tuple(wrong.nonzero()[0].tolist())
+        folded = ", as the weights have it," if part.name == "queries" and self.case.fold else ""
+        between = f"{low[index]:.6g}" if low[index] == high[index] else f"{low[index]:.6g} to {high[index]:.6g}"
+        what = f"scale of {part.name}{folded} is {part.scales[index]:.6g}"
+        return self._wrong(f"{what}, expected {between}", wrong.any(dim=-1), index)
+
+    def _codes(self, part: _Part) -> Verdict | None:
+        """Numbers, each between the codes of both ends of what is allowed."""
+        not_a_number = part.codes.double().isnan()
+        if bool(not_a_number.any()):
+            index = tuple(not_a_number.nonzero()[0].tolist())
+            return self._wrong(f"code of {part.name} is NaN", not_a_number.any(dim=-1), index)
+        low, _, high = part.allowed()
+        code = e4m3_ordinal(part.codes).double()
+        outside = torch.maximum(low - code, code - high).clamp(min=0)
+        if not bool(outside.any()):
+            return None
+        index = tuple(torch.unravel_index(outside.argmax(), outside.shape))
+        scale = part.scales.repeat_interleave(outside.shape[-1] // part.scales.shape[-1], dim=-1)[index]
+        got, want = float(part.codes[index].double() * scale), float(part.values[index])
+        detail = f"code of {part.name} means {got:.5g}, expected {want:.5g}: "
+        detail += f"{int(outside[index])} codes outside the allowed interval"
+        return self._wrong(detail, (outside > 0).any(dim=-1), tuple(map(int, index)))
+
+    def _wrong(self, message: str, wrong: torch.Tensor, index: tuple[int, ...]) -> Verdict:
+        """A sentence about an element [row, head, ...] of the rows and heads [n, H] that are wrong."""
+        place = Position.of(self.rows, list(index))
+        text = f"index preparation: {message}, at {place}, {extent(self.rows, wrong)}"
+        return failed(Check.PREPARED, text, place.to_json())
+
+
+PREPARE = RoleDefinition(
+    role=Role.PREPARE,
+    batch=PrepareBatch,
+    config=MLAPrepareSelectorConfig,
+    constructed=("num_heads", "scale", "preparation"),
+    facts=lambda case, dtype: {
+        "preparation": IndexPreparation(
+            head_dim=case.head_dim,
+            rope_dim=case.rope_dim,
+            rope_first=not case.rope_last,
+            is_neox_style=case.pairs == "halves",
+            hadamard=case.hadamard,
+            scale_format=case.scales,
+            fold_scales=case.fold,
+            eps=case.norm_eps,
+        )
+    },
+    golden=golden_prepared,
+    judge=PrepareJudge,
+)

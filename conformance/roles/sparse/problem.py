@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, ClassVar, Self
 
 import torch
 
 from mla_conformance.backends.roles import IndexSpace, Role
-from mla_conformance.backends.sparse import MLASparseSelectorConfig
+from mla_conformance.backends.sparse import MLASparseBackend, MLASparseMetadata, MLASparseSelectorConfig
 from mla_conformance.cases.grammar import Data
 from mla_conformance.problems.cached_batch import (
     CachedBatch,
@@ -18,14 +19,87 @@ from mla_conformance.problems.cached_batch import (
     sparse_metadata,
     write_pages,
 )
-from mla_conformance.problems.calls import AttentionOperands
-from mla_conformance.problems.memory import poison
-from mla_conformance.problems.operands import COUNTER_SEEDS, Site, edges, fill_normal, lay_out, start_loc
+from mla_conformance.problems.calls import AttentionCall, AttentionOperands
+from mla_conformance.problems.memory import Guarded, poison
+from mla_conformance.problems.operands import COUNTER_SEEDS, Site, edges, fill_normal, lay_out, segments, start_loc
 from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.definition import KERNEL_SIZES, RoleDefinition
-from mla_conformance.roles.sparse.call import SparseCall
 from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.sparse.selection import Lists, draw_lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseCall(AttentionCall):
+    """``run_sparse_decode`` or ``run_sparse_prefill``; k and v are what the keys of both caches mean, in float64."""
+
+    selected: torch.Tensor  # [T, K + K'] int64 rows of k and v, or -1: what the lists mean
+    slots: torch.Tensor  # [S] int64, where the key of each token stands
+    metadata: MLASparseMetadata
+    case: SparseCase
+
+    interface: ClassVar = MLASparseBackend
+    means: ClassVar = {"q": "T", "k": "", "v": "", "selected": "T", "slots": ""}  # lists name keys by number: all stay
+    called: ClassVar = {"q": "query", "kv": "kv_cache"}
+
+    @property
+    def entry(self) -> str:
+        return "run_sparse_decode" if self.case.is_paged else "run_sparse_prefill"
+
+    @property
+    def length(self) -> torch.Tensor | None:
+        """[T] int32, of the lists of the first cache; None where they are not handed over."""
+        _, length, *_ = self.named.values()
+        found: torch.Tensor | None = length
+        return found
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The cache [blocks, page, width], or gathered keys [S, 1, D]."""
+        _, stored, *_ = self.given.values()
+        return stored
+
+    @property
+    def name(self) -> str:
+        if self.metadata.dcp_world_size > 1:
+            return f"rank {self.metadata.dcp_rank}"
+        return "sparse decode" if self.case.is_paged else "sparse prefill"
+
+    @property
+    def returns_lse(self) -> bool:
+        return self.case.lse
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        return longest_lists(self.selected, self.query_start_loc)
+
+    def regrouped(self, case: Any, requests: Sequence[int], queries: int | None) -> Self:
+        """The keys stay all, since lists name them by number."""
+        return replace(super().regrouped(case, requests, queries), key_start_loc=self.key_start_loc)
+
+    def invoke(self, backend: MLASparseBackend, out: Guarded | None) -> Any:
+        """Gathered keys are plain: a prefill takes no scale of codes."""
+        given = {name: x for name, x in self.given.items() if self.case.is_paged or name != "k_scale"}
+        return super(SparseCall, replace(self, given=given)).invoke(backend, out)
+
+    def operands(self) -> AttentionOperands:
+        return AttentionOperands(
+            self.q,
+            self.k,
+            self.v,
+            self.query_start_loc,
+            self.key_start_loc,
+            causal=False,
+            dequantised=self.case.holds_codes,
+            selected=self.selected,
+            sink=self.named["attn_sink"],
+        )
+
+
+def longest_lists(selected: torch.Tensor, query_start_loc: Sequence[int]) -> tuple[int, ...]:
+    """Keys of the longest list [T, K] of each request; -1 names none."""
+    counts = (selected >= 0).sum(dim=1).tolist()
+    return tuple(max(counts[rows], default=0) for rows in segments(query_start_loc))
+
 
 _LISTS_SEED = 10**6
 _SINK_SPREAD = 3.0
@@ -46,8 +120,6 @@ class _Source:
 
 
 class SparseBatch(CachedBatch[SparseCase]):
-    """The batch of a sparse case, before and after its tokens are dealt out to ranks."""
-
     @cached_property
     def _drawing(self) -> torch.Generator:
         """What lists and sinks are drawn with: other lists of the same keys leave the keys as they are."""
@@ -56,27 +128,23 @@ class SparseBatch(CachedBatch[SparseCase]):
     @cached_property
     def main(self) -> _Source:
         """The tokens of the batch: a row may name those up to its own."""
-        case = self.case
-        firsts = start_loc(self.totals)
         rows = [
             (first, total - queries + row + 1 if total else 0)
-            for first, total, queries in zip(firsts, self.totals, self.query_lens, strict=False)
+            for first, total, queries in zip(start_loc(self.totals), self.totals, self.query_lens, strict=False)
             for row in range(queries)
         ]
-        numbers = torch.tensor(rows, dtype=torch.int64)
-        lists = draw_lists(case, numbers[:, 0], numbers[:, 1], case.topk, self._drawing)
-        return self._source(self.totals, self.entries, lists, case.cache)
+        firsts, bounds = torch.tensor(rows, dtype=torch.int64).unbind(1)
+        lists = draw_lists(self.case, firsts, bounds, self.case.topk, self._drawing)
+        return self._source(self.totals, self.entries, lists, self.case.cache)
 
     @cached_property
     def extra(self) -> _Source | None:
         """The second cache, all of which is before the rows."""
         if not self.case.has_extra:
             return None
-        lengths = (*self.case.extra_lens, *(0,) * self.case.pad)
-        firsts, per_row = torch.tensor(start_loc(lengths))[:-1], torch.tensor(self.query_lens)
-        bounds = torch.tensor(lengths).repeat_interleave(per_row)
-        columns = self.case.extra_topk
-        lists = draw_lists(self.case, firsts.repeat_interleave(per_row), bounds, columns, self._drawing)
+        lengths, per_row = (*self.case.extra_lens, *(0,) * self.case.pad), torch.tensor(self.query_lens)
+        firsts, bounds = (torch.tensor(x).repeat_interleave(per_row) for x in (start_loc(lengths)[:-1], lengths))
+        lists = draw_lists(self.case, firsts, bounds, self.case.extra_topk, self._drawing)
         return self._source(lengths, self.draw_entries(lengths, self.case.extra), lists, self.case.extra)
 
     def _source(self, lengths: Sequence[int], entries: torch.Tensor, lists: Lists, layout: str) -> _Source:
@@ -91,25 +159,18 @@ class SparseBatch(CachedBatch[SparseCase]):
         """[T, N, D] in the model's dtype, on the device; to a data regime the keys of a row are those of its list."""
         case = self.case
         shape = (sum(case.q), case.heads, self.main.keys.shape[-1])
-        if case.data == Data.NORMAL:
-            return self.padded(self._normal(shape))
+        if case.data == Data.NORMAL and math.prod(shape) >= _COUNTED_ELEMENTS:
+            seed = self.drawing(case.seed).initial_seed() % COUNTER_SEEDS
+            return self.padded(fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed))
         q = torch.randn(*shape, generator=self.generator)
-        q = self.queries_of(q, lambda: self._sites(q))
-        return self.padded(q.to(self.dtype).to(self.device))
 
-    def _sites(self, q: torch.Tensor) -> Iterator[tuple[slice, Site]]:
-        case, keys = self.case, self.keys.float().cpu()
-        for row in range(len(q)):
-            named = self.selected[row][self.selected[row] != NO_KEY]
-            k, own = keys[named].expand(-1, case.heads, -1), slice(row, row + 1)
-            yield own, Site(q[own], k, case.softmax_scale, edges(len(named), case))
+        def sites() -> Iterator[tuple[slice, Site]]:
+            keys = self.keys.float().cpu()
+            for row, named in enumerate(self.selected[: len(q)]):
+                own, k = slice(row, row + 1), keys[named[named != NO_KEY]].expand(-1, case.heads, -1)
+                yield own, Site(q[own], k, case.softmax_scale, edges(len(k), case))
 
-    def _normal(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Queries that know no keys; many of them are drawn where they are used, by counters."""
-        if math.prod(shape) < _COUNTED_ELEMENTS:
-            return torch.randn(*shape, generator=self.generator).to(self.dtype).to(self.device)
-        seed = self.drawing(self.case.seed).initial_seed() % COUNTER_SEEDS
-        return fill_normal(torch.empty(shape, dtype=self.dtype, device=self.device), seed)
+        return self.padded(self.queries_of(q, sites).to(self.dtype).to(self.device))
 
     @cached_property
     def keys(self) -> torch.Tensor:
@@ -155,61 +216,53 @@ class SparseBatch(CachedBatch[SparseCase]):
         return tuple(self._call(rank, query) for rank in range(self.case.ranks))
 
     def _call(self, rank: int, query: torch.Tensor) -> SparseCall:
+        case, extra = self.case, self.extra
         held, every = self.held(rank)
         lengths = list(map(len, held))
         numbers = torch.full((len(self.entries),), NO_KEY)
         numbers[every] = torch.arange(len(every))
         lists, keys = self.main.lists.renumbered(numbers), self.main.keys[every]
-        entries = self.main.entries[every]
-        if self.case.is_paged:
-            pages = write_pages(self, PageForm(self.case.cache, self.case.page, _GUARDS), entries, lengths)
+        if case.is_paged:
+            pages = write_pages(self, PageForm(case.cache, case.page, _GUARDS), self.entries[every], lengths)
         else:
-            pages = gather_entries(self.case, entries, lengths, self.device, _GUARDS)
-        if self.extra is not None:
-            keys = torch.cat((keys, self.extra.keys))
+            pages = gather_entries(case, self.entries[every], lengths, self.device, _GUARDS)
+        if extra is not None:
+            keys = torch.cat((keys, extra.keys))
+        named = self._lists(lists, self._numbers(lists, lengths, pages))
+        named |= {"return_softmax_lse": case.lse, "attn_sink": self.sink}
+        if extra is not None:
+            second = write_pages(self, PageForm(case.extra, case.extra_page, _GUARDS), extra.entries, extra.lengths)
+            named["extra_kv_cache"] = second.cache
+            named |= self._lists(extra.lists, extra.lists.renumbered(second.slots).keys, "extra_")
         return SparseCall(
             q=self.queries,
             k=keys,
-            v=keys[..., : self.case.kv_lora_rank],
+            v=keys[..., : case.kv_lora_rank],
             query_start_loc=self.query_start_loc,
             key_start_loc=start_loc(lengths),
-            given={"q": query, "kv_cache" if self.case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
-            named={
-                **self._lists(lists, self._numbers(rank, lists, lengths, pages)),
-                "return_softmax_lse": self.case.lse,
-                "attn_sink": self.sink,
-                **self._extra_operands(),
-            },
+            given={"q": query, "kv_cache" if case.is_paged else "kv": pages.cache, "k_scale": self.k_scale},
+            named=named,
             selected=self._joined(lists, len(every)).to(self.device),
             slots=pages.slots,
-            metadata=sparse_metadata(self, pages, lengths, paged=self.case.is_paged, space=self.case.space, rank=rank),
-            case=self.case,
+            metadata=sparse_metadata(self, pages, lengths, paged=case.is_paged, space=case.space, rank=rank),
+            case=case,
         )
 
-    def _numbers(self, rank: int, lists: Lists, lengths: Sequence[int], pages: Pages) -> torch.Tensor:
+    def _numbers(self, lists: Lists, lengths: Sequence[int], pages: Pages) -> torch.Tensor:
         """[T, K] int64: what stands for each key of a rank's lists, in the case's index space."""
-        firsts = start_loc(self.totals if self.case.space == IndexSpace.POSITION else lengths)
-        first = torch.tensor(firsts)[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
+        if self.case.space == IndexSpace.SLOT:
+            return lists.renumbered(pages.slots).keys
         if self.case.space == IndexSpace.POSITION:
             # A rank is handed what all others are, and finds its own.
-            return torch.where(self.main.lists.keys == NO_KEY, NO_KEY, self.main.lists.keys - first)
-        if self.case.space == IndexSpace.RANK_LOCAL:
-            return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
-        return lists.renumbered(pages.slots).keys
+            lists, lengths = self.main.lists, self.totals
+        first = torch.tensor(start_loc(lengths))[:-1].repeat_interleave(torch.tensor(self.query_lens)).unsqueeze(1)
+        return torch.where(lists.keys == NO_KEY, NO_KEY, lists.keys - first)
 
-    def _lists(self, lists: Lists, numbers: torch.Tensor, prefix: str = "") -> dict[str, torch.Tensor | None]:
+    def _lists(self, lists: Lists, numbers: torch.Tensor, prefix: str = "") -> dict[str, Any]:
         """Lists as they are handed over, and their lengths if the case has them."""
         handed = lists.handed(numbers, self.case.behind, self._drawing).to(self.device)
         length = lists.length.int().to(self.device) if self.case.length else None
         return {f"{prefix}topk_indices": handed, f"{prefix}topk_length": length}
-
-    def _extra_operands(self) -> dict[str, torch.Tensor | None]:
-        if self.extra is None:
-            return {}
-        form = PageForm(self.case.extra, self.case.extra_page, _GUARDS)
-        pages = write_pages(self, form, self.extra.entries, self.extra.lengths)
-        lists = self.extra.lists
-        return {"extra_kv_cache": pages.cache, **self._lists(lists, lists.renumbered(pages.slots).keys, "extra_")}
 
 
 SPARSE = RoleDefinition(

@@ -13,7 +13,7 @@ from mla_conformance.problems.operands import rows_of, start_loc
 from mla_conformance.problems.ranks import CallOfARank, CallOnRanks
 from mla_conformance.problems.written import CacheImage
 from mla_conformance.reference.selected import NO_KEY
-from mla_conformance.roles.sparse.call import longest_lists
+from mla_conformance.roles.sparse.problem import longest_lists
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 
 

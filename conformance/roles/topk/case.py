@@ -9,7 +9,17 @@ from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
-from mla_conformance.cases.dimensions import COLUMNS, LAYOUT, LENGTHS, MAXIMA, PADDING, POISONS, against, numbers
+from mla_conformance.cases.dimensions import (
+    COLUMNS,
+    LAYOUT,
+    LENGTHS,
+    MAXIMA,
+    PADDING,
+    POISONS,
+    against,
+    by_length,
+    numbers,
+)
 from mla_conformance.cases.grammar import Fields, Lengths
 from mla_conformance.cases.space import Only, Row, Rule, Space, exactly, measured, plain, values
 
@@ -49,8 +59,7 @@ class TopKCase(Case):
     data: str = one_of(LOGITS, "normal", "what the logits are like", joined=True)
     topk: int = at_least(1, _USUAL, "columns selected for each row, or their tokens")
     packed: bool = given(
-        False,
-        "whether the columns of the requests stand behind one another, so that rows start at those of their own",
+        False, "whether the columns of the requests stand behind one another, so that rows start at those of their own"
     )
     pool: int = at_least(1, 1, "tokens of a column", Kind.SIZE)
     tail: bool = given(False, "whether the last, incomplete pool is selected besides")
@@ -105,6 +114,11 @@ def _others(case: TopKCase) -> str:
     return "equal" if len(set(case.spans)) == 1 else "shorter"
 
 
+def _last_tokens(case: TopKCase) -> list[int]:
+    """Tokens that the last row of each request sees."""
+    return [total - 1 for total in batches.totals(case)]
+
+
 def _tokens(queries: str, draw: Draw = PLAIN) -> Lengths:
     return batches.query_tokens(queries, draw)[0]
 
@@ -123,9 +137,8 @@ def _counts(longest: int, columns: str, keys: str, draw: Draw) -> Sequence[int]:
     return [n for n in tried if COLUMNS.class_of(n) == columns and against(longest, n) == keys]
 
 
-def _exists(queries: str, longest: str, tile: str, columns: str, keys: str, pool: str) -> bool:
-    row = {"queries": queries, "longest": longest, "tile": tile, "columns": columns, "keys": keys, "pool": pool}
-    return next(_shapes(row), None) is not None
+_SHAPED = ("queries", "longest", "tile", "columns", "keys", "pool")
+"""Dimensions that shapes follow from."""
 
 
 def _few(requests: str, queries: str, others: str, longest: str, starts: str, maxima: str) -> bool:
@@ -172,24 +185,14 @@ TOPK = Space(
         measured("queries", batches.ROW_QUERIES, lambda case: batches.query_class(case.q)),
         batches.NUMBER,
         measured("others", batches.OTHERS, _others),
-        measured(
-            "longest",
-            batches.LONGEST,
-            lambda case: batches.LONGEST.class_of(max(case.tokens)),
-            of_request=lambda case, request: batches.LONGEST.class_of(batches.total(case, request) - 1),
-        ),
-        measured(
-            "tile",
-            batches.TILE_CLASSES,
-            lambda case: batches.tile_class(max(case.tokens)),
-            of_request=lambda case, request: batches.tile_class(batches.total(case, request) - 1),
-        ),
+        by_length("longest", batches.LONGEST, batches.LONGEST.class_of, _last_tokens),
+        by_length("tile", batches.TILE_CLASSES, batches.tile_class, _last_tokens),
         measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk)),
         measured(
             "keys",
             LENGTHS,
             lambda case: against(max(case.tokens), case.topk),
-            of_request=lambda case, request: against(batches.total(case, request) - 1, case.topk),
+            of_request=lambda case, request: against(_last_tokens(case)[request], case.topk),
         ),
         LAYOUT,
         PADDING,
@@ -201,13 +204,11 @@ TOPK = Space(
         batches.IN_BOTH,
         Rule(
             "no such length, or no such number of columns",
-            ("queries", "longest", "tile", "columns", "keys", "pool"),
-            _exists,
+            _SHAPED,
+            lambda *labels: next(_shapes(dict(zip(_SHAPED, labels, strict=True))), None) is not None,
         ),
         Rule(
-            f"more than {_MOST_LOGITS:,} logits",
-            ("requests", "queries", "others", "longest", "starts", "maxima"),
-            _few,
+            f"more than {_MOST_LOGITS:,} logits", ("requests", "queries", "others", "longest", "starts", "maxima"), _few
         ),
     ),
     shape=_fields,

@@ -1,17 +1,28 @@
-"""From a top-k's case to its call: logits of a kind, windows, and poison around them."""
+"""From a top-k's case to its call, and its judge: exact scores, and what is declared beyond that (SPEC 8.7)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from mla_conformance.backends.topk import MLATopKBackend, TopKMetadata
-from mla_conformance.problems.calls import KernelCall
+from mla_conformance.backends.declaration import SelectionOrder, Ties
+from mla_conformance.backends.kernel import DeviceCapability
+from mla_conformance.backends.roles import Role
+from mla_conformance.backends.topk import MLATopKBackend, MLATopKSelectorConfig, TopKMetadata
+from mla_conformance.driving.driver import Observation, Returned
+from mla_conformance.judging.golden import Golden
+from mla_conformance.judging.judged_rows import choose_rows
+from mla_conformance.judging.selection import NOTHING, SelectionSteps, selected
+from mla_conformance.judging.steps import Form, Measured
+from mla_conformance.judging.verdict import Verdict
+from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.memory import poison
 from mla_conformance.problems.operands import Draw, lay_out, start_loc
-from mla_conformance.roles.topk.case import TopKCase
+from mla_conformance.reference.index_scores import WindowScores, window_scores
+from mla_conformance.reference.selected import NO_KEY
+from mla_conformance.roles.definition import RoleDefinition
+from mla_conformance.roles.topk.case import TIED, TopKCase
 
 _LOW_BITS, _ONE_BIN = 0x3FF, 0x3F900000
 
@@ -37,32 +48,21 @@ class TopKCall(KernelCall):
 
 
 class TopKBatch(Draw[TopKCase]):
-    """The batch of a top-k's case."""
-
-    @cached_property
-    def windows(self) -> list[tuple[int, int]]:
-        """Start and length of each row, those of padding behind."""
-        case = self.case
-        starts = start_loc(case.spans) if case.packed else (0,) * len(case.q)
-        first = [start for start, q in zip(starts, case.q, strict=False) for _ in range(q)]
-        return [*zip(first, case.lengths, strict=True), *[(0, 0)] * case.pad]
-
-    @property
-    def logits(self) -> torch.Tensor:
-        """[T, C] on the CPU: those of a row's window are of the case's kind, all others are poison."""
-        made = poison((len(self.windows), self.case.width), self.dtype, torch.device("cpu"), self.case.poison)
-        requests = [request for request, rows in enumerate(self.case.q) for _ in range(rows)]
-        for row, (start, length) in enumerate(self.windows):
-            normal = torch.randn(length, generator=self.generator)
-            kind = KINDS[self.case.data_of(requests[row] if row < len(requests) else 0)]
-            made[row, start : start + length] = kind(normal).to(self.dtype)
-        return made
-
     def calls(self) -> tuple[TopKCall]:
-        case, logits = self.case, self.logits.to(self.device).unsqueeze(1)
+        case = self.case
+        requests = [request for request, rows in enumerate(case.q) for _ in range(rows)]
+        # Start and length of each row's window, those of padding behind.
+        first = start_loc(case.spans) if case.packed else (0,) * len(case.q)
+        windows = [(first[request], length) for request, length in zip(requests, case.lengths, strict=True)]
+        windows += [(0, 0)] * case.pad
+        made = poison((len(windows), case.width), self.dtype, torch.device("cpu"), case.poison)
+        for row, (start, length) in enumerate(windows):
+            kind = KINDS[case.data_of(requests[row] if row < len(requests) else 0)]
+            made[row, start : start + length] = kind(torch.randn(length, generator=self.generator)).to(self.dtype)
+        logits = made.to(self.device).unsqueeze(1)
         logits = lay_out("q", logits, logits, case)[:, 0]
         tokens = torch.tensor([*case.tokens, *[0] * case.pad], dtype=torch.int32, device=self.device)
-        starts, lengths = torch.tensor(self.windows, dtype=torch.int32, device=self.device).mT.contiguous()
+        starts, lengths = torch.tensor(windows, dtype=torch.int32, device=self.device).mT.contiguous()
         pools = {"pool": case.pool, "tail": case.tail} if case.pool > 1 else {}
         only = TopKCall(
             q=logits,
@@ -71,10 +71,7 @@ class TopKBatch(Draw[TopKCase]):
             query_start_loc=start_loc(case.q),
             key_start_loc=start_loc([q + kv for q, kv in zip(case.q, case.kv, strict=True)]),
             metadata=TopKMetadata(
-                lengths.clone(),
-                starts.clone() if case.packed else None,
-                case.width,
-                tokens if case.pool > 1 else None,
+                lengths.clone(), starts.clone() if case.packed else None, case.width, tokens if case.pool > 1 else None
             ),
             case=case,
         )
@@ -109,3 +106,170 @@ KINDS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "nan": lambda x: x.masked_fill(torch.arange(len(x)) % 3 == 1, torch.nan),
 }
 """Standard normal numbers of a row to logits [length] float32, by the name of the kind."""
+
+
+@dataclass(frozen=True)
+class GoldenWindows(Golden):
+    scores: WindowScores  # their logits
+    starts: torch.Tensor  # [n] int64, the first column of each
+    tokens: torch.Tensor  # [n] int64, tokens that each sees where columns are pools, else columns
+
+
+def golden_windows(problem: Problem) -> GoldenWindows:
+    (call,), rows = problem.calls, choose_rows(problem)
+    assert isinstance(call, TopKCall)
+    lengths = rows.pick(call.metadata.lengths)
+    starts = torch.zeros_like(lengths) if call.metadata.row_starts is None else rows.pick(call.metadata.row_starts)
+    tokens = lengths if call.metadata.token_lengths is None else rows.pick(call.metadata.token_lengths)
+    return GoldenWindows(rows, window_scores(rows.pick(call.q), lengths, starts), starts.long(), tokens.long())
+
+
+@dataclass(frozen=True)
+class PoolTokens:
+    """What n rows named."""
+
+    numbers: torch.Tensor  # [n, K] int64 as they were named
+    tokens: torch.Tensor  # [n] int64, tokens that each row sees
+    pool: int  # tokens of a pool
+    tail: bool  # whether those of the last pool are asked for, where it is not whole
+
+    def positions(self, places: int) -> torch.Tensor:
+        """[n, places] numbers of the whole pools that are named, the last first, -1 behind them."""
+        named = self._counts == self.pool
+        numbered = torch.arange(named.shape[1], device=named.device).where(named, NO_KEY)
+        found = torch.nn.functional.pad(numbered, (0, places), value=NO_KEY).sort(dim=1, descending=True)
+        return found.values[:, :places]
+
+    def wrong(self) -> Iterator[tuple[Callable[[int], str], torch.Tensor]]:
+        """What may be wrong, as a clause about a row and the rows [n] bool of which it is true."""
+        strange = (self.numbers != NO_KEY) & ~self._seen
+        yield lambda row: f"{int(self.numbers[row][strange[row]][0])} is no token that it sees", strange.any(dim=1)
+        ordered = self.numbers.sort(dim=1).values
+        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] != NO_KEY)
+        yield lambda row: f"token {int(ordered[row, 1:][twice[row]][0])} is named twice", twice.any(dim=1)
+        last = (self._seen & (self.numbers >= self._whole)).sum(dim=1)
+        wanted = (self.tokens % self.pool) * self.tail
+        yield (
+            lambda row: f"{int(last[row])} tokens of the last pool are named, expected {int(wanted[row])}",
+            last != wanted,
+        )
+        parts = (self._counts > 0) & (self._counts < self.pool)
+        yield lambda row: f"not all tokens of pool {int(parts[row].int().argmax())} are named", parts.any(dim=1)
+
+    @property
+    def _seen(self) -> torch.Tensor:
+        return (self.numbers >= 0) & (self.numbers < self.tokens.unsqueeze(1))
+
+    @property
+    def _whole(self) -> torch.Tensor:
+        """[n, 1], tokens in whole pools."""
+        return (self.tokens // self.pool * self.pool).unsqueeze(1)
+
+    @property
+    def _counts(self) -> torch.Tensor:
+        """[n, W] how many tokens of each whole pool are named."""
+        width = int(self.tokens.max()) // self.pool if len(self.tokens) else 0
+        at = (self.numbers // self.pool).where(self._seen & (self.numbers < self._whole), width)
+        found = torch.zeros(len(at), width + 1, dtype=torch.int64, device=at.device)
+        return found.scatter_add_(1, at, torch.ones_like(at))[:, :width]
+
+
+class TopKJudge(SelectionSteps):
+    expectation: GoldenWindows
+
+    def __init__(self, problem: Problem, *others: Any) -> None:
+        super().__init__(problem, *others)
+        assert isinstance(problem.case, TopKCase)
+        self.case, self.declared = problem.case, self.declaration.selection
+
+    def measured(self, observation: Observation) -> Iterator[Measured]:
+        """How often each column was selected; of an observation whose form is right."""
+        for numbers in self._selected(observation):
+            scores = self.expectation.scores
+            yield selected(self._positions(numbers), scores, scores.magnitude)
+
+    def _expected_form(self, returned: Returned) -> Form:
+        return [("topk_indices", torch.Size(returned.call.result_shape), torch.int32)]
+
+    def _numbers(self, observation: Observation) -> Iterator[Verdict | None]:
+        """Which columns were selected, then how they are named."""
+        golden = self.expectation.scores
+        for returned, numbers in zip(observation.returned, self._selected(observation), strict=True):
+            name, positions = returned.call.name, self._positions(numbers)
+            if self.case.pool > 1:
+                for reason, wrong in self._tokens(numbers).wrong():
+                    yield self._misnamed(name, reason, wrong)
+                yield from self._selection(f"{name} of pools", positions, positions, golden, golden.magnitude)
+                continue
+            yield from self._selection(name, numbers, positions, golden, golden.magnitude)
+            yield from self._declared(name, positions)
+
+    def _selected(self, observation: Observation) -> Iterator[torch.Tensor]:
+        return (self.rows.pick(returned.value).long() for returned in observation.returned)
+
+    def _positions(self, numbers: torch.Tensor) -> torch.Tensor:
+        """[n, K] positions in their rows' windows; -1 for -1, -2 for no column of the window; of pools whole ones."""
+        if self.case.pool > 1:
+            return self._tokens(numbers).positions(self.case.topk // self.case.pool)
+        relative = numbers if self.declared.relative else numbers - self.expectation.starts.unsqueeze(1)
+        return relative.where(relative >= 0, NOTHING).where(numbers != NO_KEY, NO_KEY)
+
+    def _tokens(self, numbers: torch.Tensor) -> PoolTokens:
+        return PoolTokens(numbers, self.expectation.tokens, self.case.pool, self.case.tail)
+
+    def _declared(self, name: str, positions: torch.Tensor) -> Iterator[Verdict | None]:
+        """Where -1 stands, the order of what is named, and which of equal ones were taken."""
+        named, ordered = positions >= 0, ~self.expectation.scores.unordered
+        if self.declared.padding_behind:
+            wrong = (named[:, 1:] & ~named[:, :-1]).any(dim=1)
+            yield self._misnamed(name, lambda row: "-1 stands before a column, expected it behind all of them", wrong)
+        if self.declared.order is not SelectionOrder.ANY:
+            wrong = self._disordered(positions) & ordered
+            order = self.declared.order.value
+            yield self._misnamed(name, lambda row: f"columns are not in {order} order, which is declared", wrong)
+        if self.declared.ties is not Ties.FREE and not set(TIED).intersection(self.case.regimes):
+            first = self.declared.ties.value
+            wrong = self._other_ties(positions) & ordered
+            yield self._misnamed(name, lambda row: f"of equal logits not the {first} are taken, as is declared", wrong)
+
+    def _disordered(self, positions: torch.Tensor) -> torch.Tensor:
+        """[n] bool, rows whose columns are not in the declared order; where one is no column, nothing is compared."""
+        values, named, scores = positions, positions >= 0, self.expectation.scores.scores
+        if self.declared.order is not SelectionOrder.ASCENDING:
+            at = positions.clamp(min=0, max=scores.shape[1] - 1)
+            values = -scores.gather(1, at) if scores.numel() else torch.zeros_like(positions)
+        return ((values[:, 1:] < values[:, :-1]) & named[:, 1:] & named[:, :-1]).any(dim=1)
+
+    def _other_ties(self, positions: torch.Tensor) -> torch.Tensor:
+        """[n] bool, rows where a column is left out for an equal one that the declaration puts behind it."""
+        scores = self.expectation.scores.scores
+        if not scores.numel():
+            return torch.zeros(len(positions), dtype=torch.bool, device=positions.device)
+        chosen = torch.zeros_like(scores, dtype=torch.bool)
+        rows, columns = (positions >= 0).nonzero().unbind(1)
+        chosen[rows, positions[rows, columns]] = True
+        last = scores.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
+        tied, place = scores == last, torch.arange(scores.shape[1], device=scores.device).expand_as(scores)
+        place = place if self.declared.ties is Ties.FIRST else -place
+        taken = place.masked_fill(~(tied & chosen), -scores.shape[1]).amax(dim=1)
+        left = place.masked_fill(~tied | chosen, scores.shape[1]).amin(dim=1)
+        return left < taken
+
+
+class _TopK(RoleDefinition):
+    def reasons(self, kernel: Any, case: Any, dtype: torch.dtype, capability: DeviceCapability | None) -> list[str]:
+        """A class may know of no pools, nor of a field that asks for them."""
+        if case.pool > 1 and not getattr(kernel, "supports_pools", False):
+            return ["columns of several tokens not declared (supports_pools)"]
+        return super().reasons(kernel, case, dtype, capability)
+
+
+TOPK = _TopK(
+    role=Role.TOPK,
+    batch=TopKBatch,
+    config=MLATopKSelectorConfig,
+    constructed=(),
+    facts=lambda case, dtype: {"topk_tokens": case.topk, "row_starts": case.packed, "pool": case.pool},
+    golden=golden_windows,
+    judge=TopKJudge,
+)
