@@ -1,6 +1,6 @@
 """The verdict: what the judge says of one case, as a value."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -99,6 +99,11 @@ class Verdict:
     sampled: dict[str, int] = field(default_factory=dict)
     finding: str = ""  # what the numbers of a failure give away, as a clause for a person; empty if nothing
     too_large: bool = False  # it was not judged, and by the suite's own estimate it takes more than this machine has
+
+    def with_more(self, said: str) -> "Verdict":
+        """The same with a further clause in the sentence, before that of SPEC."""
+        clause = f" (SPEC {CLAUSES[self.check]})" if self.check else ""
+        return replace(self, message=f"{self.message.removesuffix(clause)}; {said}{clause}")
 
 
 def failed(check: Check, message: str, where: dict[str, int] | None = None, used: BudgetUse | None = None) -> Verdict:
