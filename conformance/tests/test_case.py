@@ -14,7 +14,7 @@ from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.tests.drawn import any_case
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, lists_of
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
 
@@ -115,10 +115,3 @@ def test_a_case_is_of_the_role_of_its_call() -> None:
     assert [type(Case.parse(text)) for text in texts] == [PrefillCase, DecodeCase, LayerCase]
     with pytest.raises(CaseError, match="field call: expected one of decode, got 'layer'"):
         replace(Case.parse(texts[1]), call="layer")
-
-
-def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
-    with pytest.raises(CapabilityError, match="unknown capability 'nope'; expected one of new_tokens, lse"):
-        find_capability("nope")
-    with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
-        Tier("huge")
