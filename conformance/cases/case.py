@@ -93,19 +93,12 @@ def given(default: Any, means: str) -> Any:
 
 
 class Sizes(NamedTuple):
-    """What tells the work of a case, in elements.
+    """What tells the work of a case, in elements."""
 
-    Attributes:
-        columns: of a head, that q·k and p·v take together.
-        row: of a row's query and output.
-        output: of a row's output.
-        key: of a key and its value.
-    """
-
-    columns: int
-    row: int
-    output: int
-    key: int
+    columns: int  # of a head, that q·k and p·v take together
+    row: int  # of a row's query and output
+    output: int  # of a row's output
+    key: int  # of a key and its value
 
 
 CLASSES: dict[str, type["Case"]] = {}
@@ -116,25 +109,17 @@ FIELDS: dict[str, Any] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):
-    """One question to a backend.
+    """One question to a backend."""
 
-    Attributes:
-        role: what of a backend the cases of a class are for.
-        calls: the entries that they may drive.
-        follows: own fields of a class that do not stand behind the common ones in ids, each with the one before it.
-        longer: how much longer requests are in :meth:`varied`.
-        asked: fields that profiles name, each with what is usual and how another value is named.
-        causal: whether new tokens attend to each other, as they do in all calls but a chunk of context.
-        absorbed: whether queries attend to latents, each of which is both key and value.
-    """
-
-    role: ClassVar[Role]
-    calls: ClassVar[tuple[str, ...]] = ()
+    role: ClassVar[Role]  # what of a backend the cases of a class are for
+    calls: ClassVar[tuple[str, ...]] = ()  # the entries that they may drive
+    # own fields of a class that do not stand behind the common ones in ids, each with the one before it
     follows: ClassVar[Mapping[str, str]] = {}
-    longer: ClassVar[Mapping[str, int]] = {}
+    longer: ClassVar[Mapping[str, int]] = {}  # how much longer requests are in :meth:`varied`
+    # fields that profiles name, each with what is usual and how another value is named
     asked: ClassVar[Mapping[str, tuple[Any, str]]] = {}
-    causal: ClassVar[bool] = True
-    absorbed: ClassVar[bool] = False
+    causal: ClassVar[bool] = True  # whether new tokens attend to each other, as in all calls but a chunk of context
+    absorbed: ClassVar[bool] = False  # whether queries attend to latents, each of which is both key and value
 
     capability: str = field(metadata={"means": "the capability that the case decides; the prefix of the id"})
     call: str = given(
@@ -357,9 +342,7 @@ class Case(ABC):
     def operations(self, new: Sequence[int] | None = None, beside: Sequence[int] | None = None) -> float:
         """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
 
-        Args:
-            new: new tokens of each request, by default the case's.
-            beside: keys that they see beside each other, by default :attr:`visible_lens`.
+        Of so many new tokens of each request, which see so many keys beside each other.
         """
         new, beside = self.q if new is None else new, self.visible_lens if beside is None else beside
         causal = self.causal and self.call != Call.CONTEXT_CHUNK

@@ -66,9 +66,7 @@ MAXIMA = numbers("maxima", "inflate", Numbers({"true": ((1,),), "loose": ((100,)
 def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
     """What stands behind a block table's rows, layers that share a buffer, and slots that no request holds.
 
-    Args:
-        only: where they have a say.
-        most: the slots that are told apart, in powers of two.
+    Of these ``most`` are told apart, in powers of two.
     """
     powers = range(most, 14, -1)
 

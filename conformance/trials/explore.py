@@ -72,7 +72,6 @@ def explore(
         draws: how many cases of each role to draw; 0 where time decides.
         seconds: how long to draw, over all roles; 0 where their number decides.
         capabilities: of which spaces, by the capabilities that their arrays are of.
-        context: what this process has made before.
         started: told of every case before anything of it is launched.
         so_far: told now and then, ever more rarely, what the record would be if the last case had been the last.
     """

@@ -118,7 +118,7 @@ class Trial:
 
     @cached_property
     def problem(self) -> Problem:
-        return self.context.problem(self.case, self.subject.device)
+        return self.build()
 
     def build(self, case: Case | None = None) -> Problem:
         """The inputs of a case, by default the trial's own, on the subject's device."""
@@ -182,11 +182,11 @@ class Trial:
             self.fail(Check.CALL, f"asked what it supports, {answer}")
         return answer
 
-    def conforms(self, problem: Problem | None = None, step: str = "", prepare: bool = True) -> Observation:
+    def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
         """Run a problem, by default the case's own, and judge everything; ``step`` says where this is in messages."""
         problem = problem or self.problem
         expectation = self.context.expect(problem)
-        return self.judged(problem, expectation, self.run(self.backend, problem, prepare), step)
+        return self.judged(problem, expectation, self.run(self.backend, problem), step)
 
     def run(
         self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
