@@ -8,7 +8,7 @@ from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import POISON, Case, Layout
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
-from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
@@ -76,7 +76,7 @@ def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
     return (
         space.values("tails", "tails", *TAILS, only=only),
         numbers("layers", "layers", Numbers({"1": ((1,),), "several": (range(2, 9),)}), only),
-        space.measured("unused", ("few", *(f"2^{power} slots" for power in powers[::-1])), unused, only),
+        measured("unused", ("few", *(f"2^{power} slots" for power in powers[::-1])), unused, only),
     )
 
 
@@ -206,15 +206,15 @@ LIST_RULES = (
 def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     """Columns, the keys that there are, and those that a full list names."""
     return (
-        space.measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), only),
-        space.measured(
+        measured("columns", COLUMNS, lambda case: COLUMNS.class_of(case.topk), only),
+        measured(
             "keys",
             LENGTHS,
             lambda case: against(max(batches.totals(case)), case.topk),
             only,
             lambda case, request: against(batches.total(case, request), case.topk),
         ),
-        space.measured(
+        measured(
             "named",
             NAMED,
             lambda case: named(max(batches.totals(case)), case.topk),
@@ -231,7 +231,7 @@ def residues() -> Iterator[Dimension]:
     """
 
     def modulo(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
-        return space.measured(name, map(str, range(size)), lambda case: str(of(case) % size))
+        return measured(name, map(str, range(size)), lambda case: str(of(case) % size))
 
     def grouped(name: str, size: int, of: Callable[[Case], int]) -> Dimension:
         """Nothing, one, all but one, or up to half of a group and more."""
@@ -241,7 +241,7 @@ def residues() -> Iterator[Dimension]:
             near = {0: "0", 1: "1", size - 1: "-1"}
             return near.get(rest) or ("few" if rest <= size // 2 else "more")
 
-        return space.measured(name, ("0", "1", "-1", "few", "more"), rest_of)
+        return measured(name, ("0", "1", "-1", "few", "more"), rest_of)
 
     def tiles(size: int, case: Case) -> int:
         """Tiles that the longest request fills or begins."""

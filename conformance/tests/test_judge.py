@@ -14,13 +14,10 @@ from mla_conformance.cases.case import Case, Data
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import REGIMES, Regime
-from mla_conformance.tests.drawn import little_work
+from mla_conformance.tests import drawn
+from mla_conformance.tests.drawn import CONTEXT, little_work, subject_of
 from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
 
-CPU = torch.device("cpu")
-CONTEXT = Context()
 PLAIN = "new_tokens:dims=small;heads=3;q=[5,9];lse=0"
 WITH_LSE = "lse:dims=small;heads=3;q=[5,9]"
 SQUARE = "lse:dims=small;heads=4;q=[4]"
@@ -159,10 +156,10 @@ class WritesCodesOnly(EagerPrefillBackend):
 
 def judged(kernel: type | str, case_id: str) -> Record:
     """Of a class here, a change of EAGER's results by its name, or a backend by its."""
-    name = kernel.__name__ if isinstance(kernel, type) else "Changed" if kernel in CHANGES else ""
-    subject = Subject.of(f"{__file__}:{name}" if name else str(kernel), CPU)
-    if kernel in CHANGES:
-        subject._classes[Role.PREFILL] = type("Wrong", (Changed,), {"change": staticmethod(CHANGES[str(kernel)])})
+    if kernel not in CHANGES:
+        return drawn.judged(kernel, case_id)
+    subject = subject_of(Changed)
+    subject._classes[Role.PREFILL] = type("Wrong", (Changed,), {"change": staticmethod(CHANGES[str(kernel)])})
     return judge_one(subject, Case.parse(case_id), CONTEXT)
 
 
@@ -273,7 +270,7 @@ def test_an_answer_that_is_no_list_of_reasons_fails(
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(case=little_work("combinations", heads=("1", "odd", "8")))
 def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
-    record = judge_one(Subject.of(name, CPU), case, CONTEXT)
+    record = drawn.judged(name, case)
     assert record.status is Status.PASS or (name, record.status) == ("TORCH_SDPA", Status.UNSUPPORTED), record.message
 
 

@@ -254,7 +254,8 @@ def _layers_of_a_step(made: Session) -> None:
     """A batch prepared once, computed for several layers: each has contents of its own, and weights if it is whole."""
     trial, is_layer = made.trial, isinstance(made.trial.case, LayerCase)
     data = Data.OUTLIERS if trial.case.data == Data.INTEGERS else Data.INTEGERS
-    contents = replace(trial.case, **dict.fromkeys(("data", "latents") if is_layer else ("data",), data))
+    fields: dict[str, Any] = dict.fromkeys(("data", "latents") if is_layer else ("data",), data)
+    contents = replace(trial.case, **fields)
     first, other = trial.build(), trial.build(contents)
     if not is_layer:
         other = over_metadata(other, first)
