@@ -4,10 +4,10 @@ Every figure is read from a record; a table says which suite judged it, on what 
 """
 
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
+import pages
 from msgspec import structs
 
 from mla_conformance.certificate.certificate import Shown, shown_of
@@ -80,13 +80,5 @@ def sections(root: Path) -> list[tuple[Section, str]]:
     ]
 
 
-def main() -> None:
-    try:
-        for section, content in sections(ROOT):
-            section.write(content)
-    except InputError as error:
-        sys.exit(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    pages.write(sections(ROOT))

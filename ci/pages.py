@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from textwrap import wrap
@@ -95,13 +95,13 @@ def sections(root: Path) -> Iterator[tuple[Section, str]]:
     yield Section.of(api, "functions"), f"```python\n{shown}```"
 
 
-def main() -> None:
+def write(shown: Iterable[tuple[Section, str]]) -> None:
     try:
-        for section, content in sections(ROOT):  # each is read behind the writing of the one before
+        for section, content in shown:  # each is read behind the writing of the one before
             section.write(content)
     except InputError as error:
         sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    main()
+    write(sections(ROOT))

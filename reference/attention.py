@@ -99,9 +99,9 @@ class AttentionState:
     lse: Tensor
     terms: ErrorTerms | None = None
     projected: ProjectedTerms | None = None
+    merging: MergeTerms | None = None
     shared: Tensor | None = None
     value_weights: Tensor | None = None
-    merging: MergeTerms | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "AttentionState":
         """Output, LSE and error terms changed; ``change`` is given tensors with the tokens first."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from mla_conformance.cases.case import Case, Kind, at_least, one_of
+from mla_conformance.cases.case import Case, at_least, one_of
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 CACHES = ("auto", "fp8", "fp8_ds_mla")
@@ -17,7 +17,7 @@ class CachedCase(Case):
     """A question over a paged cache."""
 
     cache: str = one_of(CACHES, "auto", "layout of the latent cache")
-    kscale: int = at_least(1, 13000, "scale of an fp8 cache in millionths; handed over with every layout", Kind.SCALE)
+    kscale: int = at_least(1, 13000, "scale of an fp8 cache in millionths; handed over with every layout")
     scales: str = one_of(
         TILE_SCALES, "float32", "what the float32 scales of a cache's tiles are, any numbers or powers of two"
     )
@@ -33,7 +33,7 @@ class CachedCase(Case):
     ranks: int = at_least(
         1, 1, "ranks of decode context parallelism; each is a call of a kernel, a layer's make one together"
     )
-    interleave: int = at_least(1, 1, "token t belongs to rank (t // interleave) % ranks", Kind.SIZE)
+    interleave: int = at_least(1, 1, "token t belongs to rank (t // interleave) % ranks")
 
     # Query lengths stay as they are in varied cases, since several tokens a request are another configuration.
     longer: ClassVar[Mapping[str, int]] = {"kv": 3}

@@ -7,7 +7,7 @@ No tensor and no torch: a case is written into journals, file names and bug repo
 import hashlib
 from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, Self, get_origin
@@ -73,41 +73,18 @@ POISON = ("nan", "inf", "large")
 FAR = ("none", *(operand + bits for bits in ("31", "32") for operand in ("q", "k", "v", "rows", "cache")))
 
 
-class Kind(StrEnum):
-    """What the value of a field is, which says where its boundaries are."""
-
-    COUNT = "count"
-    LENGTH = "length"
-    """Tokens of each request."""
-    SIZE = "size"
-    """Of what something is cut into: pages, chunks, pools."""
-    POSITION = "position"
-    SCALE = "scale"
-    """A number that values are multiplied with, as a count of hundredths or millionths."""
-    DTYPE = "dtype"
-    CHOICE = "choice"
-    FLAG = "flag"
-
-
-_KINDS_OF_TYPES: dict[Any, Kind] = {int: Kind.COUNT, tuple[int, ...]: Kind.LENGTH, str: Kind.CHOICE, bool: Kind.FLAG}
-"""Of fields that do not say their own."""
-
-
-def one_of(
-    allowed: Iterable[str], default: str, means: str = "", kind: Kind = Kind.CHOICE, joined: bool = False
-) -> Any:
+def one_of(allowed: Iterable[str], default: str, means: str = "", joined: bool = False) -> Any:
     """A field that has one of the ``allowed`` values; ``means`` is what docs/case-ids.md says of it.
 
     It may have several ``joined`` by +, which requests have in turn.
     """
-    law = {"joined": True} if joined else {} if kind is Kind.CHOICE else {"kind": kind}
+    law = {"joined": True} if joined else {}
     return field(default=default, metadata={"allowed": tuple(allowed), "means": means, **law})
 
 
-def at_least(least: int, default: int, means: str = "", kind: Kind = Kind.COUNT) -> Any:
+def at_least(least: int, default: int, means: str = "") -> Any:
     """A field that is a number of ``least``, 0 or 1, or more."""
-    law = {} if kind is Kind.COUNT else {"kind": kind}
-    return field(default=default, metadata={"least": least, "means": means, **law})
+    return field(default=default, metadata={"least": least, "means": means})
 
 
 def given(default: Any, means: str) -> Any:
@@ -116,19 +93,12 @@ def given(default: Any, means: str) -> Any:
 
 
 class Sizes(NamedTuple):
-    """What tells the work of a case, in elements.
+    """What tells the work of a case, in elements."""
 
-    Attributes:
-        columns: of a head, that q·k and p·v take together.
-        row: of a row's query and output.
-        output: of a row's output.
-        key: of a key and its value.
-    """
-
-    columns: int
-    row: int
-    output: int
-    key: int
+    columns: int  # of a head, that q·k and p·v take together
+    row: int  # of a row's query and output
+    output: int  # of a row's output
+    key: int  # of a key and its value
 
 
 CLASSES: dict[str, type["Case"]] = {}
@@ -139,45 +109,36 @@ FIELDS: dict[str, Any] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):
-    """One question to a backend.
+    """One question to a backend."""
 
-    Attributes:
-        role: what of a backend the cases of a class are for.
-        calls: the entries that they may drive.
-        follows: own fields of a class that do not stand behind the common ones in ids, each with the one before it.
-        longer: how much longer requests are in :meth:`varied`.
-        asked: fields that profiles name, each with what is usual and how another value is named.
-        causal: whether new tokens attend to each other, as they do in all calls but a chunk of context.
-        absorbed: whether queries attend to latents, each of which is both key and value.
-    """
-
-    role: ClassVar[Role]
-    calls: ClassVar[tuple[str, ...]] = ()
+    role: ClassVar[Role]  # what of a backend the cases of a class are for
+    calls: ClassVar[tuple[str, ...]] = ()  # the entries that they may drive
+    # own fields of a class that do not stand behind the common ones in ids, each with the one before it
     follows: ClassVar[Mapping[str, str]] = {}
-    longer: ClassVar[Mapping[str, int]] = {}
+    longer: ClassVar[Mapping[str, int]] = {}  # how much longer requests are in :meth:`varied`
+    # fields that profiles name, each with what is usual and how another value is named
     asked: ClassVar[Mapping[str, tuple[Any, str]]] = {}
-    causal: ClassVar[bool] = True
-    absorbed: ClassVar[bool] = False
+    causal: ClassVar[bool] = True  # whether new tokens attend to each other, as in all calls but a chunk of context
+    absorbed: ClassVar[bool] = False  # whether queries attend to latents, each of which is both key and value
 
     capability: str = field(metadata={"means": "the capability that the case decides; the prefix of the id"})
     call: str = given(
         "", "entry that is driven; by default the one that the capability is named after, else new_tokens"
     )
-    dtype: str = one_of(DTYPES, "bf16", "dtype of q, k and v", Kind.DTYPE)
+    dtype: str = one_of(DTYPES, "bf16", "dtype of q, k and v")
     dims: str = given("r1", "a preset of the reference, or `P-R-V-L`")
     heads: int = at_least(1, 4, "query heads on this rank")
     q: tuple[int, ...] = given((), "new tokens of each request")
     kv: tuple[int, ...] = given(
         (), "context tokens of each request; empty for new_tokens. A decode finds q + kv tokens in the cache"
     )
-    page: int = at_least(1, 16, "tokens of a page of the latent cache", Kind.SIZE)
-    workspace: int = at_least(1, 256, "tokens of the context workspace, which decides the chunks", Kind.SIZE)
+    page: int = at_least(1, 16, "tokens of a page of the latent cache")
+    workspace: int = at_least(1, 256, "tokens of the context workspace, which decides the chunks")
     scale: int = at_least(
         1,
         159,
         "softmax scale in percent of (P + R)^-1/2; YaRN's factor included, 159 is DeepSeek-V2-Lite's and 187 "
         "DeepSeek-R1's",
-        Kind.SCALE,
     )
     data: str = one_of(
         Data, Data.NORMAL, "name of the data regime; requests have several, joined by +, in turn", joined=True
@@ -191,7 +152,7 @@ class Case(ABC):
         0, 0, "poisoned rows after the last counted token; of a decode, requests that pad a graph's batch"
     )
     poison: str = one_of(POISON, "nan", "what excluded bytes hold")
-    inflate: int = at_least(1, 1, "factor of the maxima in the metadata over the true ones", Kind.SCALE)
+    inflate: int = at_least(1, 1, "factor of the maxima in the metadata over the true ones")
     seed: int = given(0, "another draw of the same case")
     far: str = one_of(
         FAR,
@@ -305,15 +266,6 @@ class Case(ABC):
             names.insert(names.index(before) + 1, name)
         return {name: found[name] for name in names}
 
-    @classmethod
-    @cache
-    def kinds(cls) -> Mapping[str, Kind]:
-        """What each field is; one that a class gives another default or law stays what it is."""
-        found: dict[str, Kind] = {}
-        for part in (part for base in reversed(cls.__mro__) if is_dataclass(base) for part in fields(base)):
-            found[part.name] = part.metadata.get("kind") or found.get(part.name) or _KINDS_OF_TYPES[part.type]
-        return found
-
     @cached_property
     def id(self) -> str:
         """Capability and every field that differs from its default; the same text for the same case."""
@@ -390,9 +342,7 @@ class Case(ABC):
     def operations(self, new: Sequence[int] | None = None, beside: Sequence[int] | None = None) -> float:
         """Operations of q·k and p·v over the visible pairs, of all calls and of the merged result where there is one.
 
-        Args:
-            new: new tokens of each request, by default the case's.
-            beside: keys that they see beside each other, by default :attr:`visible_lens`.
+        Of so many new tokens of each request, which see so many keys beside each other.
         """
         new, beside = self.q if new is None else new, self.visible_lens if beside is None else beside
         causal = self.causal and self.call != Call.CONTEXT_CHUNK

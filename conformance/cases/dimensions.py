@@ -4,38 +4,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from mla_conformance.cases.batches import (
-    LONGEST,
-    MIXED,
-    MIXED_QUERIES,
-    PAGED_SHAPE,
-    QUERIES,
-    REQUESTS,
-    Shape,
-    lengths,
-    shapes,
-    shapes_of,
-    tile_class,
-    total,
-    totals,
-)
+from mla_conformance.cases import batches, space
 from mla_conformance.cases.cached import TAILS, CachedCase
 from mla_conformance.cases.case import POISON, Case, Layout
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers
 from mla_conformance.cases.grammar import Data, Fields, dimensions_of
-from mla_conformance.cases.space import (
-    ALWAYS,
-    NOTHING,
-    Dimension,
-    Only,
-    Row,
-    Rule,
-    exactly,
-    measured,
-    never,
-    plain,
-    values,
-)
+from mla_conformance.cases.space import ALWAYS, NOTHING, Dimension, Only, Row, Rule, measured
 from mla_conformance.reference.entry_formats import TILE_SCALES, TILED_FORMATS
 
 
@@ -67,9 +41,9 @@ def cache(*layouts: str, only: Only = ALWAYS) -> tuple[Dimension, ...]:
     fp8 = Only("cache", ("fp8",), "only an fp8 cache is read with k_scale")
     tiles = Only("cache", ("fp8_ds_mla",), "only the tiles of fp8_ds_mla have scales of either kind")
     return (
-        values("cache", "cache", *layouts, only=only),
+        space.values("cache", "cache", *layouts, only=only),
         numbers("k_scale", "kscale", K_SCALES, fp8),
-        values("tile scales", "scales", *TILE_SCALES, only=tiles),
+        space.values("tile scales", "scales", *TILE_SCALES, only=tiles),
     )
 
 
@@ -91,28 +65,26 @@ SCALES = Numbers(
     most=400,
     sizes=False,
 )
-RANKS = Numbers({**exactly(1, 2, 3, 4), "5 to 8": ((8,), range(5, 9)), "9 to 16": ((16,), range(9, 17))})
+RANKS = Numbers({**space.exactly(1, 2, 3, 4), "5 to 8": ((8,), range(5, 9)), "9 to 16": ((16,), range(9, 17))})
 SEVERAL_RANKS = tuple(label for label in RANKS.parts if label != "1")
 
-DTYPE = values("dtype", "dtype", "bf16", "fp16", "fp32")
+DTYPE = space.values("dtype", "dtype", "bf16", "fp16", "fp32")
 SCALE = numbers("scale", "scale", SCALES)
-LAYOUT = values("layout", "layout", *(layout.value for layout in Layout))
-INPUTS = (values("data", "data", *dict.fromkeys(("needle", "normal", *Data))), LAYOUT, SCALE)
+LAYOUT = space.values("layout", "layout", *(layout.value for layout in Layout))
+INPUTS = (space.values("data", "data", *dict.fromkeys(("needle", "normal", *Data))), LAYOUT, SCALE)
 """Of whatever attends: every data regime, layout of the operands, and softmax scale."""
-ROW_LAYOUT = values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
+ROW_LAYOUT = space.values("layout", "layout", Layout.KV_B_PROJ.value, Layout.SLICED.value, Layout.ODD.value)
 """Of rows that are written, or compressed."""
 PADDING = numbers("padding", "pad", Numbers({"none": ((0,),), "some": ((3,), range(1, 2**16))}, most=40))
-POISONS = values("poison", "poison", *POISON)
-LSE = plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
+POISONS = space.values("poison", "poison", *POISON)
+LSE = space.plain("lse", {"asked": {"lse": True}, "not asked": {"lse": False}})
 MAXIMA = numbers("maxima", "inflate", Numbers({"true": ((1,),), "loose": ((100,), range(2, 2**31))}, most=200))
 
 
 def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
     """What stands behind a block table's rows, layers that share a buffer, and slots that no request holds.
 
-    Args:
-        only: where they have a say.
-        most: the slots that are told apart, in powers of two.
+    Of these ``most`` are told apart, in powers of two.
     """
     powers = range(most, 14, -1)
 
@@ -120,7 +92,7 @@ def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
         return next((f"2^{power} slots" for power in powers if case.spare * case.page >= 2**power), "few")
 
     return (
-        values("tails", "tails", *TAILS, only=only),
+        space.values("tails", "tails", *TAILS, only=only),
         numbers("layers", "layers", Numbers({"1": ((1,),), "several": (range(2, 9),)}), only),
         measured("unused", ("few", *(f"2^{power} slots" for power in powers[::-1])), unused, only),
     )
@@ -129,7 +101,7 @@ def storage(only: Only = ALWAYS, most: int = 16) -> tuple[Dimension, ...]:
 def ranks(only: Only = ALWAYS) -> tuple[Dimension, ...]:
     """Ranks that share the tokens, and by how many in a row."""
     shared = Only("ranks", SEVERAL_RANKS, "one rank has all tokens")
-    runs = Numbers(exactly(1, 16, 64))
+    runs = Numbers(space.exactly(1, 16, 64))
     return numbers("ranks", "ranks", RANKS, only), numbers("interleave", "interleave", runs, shared)
 
 
@@ -142,7 +114,7 @@ def room(layout: str, dims: str, dtype: str) -> bool:
 
 
 ROOM = Rule("the cache's entries have no room for such keys", ("cache", "dims", "dtype"), room)
-WITH_LSE = never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)})
+WITH_LSE = space.never("ranks are merged by their LSE", {"ranks": SEVERAL_RANKS, "lse": ("not asked",)})
 
 
 def spare_blocks(row: Row, page: int, draw: Draw) -> Fields:
@@ -155,7 +127,7 @@ def spare_blocks(row: Row, page: int, draw: Draw) -> Fields:
 # Lists over a batch: their columns, against the keys that there are and against tiles of 64.
 COLUMNS = Numbers(
     {
-        **exactly(128, 64, 512, 2048, 1024),
+        **space.exactly(128, 64, 512, 2048, 1024),
         "other tiles of 64": ((192,), range(256, 2**17, 64)),
         "no tiles of 64": ((100, 63, 65, 33), range(1, 2**17)),
     }
@@ -175,7 +147,7 @@ def against(longest: int, columns: int) -> str:
 
 def named(longest: int, columns: int) -> str:
     """What a full list of the longest request leaves of tiles of 64."""
-    rest, _, tile = tile_class(min(longest, columns)).partition(" of ")
+    rest, _, tile = batches.tile_class(min(longest, columns)).partition(" of ")
     return _OF_64[rest] if tile in ("64", "128") else "between"
 
 
@@ -190,12 +162,12 @@ def _listed(columns: str, length: str, whole: str, *shape: str) -> bool:
     """Whether a shape is beside such columns; gathered keys lie in no pages, and scores are of no list."""
     if columns == NOTHING:
         return True
-    found = shapes(*(label for label in shape if label != NOTHING))
+    found = batches.shapes(*(label for label in shape if label != NOTHING))
     return any(column_counts(each.longest, columns, length, whole) for each in found)
 
 
 def _lists_beside(longest: str, columns: str, keys: str) -> bool:
-    (whole,) = LONGEST.parts[longest]
+    (whole,) = batches.LONGEST.parts[longest]
     if keys == "as many":
         near = (*whole[:_SCANNED], *COLUMNS.some[columns])
         return any(length in whole and COLUMNS.class_of(length) == columns for length in near)
@@ -207,22 +179,22 @@ def _leaves(columns: str, keys: str, whole: str) -> bool:
     return keys != "more keys" or whole in {named(n, n) for n in COLUMNS.some[columns]}
 
 
-def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[Shape, int]]:
+def shapes_with_columns(row: Row, draw: Draw) -> Iterator[tuple[batches.Shape, int]]:
     """Shapes with columns."""
-    for shape in shapes_of(row, draw):
+    for shape in batches.shapes_of(row, draw):
         for columns in column_counts(shape.longest, row["columns"], row["keys"], row["named"], draw=draw):
             yield shape, columns
 
 
 def _rows(requests: str, queries: str) -> int:
-    most = max(map(max, MIXED_QUERIES)) if queries == MIXED else QUERIES.first(queries)
-    return REQUESTS.first(requests) * most
+    most = max(map(max, batches.MIXED_QUERIES)) if queries == batches.MIXED else batches.QUERIES.first(queries)
+    return batches.REQUESTS.first(requests) * most
 
 
 SCORES_RULE = Rule(
     f"more than {_MOST_SCORES:,} scores",
     ("requests", "queries", "longest"),
-    lambda requests, queries, longest: _rows(requests, queries) * LONGEST.least(longest) <= _MOST_SCORES,
+    lambda requests, queries, longest: _rows(requests, queries) * batches.LONGEST.least(longest) <= _MOST_SCORES,
 )
 """Of an indexer, whose rows score every token."""
 LIST_RULES = (
@@ -241,9 +213,11 @@ LIST_RULES = (
     Rule(
         "no columns are so many",
         ("longest", "tile", "columns", "keys", "named"),
-        lambda longest, tile, *classes: any(column_counts(length, *classes) for length in lengths(longest, tile, 1)),
+        lambda longest, tile, *classes: any(
+            column_counts(length, *classes) for length in batches.lengths(longest, tile, 1)
+        ),
     ),
-    Rule("no columns are so many", ("columns", "keys", "named", *PAGED_SHAPE), _listed, always=True),
+    Rule("no columns are so many", ("columns", "keys", "named", *batches.PAGED_SHAPE), _listed, always=True),
 )
 
 
@@ -254,16 +228,16 @@ def list_dimensions(only: Only = ALWAYS) -> tuple[Dimension, ...]:
         measured(
             "keys",
             LENGTHS,
-            lambda case: against(max(totals(case)), case.topk),
+            lambda case: against(max(batches.totals(case)), case.topk),
             only,
-            lambda case, request: against(total(case, request), case.topk),
+            lambda case, request: against(batches.total(case, request), case.topk),
         ),
         measured(
             "named",
             NAMED,
-            lambda case: named(max(totals(case)), case.topk),
+            lambda case: named(max(batches.totals(case)), case.topk),
             only,
-            lambda case, request: named(total(case, request), case.topk),
+            lambda case, request: named(batches.total(case, request), case.topk),
         ),
     )
 
@@ -289,7 +263,7 @@ def residues() -> Iterator[Dimension]:
 
     def tiles(size: int, case: Case) -> int:
         """Tiles that the longest request fills or begins."""
-        return -(-max(totals(case)) // size)
+        return -(-max(batches.totals(case)) // size)
 
     for size in (64, 128, 512):
         yield modulo(f"tiles of {size} mod 4", 4, partial(tiles, size))

@@ -17,17 +17,11 @@ _MOST_DRAWS, _MOST_SECONDS = 10**6, 7 * 24 * 3600
 
 @dataclass(frozen=True)
 class Shard:
-    """One part of a case list.
+    """One part of a case list."""
 
-    Attributes:
-        index: which part, counted from 1.
-        count: how many parts there are.
-        cases: ids of its cases, in the list's order.
-    """
-
-    index: int
-    count: int
-    cases: tuple[str, ...]
+    index: int  # which part, counted from 1
+    count: int  # how many parts there are
+    cases: tuple[str, ...]  # ids of its cases, in the list's order
 
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
@@ -38,12 +32,7 @@ class Shard:
 
     @staticmethod
     def of(text: str, cases: Sequence[str], seconds: Mapping[str, float] | None = None) -> "Shard":
-        """The part ``i/n`` of a list.
-
-        Args:
-            text: for example ``2/3``.
-            cases: ids of the whole list.
-            seconds: measured durations by case id, to balance by; without them by the number of cases.
+        """The part ``i/n`` of a list, balanced by measured ``seconds`` by case id, or by the number of cases.
 
         Raises:
             InputError: malformed, or more parts than cases.
@@ -73,15 +62,10 @@ def split(cases: Sequence[str], count: int, seconds: Mapping[str, float]) -> lis
 
 
 class Extent(NamedTuple):
-    """How much is explored of each backend; nothing by default, so that ``any`` of it is false.
+    """How much is explored of each backend; nothing by default, so that ``any`` of it is false."""
 
-    Attributes:
-        draws: cases of each role; 0 where time decides.
-        seconds: that long over all roles; 0 where their number decides.
-    """
-
-    draws: int = 0
-    seconds: int = 0
+    draws: int = 0  # cases of each role; 0 where time decides
+    seconds: int = 0  # that long over all roles; 0 where their number decides
 
     def __str__(self) -> str:
         return f"{self.seconds}s" if self.seconds else str(self.draws)

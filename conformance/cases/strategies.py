@@ -36,15 +36,8 @@ def profile(draws: int) -> settings:
 
 
 @st.composite
-def cases(draw: st.DrawFn, space: Space, classes: Mapping[str, Sequence[str]], capability: str = "") -> Case:
-    """A case of a space.
-
-    Args:
-        draw: by hypothesis.
-        space: of which.
-        classes: of each dimension those that are drawn, one at least.
-        capability: what it decides, by default as the covering array of the space.
-    """
+def cases(draw: st.DrawFn, space: Space, classes: Mapping[str, Sequence[str]]) -> Case:
+    """A case of a space; ``classes`` are those of each dimension that are drawn, one at least."""
     drawn = {name: draw(st.sampled_from(labels)) for name, labels in classes.items() if labels}
 
     def prefer(name: str, labels: Sequence[str], row: Row) -> list[str]:
@@ -54,7 +47,7 @@ def cases(draw: st.DrawFn, space: Space, classes: Mapping[str, Sequence[str]], c
     row = space.completed((), prefer)
     if row is None:
         reject()
-    fields = {"seed": draw(st.integers(0, _MOST_SEEDS)), "capability": capability or space.capability}
+    fields = {"seed": draw(st.integers(0, _MOST_SEEDS)), "capability": space.capability}
     key = draw(st.integers(0, _MOST_KEYS))
     draws = [Draw(f"{key}|{number}" if key else "") for number in range(_DRAWS)]
     regimes = draw(st.lists(st.sampled_from(classes[DATA]), max_size=_MOST_REGIMES)) if space.regimes else []

@@ -53,8 +53,7 @@ from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.explore import explore, region_of
 from mla_conformance.trials.judge_one import judge_one, judged_trial
 from mla_conformance.trials.role_file import take_up
-from mla_conformance.trials.subject import Subject, describe, unavailable
-from mla_conformance.trials.trace import trace_all
+from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of

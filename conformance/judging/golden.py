@@ -41,42 +41,6 @@ class Budget:
     inconclusive: torch.Tensor  # [T, N] bool, rows of which zeros would pass, though the golden output has others
 
 
-@dataclass(eq=False)
-class Budgets:
-    _found: dict[tuple[int, Roundoffs, float], Budget] = field(default_factory=dict)
-
-    def of(self, golden: AttentionState, rows: JudgedRows, allowed: Roundoffs, row_deviations: float) -> Budget:
-        """The budget of a golden result for a kernel that rounds as ``allowed`` says.
-
-        Args:
-            golden: one of the expectation's results, which outlives its budgets: no other has its id meanwhile.
-            rows: which rows of the batch it holds.
-            allowed: what the kernel rounds.
-            row_deviations: by how many deviations the RMS of independent errors may exceed its expectation.
-        """
-        key = (id(golden), allowed, row_deviations)
-        if key not in self._found:
-            if len(self._found) >= _MOST_KEPT:
-                self._found.clear()
-            lengths = [part.stop - part.start for part in segments(rows.start_loc)]
-            size, element, row_rms = (
-                golden.output.abs(),
-                element_budget(golden, allowed),
-                expected_row_rms(golden, allowed),
-            )
-            within = size.square().mean(dim=-1).sqrt() <= row_rms * rms_limit(1, row_deviations)
-            self._found[key] = Budget(
-                visible=golden.lse != -torch.inf,
-                element=element,
-                row_rms=row_rms,
-                inconclusive=within & (size <= element).all(dim=-1) & (size > 0).any(dim=-1),
-                lse=lse_budget(golden, allowed),
-                samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
-                limits=golden.lse.new_tensor([rms_limit(max(1, count), row_deviations) for count in lengths]),
-            )
-        return self._found[key]
-
-
 @dataclass(frozen=True)
 class Golden(ABC):
     """Golden results of the judged rows."""
@@ -104,22 +68,37 @@ class GoldenAttention(Golden):
 
     calls: tuple[AttentionState, ...]  # one per call of the problem
     merged: AttentionState | None  # attention to the keys of all calls at once; None where there is nothing to merge
-    budgets: Budgets = field(default_factory=Budgets)  # how far kernels may be from these states
+    _budgets: dict[tuple[int, Roundoffs, float], Budget] = field(default_factory=dict)
 
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        for state in (*self.calls, *([self.merged] if self.merged else [])):
-            yield from (state.output, state.lse)
-            yield from (state.terms.by_name() if state.terms else {}).values()
-            yield from (vars(state.projected) if state.projected else {}).values()
-            yield from (vars(state.merging) if state.merging else {}).values()
-            yield from (extra for extra in (state.shared, state.value_weights) if extra is not None)
+    def budget(self, golden: AttentionState, allowed: Roundoffs, row_deviations: float) -> Budget:
+        """How far a kernel that rounds as ``allowed`` says may be from one of these states.
+
+        By ``row_deviations`` the RMS of independent errors may exceed its expectation.
+        """
+        key = (id(golden), allowed, row_deviations)  # of a state that outlives this: no other has its id meanwhile
+        if key not in self._budgets:
+            if len(self._budgets) >= _MOST_KEPT:
+                self._budgets.clear()
+            lengths = [part.stop - part.start for part in segments(self.rows.start_loc)]
+            element, row_rms = element_budget(golden, allowed), expected_row_rms(golden, allowed)
+            size = golden.output.abs()
+            within = size.square().mean(dim=-1).sqrt() <= row_rms * rms_limit(1, row_deviations)
+            self._budgets[key] = Budget(
+                visible=golden.lse != -torch.inf,
+                element=element,
+                row_rms=row_rms,
+                inconclusive=within & (size <= element).all(dim=-1) & (size > 0).any(dim=-1),
+                lse=lse_budget(golden, allowed),
+                samples=torch.tensor(lengths, dtype=torch.long, device=golden.lse.device),
+                limits=golden.lse.new_tensor([rms_limit(max(1, count), row_deviations) for count in lengths]),
+            )
+        return self._budgets[key]
 
 
 def golden_attention(problem: Problem) -> GoldenAttention:
     rows = choose_rows(problem)
     states = tuple(golden_state(problem, rows, call.operands()) for call in problem.attention)
-    merged = golden_state(problem, rows, _whole(problem)) if problem.case.is_merged else None
+    merged = golden_state(problem, rows, _operands(problem, None)) if problem.case.is_merged else None
     if merged and problem.case.own_merge:
         new, *chunks = states
         parts = [*chunks, new]
@@ -130,8 +109,10 @@ def golden_attention(problem: Problem) -> GoldenAttention:
     return GoldenAttention(rows, states, merged)
 
 
-def _whole(problem: Problem) -> AttentionOperands:
-    """What all calls attend to together; of chunks causal attention over context and new tokens."""
+def _operands(problem: Problem, call: int | None) -> AttentionOperands:
+    """What a call attends to; of None all together, of chunks causal attention over context and new tokens."""
+    if call is not None:
+        return problem.attention[call].operands()
     if problem.whole:
         return problem.whole
     new, *chunks = problem.attention
@@ -148,20 +129,14 @@ def _whole(problem: Problem) -> AttentionOperands:
 
 
 def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call: int | None) -> AttentionState:
-    """A golden state with what roundings that the weights of a row share add to its error.
+    """A golden state, of a call or of all merged, with what roundings that the weights of a row share add to its error.
 
     That takes several times as long as the state itself, so it is computed where an error exceeds what independent
     roundings explain, and nowhere else.
-
-    Args:
-        problem: the inputs.
-        rows: which rows the state holds.
-        state: a golden state.
-        call: which call it is of; None for all calls merged.
     """
     if problem.output_dtype is torch.float32:
         return state
-    operands = _whole(problem) if call is None else problem.attention[call].operands()
+    operands = _operands(problem, call)
     ends = [stop - 1 for start, stop in pairwise(rows.start_loc) if stop > start]
     q, visible = rows.pick(operands.q), _visible(operands, rows)
     shared = shared_roundings(q, operands.k, operands.v, visible, ends, problem.case.softmax_scale)
@@ -172,16 +147,8 @@ def with_shared(problem: Problem, rows: JudgedRows, state: AttentionState, call:
 def of_running_sums(
     problem: Problem, rows: JudgedRows, call: int | None, wanted: torch.Tensor, deviations: float
 ) -> torch.Tensor:
-    """[N, T] what the LSE of wanted rows may be off by beside its budget, where weights are added one by one.
-
-    Args:
-        problem: the inputs.
-        rows: which rows are judged.
-        call: which call's; None for all calls merged.
-        wanted: [N, T] bool.
-        deviations: how improbable its size may be, in standard deviations.
-    """
-    operands = _whole(problem) if call is None else problem.attention[call].operands()
+    """[N, T] what the LSE of ``wanted`` rows may be off by beside its budget, where weights are added one by one."""
+    operands = _operands(problem, call)
     visible = _visible(operands, rows)
     return running_sums(rows.pick(operands.q), operands.k, visible, wanted, problem.case.softmax_scale, deviations)
 

@@ -11,20 +11,13 @@ from typing import NamedTuple
 import torch
 
 from mla_conformance.driving.driver import Observation, Returned, parts_of
-from mla_conformance.judging.diagnosis import (
-    Position,
-    common_factor,
-    explain_lse,
-    explain_mask,
-    explain_output,
-    extent,
-    worst_position,
-)
+from mla_conformance.judging import diagnosis
+from mla_conformance.judging.diagnosis import Position, extent, worst_position
 from mla_conformance.judging.golden import Budget, GoldenAttention, of_running_sums, with_shared
 from mla_conformance.judging.judged_rows import JudgedRows
 from mla_conformance.judging.steps import Form, Measured, Steps, share_of, worst_of
-from mla_conformance.judging.tolerance import Merged, roundoffs
-from mla_conformance.judging.verdict import CLAUSES, ZERO, Check, Verdict, failed
+from mla_conformance.judging.tolerance import roundoffs
+from mla_conformance.judging.verdict import ZERO, Check, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall, attention_call
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms, rms_limit
@@ -66,7 +59,9 @@ class _Compared:
 
     written: torch.Tensor  # [T, N] bool, outputs that are not 0 where no key is visible
     unmasked: torch.Tensor  # [N, T] bool, LSEs that are no number, or -inf elsewhere than where no key is visible
-    beyond: torch.Tensor  # [N, T] bool, LSEs whose error is larger than is allowed
+    lse_error: torch.Tensor  # [N, T] errors of the LSE
+    lse_limit: torch.Tensor  # [N, T] what is allowed
+    beyond: torch.Tensor  # [N, T] bool, LSEs whose error is larger than that
     lse: torch.Tensor  # [N, T] errors of the LSE in units of what is allowed
     rms: torch.Tensor  # [T, N] RMS errors of rows
     element: torch.Tensor  # [T, N, V] errors of the output in units of what is allowed
@@ -94,7 +89,7 @@ class AttentionJudge(Steps):
             if part.lse is not None:
                 yield self._lse(part, found)
             if wrong := self._output(part, found):
-                yield wrong if part.lse is None else _beside(wrong, "the LSE is right")
+                yield wrong if part.lse is None else wrong.with_more("the LSE is right")
             self.inconclusive += int(found.largest.inconclusive)
         if observation.merge_error:  # then nothing is merged
             yield failed(Check.CALL, f"merge_attn_states raised {observation.merge_error}")
@@ -102,20 +97,20 @@ class AttentionJudge(Steps):
     def _parts(self, observation: Observation) -> Iterator[_Part]:
         """Of each call, then what all calls together gave, where there is something to merge."""
         case, calls, whole = self.problem.case, self.problem.attention, self.expectation.merged
-        found: list[tuple[str, Sequence[AttentionCall], AttentionState, Sequence[torch.Tensor], Merged | None]] = []
+        found: list[tuple[str, Sequence[AttentionCall], AttentionState, Sequence[torch.Tensor], int]] = []
         for returned, golden in zip(observation.returned, self.expectation.calls, strict=True):
             call = attention_call(returned.call)
-            merged = Merged(call.merges, stored=True) if call.merges else None
-            found.append((call.name, [call], golden, parts_of(returned.value), merged))
+            found.append((call.name, [call], golden, parts_of(returned.value), call.merges))
         if whole is not None and observation.merged is not None:
             name = "all parts merged in place" if case.merges_in_place else "all parts merged"
-            merged = Merged(merges=len(calls) - 1, stored=case.own_merge)
-            found.append((name, calls, whole, observation.merged, merged))
+            merges = max(1, len(calls) - 1) if case.own_merge else 1
+            found.append((name, calls, whole, observation.merged, merges))
         declared = self.declaration.rounding_of(self.problem.dtype)
-        for number, (name, asked, golden, (output, *lse), merged) in enumerate(found):
+        for number, (name, asked, golden, (output, *lse), merges) in enumerate(found):
             keys = max(map(sum, zip(*(call.key_lens for call in asked), strict=True)))
             allowed = roundoffs(
-                *(self.problem.output_dtype, declared, self.numbers, merged, keys),
+                *(self.problem.output_dtype, declared, self.numbers, merges, keys),
+                exact=golden is whole and not case.own_merge,
                 dequantised=golden.terms is not None and golden.terms.key_spread is not None,
                 projected=golden.projected is not None,
                 weighed=golden.merging is not None,
@@ -129,7 +124,7 @@ class AttentionJudge(Steps):
                 lse=self.rows.pick(lse[0], dim=1) if lse else None,
                 call=None if golden is whole else number,
                 allowed=allowed,
-                budget=self.expectation.budgets.of(golden, self.rows, allowed, self.numbers.row_deviations),
+                budget=self.expectation.budget(golden, allowed, self.numbers.row_deviations),
             )
 
     def _expected_form(self, returned: Returned) -> Form:
@@ -144,12 +139,13 @@ class AttentionJudge(Steps):
         budget, output, whole = part.budget, part.output.double(), part.whole
         infinite = ~(whole.double() if whole.dtype.itemsize == 1 else whole).isfinite().all()
         written = ~budget.visible.mT & (output != 0).any(dim=-1)
-        unmasked = beyond = lse = rms = element = row = output.new_zeros(0)
+        unmasked = lse_error = lse_limit = beyond = lse = rms = element = row = output.new_zeros(0)
         if part.lse is not None:
             unmasked = (part.lse == -torch.inf) == budget.visible
             unmasked |= part.lse.isnan() | (part.lse == torch.inf)
-            error, limit = self._lse_error(part)
-            beyond, lse = error > limit, error / limit
+            lse_error = (part.lse.double() - part.golden.lse).masked_fill(~budget.visible, 0.0).abs()
+            lse_limit = (budget.lse * self.numbers.lse_limit).masked_fill(~budget.visible, 1.0)
+            beyond, lse = lse_error > lse_limit, lse_error / lse_limit
         if self.problem.output_scale is None:
             error = (output - part.golden.output).abs()
             rms = error.square().mean(dim=-1).sqrt()
@@ -159,7 +155,9 @@ class AttentionJudge(Steps):
         zero, tensors = output.new_zeros(()), (infinite, written, unmasked, beyond, lse, element, row)
         numbers = [*(x.max().double() if x.numel() else zero for x in tensors), budget.inconclusive.sum().double()]
         largest = torch.stack(numbers).tolist()
-        return _Compared(written, unmasked, beyond, lse, rms, element, row, _Largest(*largest))
+        return _Compared(
+            *(written, unmasked, lse_error, lse_limit, beyond, lse, rms, element, row), largest=_Largest(*largest)
+        )
 
     def _mask(self, part: _Part, found: _Compared) -> Verdict | None:
         """Not a number nowhere, -inf and 0 exactly where no key is visible."""
@@ -168,7 +166,7 @@ class AttentionJudge(Steps):
             every = JudgedRows(self.rows.query_start_loc)
             place = Position.of(every, (~output.isfinite()).nonzero()[0].tolist())
             value = output[place.row, place.head, place.column or 0].item()
-            hint = explain_mask(part.whole)
+            hint = diagnosis.explain_mask(part.whole)
             # Parts that are merged may hold NaN behind an LSE of -inf, where a merge reads it.
             if math.isnan(value) and part.call is not None and self.problem.case.poison == "nan":
                 hint += _ONLY_NAN
@@ -190,7 +188,7 @@ class AttentionJudge(Steps):
         assert part.lse is not None
         share, largest = found.lse, found.largest.lse
         if found.largest.beyond:
-            error, limit = self._lse_error(part)
+            error, limit = found.lse_error, found.lse_limit
             # A kernel that adds weights one by one may be off by more, where that is all that could be wrong: it takes
             # long to tell.
             if bool((error <= limit + most_of_a_sum(part.keys)).all()):
@@ -206,18 +204,11 @@ class AttentionJudge(Steps):
         detail = f"LSE is {got:.7g} at {place}, expected {want:.7g}: {largest:.3g} × its error budget, "
         detail += extent(self.rows, share.mT > 1)
         lse = part.lse.double()
-        finding = explain_lse(lse, part.golden.lse) if part.keys > 1 else ""
-        detail += "" if finding else common_factor(lse, part.golden.lse, share > 1)
+        finding = diagnosis.explain_lse(lse, part.golden.lse) if part.keys > 1 else ""
+        detail += "" if finding else diagnosis.common_factor(lse, part.golden.lse, share > 1)
         verdict = failed(Check.LSE, f"{part.name}: {detail}", place.to_json(), self.used)
         output = "wrong as well" if self._output(part, found) else "right"
-        return _beside(replace(verdict, finding=finding), f"the output is {output}")
-
-    def _lse_error(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
-        """[N, T] errors of the LSE, and what is allowed."""
-        assert part.lse is not None
-        unseen = ~part.budget.visible
-        error = (part.lse.double() - part.golden.lse).masked_fill(unseen, 0.0).abs()
-        return error, (part.budget.lse * self.numbers.lse_limit).masked_fill(unseen, 1.0)
+        return replace(verdict, finding=finding).with_more(f"the output is {output}")
 
     def _output(self, part: _Part, found: _Compared) -> Verdict | None:
         """Every element against its budget, then the RMS of every row, then of all rows of a request and head."""
@@ -239,12 +230,13 @@ class AttentionJudge(Steps):
             got, want = part.output[index].item(), part.golden.output[index].item()
             detail = f"output is {got:.5g} at {place}, expected {want:.5g}: {largest:.3g} × its error budget, "
             detail += extent(self.rows, element > 1)
-            detail += common_factor(output, part.golden.output, element > 1) if bool(output.any()) else f"; {ZERO}"
+            factor = diagnosis.common_factor(output, part.golden.output, element > 1)
+            detail += factor if bool(output.any()) else f"; {ZERO}"
         else:
             place = worst_position(self.rows, row)
             detail = f"RMS error around {place} is {largest_rms:.3g} × what rounding explains"
         verdict = failed(Check.OUTPUT, f"{part.name}: {detail}", place.to_json(), self.used)
-        return replace(verdict, finding=explain_output(output, part.golden.output))
+        return replace(verdict, finding=diagnosis.explain_output(output, part.golden.output))
 
     def _worst_rms(self, ratio: torch.Tensor, part: _Part) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger.
@@ -299,9 +291,3 @@ _ONLY_NAN = (
     "; inputs hold NaN only in memory that may not be read (between blocks and rows, in blocks of no request, past a "
     "request's last token), as do results until they are written"
 )
-
-
-def _beside(verdict: Verdict, said: str) -> Verdict:
-    """The verdict with what became of the other half of the same result."""
-    clause = f" (SPEC {CLAUSES[verdict.check]})" if verdict.check else ""
-    return replace(verdict, message=f"{verdict.message.removesuffix(clause)}; {said}{clause}")

@@ -84,25 +84,13 @@ def _errors(precision: Precision, model: torch.dtype) -> tuple[float, float]:
     return max(map(unit_roundoff, dtypes), default=0.0), max(floors, default=0.0)
 
 
-@dataclass(frozen=True)
-class Merged:
-    """A result that was merged from the stored outputs of several calls."""
-
-    merges: int  # how many merges it took
-    stored: bool  # every merge stores its output in the model's dtype; otherwise they are exact
-
-    @property
-    def roundings(self) -> int:
-        """Roundings of an output on its way into the result, the result's own not counted."""
-        return max(1, self.merges) if self.stored else 1
-
-
 def roundoffs(
     model: torch.dtype,
     declared: Rounding,
     numbers: Tolerance,
-    merged: Merged | None = None,
+    parts: int = 0,
     keys: int = 0,
+    exact: bool = False,
     dequantised: bool = False,
     projected: bool = False,
     weighed: bool = False,
@@ -113,8 +101,10 @@ def roundoffs(
         model: dtype of the output, and of q, k and v unless these are e4m3.
         declared: the classes that the adapter declares.
         numbers: the tolerance table.
-        merged: how the result was merged, if it was.
+        parts: roundings of an output on its way into the result, whose own is not counted: one for each merge, or
+            for what is merged.
         keys: the most keys that a row sums over.
+        exact: whether the result was merged exactly, and is not rounded.
         dequantised: whether the keys were stored as codes.
         projected: whether projecting latents rounds.
         weighed: whether roundings of parts and merges count by their shares in the result.
@@ -123,7 +113,7 @@ def roundoffs(
     (unit, floor), (p, p_floor) = _errors(Precision.MODEL, model), _errors(rounding.p, model)
     partials, partials_floor = _errors(rounding.partial_outputs, model)
     stored_keys, stored_keys_floor = _errors(rounding.dequantised_keys, model)
-    parts, result = merged.roundings if merged else 0, 0 if merged and not merged.stored else 1
+    result = 0 if exact else 1
     # Values that are parts of the output, or that it is a mean of: each is off by its dtype's floor at most.
     stored = partials_floor + dequantised * stored_keys_floor
     truncated = _FP22_ROUNDOFF if rounding.accumulation is Precision.FP22 else 0.0

@@ -1,6 +1,6 @@
 """The verdict: what the judge says of one case, as a value."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 
@@ -101,6 +101,11 @@ class Verdict:
     # rows of a pass, each head counted, whose budget is so wide that zeros would pass as well: neither right nor wrong
     inconclusive: int = 0
     too_large: bool = False  # it was not judged, and by the suite's own estimate it takes more than this machine has
+
+    def with_more(self, said: str) -> "Verdict":
+        """The same with a further clause in the sentence, before that of SPEC."""
+        clause = f" (SPEC {CLAUSES[self.check]})" if self.check else ""
+        return replace(self, message=f"{self.message.removesuffix(clause)}; {said}{clause}")
 
 
 def failed(check: Check, message: str, where: dict[str, int] | None = None, used: BudgetUse | None = None) -> Verdict:

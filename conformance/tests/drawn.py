@@ -34,12 +34,7 @@ def any_case() -> st.SearchStrategy[Case]:
 
 
 def little_work(capability: str, **some: Sequence[str]) -> st.SearchStrategy[Case]:
-    """Of one role, in classes of little work.
-
-    Args:
-        capability: the role's space by the capability of its arrays.
-        some: of dimensions other classes than those.
-    """
+    """Of one role, named by the capability of its arrays, in classes of little work but for ``some``."""
     space = SPACES[capability]
     known = {**space.small, **some}
     drawn = cases(space, {each.name: known.get(each.name, list(each.classes)) for each in space.dimensions})

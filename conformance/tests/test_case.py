@@ -14,7 +14,7 @@ from mla_conformance.roles.decode.case import DecodeCase
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.prefill.case import PrefillCase
 from mla_conformance.tests.drawn import any_case
-from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, find_capability, lists_of
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, lists_of
 
 ALL_CASES = [case for capability in CAPABILITIES.values() for case in capability.cases]
 
@@ -73,6 +73,11 @@ def test_every_listed_case_is_itself_and_stands_once() -> None:
             "and tree",
         ),
         ("chunked_context:q=[1];kv=[5];workspace=15", "field workspace: workspace_tokens must be at least 16"),
+        ("lse:q=[1x65537]", "field q: expected at most 65,536 requests, got 65,537"),
+        ("lse:q=[2000000000,2000000000]", "expected at most 2,147,483,648 tokens, got 4,000,000,000 new ones and 0"),
+        ("lse:q=[1];seed=-9999999999", "field seed: expected at most 2,147,483,648, got -9999999999"),
+        ("chunked_context:q=[1];kv=[2000000000];workspace=1;page=1", "contexts in at most 262,144 slices, got 2,000,0"),
+        ("lse:q=[1];dims=" + "9" * 5000 + "-1-1-1", "unknown dims '999"),
     ],
 )
 def test_a_malformed_id_says_what_was_expected(text: str, said: str) -> None:
@@ -113,12 +118,6 @@ def test_json_that_told_the_fields_of_every_role_is_read() -> None:
 def test_a_case_is_of_the_role_of_its_call() -> None:
     texts = ("lse:q=[1]", "lse:call=decode;q=[1];kv=[5]", "mixed_batch:call=layer;q=[1];kv=[5]")
     assert [type(Case.parse(text)) for text in texts] == [PrefillCase, DecodeCase, LayerCase]
+    assert len(Case.parse("lse:q=[1x65536]").q) == 65536
     with pytest.raises(CaseError, match="field call: expected one of decode, got 'layer'"):
         replace(Case.parse(texts[1]), call="layer")
-
-
-def test_unknown_capabilities_and_tiers_list_what_exists() -> None:
-    with pytest.raises(CapabilityError, match="unknown capability 'nope'; expected one of new_tokens, lse"):
-        find_capability("nope")
-    with pytest.raises(CapabilityError, match="unknown tier 'huge'; expected one of smoke, full"):
-        Tier("huge")

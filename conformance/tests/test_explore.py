@@ -150,12 +150,9 @@ def test_a_backend_that_declares_nothing_is_unsupported(monkeypatch: pytest.Monk
 )
 def test_an_extent_is_a_number_or_a_time(text: str, extent: Extent) -> None:
     assert Extent.of(text) == extent and str(extent) in (text, "600s") and any(extent) == (text != "0")
-
-
-@pytest.mark.parametrize("text", ["-1", "", "0s", "1d", "1000001", "169h", "ten"])
-def test_another_extent_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="expected a number of cases up to 1,000,000, or a time such as"):
-        Extent.of(text)
+    for other in ("-1", "", "0s", "1d", "1000001", "169h", "ten"):
+        with pytest.raises(InputError, match="expected a number of cases up to 1,000,000, or a time such as"):
+            Extent.of(other)
 
 
 def test_without_a_space_or_without_hypothesis_nothing_is_explored(

@@ -9,21 +9,16 @@ import torch
 from hypothesis import given, settings
 
 from mla_conformance.backends.eager import EagerPrefillBackend
-from mla_conformance.backends.interface import MLAPrefillSelectorConfig
-from mla_conformance.backends.kernel import DeviceCapability
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case, Data
 from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.operands import REGIMES, Regime
 from mla_conformance.report.outcome import capability_lines
-from mla_conformance.tests.drawn import little_work
+from mla_conformance.tests import drawn
+from mla_conformance.tests.drawn import CONTEXT, little_work, subject_of
 from mla_conformance.trials.judge_one import judge_one
-from mla_conformance.trials.subject import Subject
-from mla_conformance.trials.trial import Context
 
-CPU = torch.device("cpu")
-CONTEXT = Context()
 PLAIN = "new_tokens:dims=small;heads=3;q=[5,9];lse=0"
 WITH_LSE = "lse:dims=small;heads=3;q=[5,9]"
 SQUARE = "lse:dims=small;heads=4;q=[4]"
@@ -32,7 +27,6 @@ CHUNKED = "chunked_context:dims=small;heads=3;q=[3,4];kv=[40,0];workspace=32"
 OUT = "out_tensor:dims=small;heads=3;q=[5];out=1;lse=0"
 FP8 = "quant_output_fp8:dims=small;heads=3;q=[5];lse=0;quant=fp8;oscale=300"
 SIDE_EFFECTS = "no_side_effects:dims=small;heads=3;q=[5,9]"
-REFUSED = "refusals:dims=small;heads=2;q=[9];dtype=fp16"
 
 
 class Changed(EagerPrefillBackend):
@@ -155,45 +149,18 @@ class Unsaturated(EagerPrefillBackend):
         return codes
 
 
-class DeniesFloat16(Changed):
-    """Declares fp16 unsupported; what it does with it is in the subclasses."""
-
-    @classmethod
-    def validate_configuration(
-        cls, device_capability: DeviceCapability | None, selector_config: MLAPrefillSelectorConfig
-    ) -> list[str]:
-        return ["no fp16"] if selector_config.dtype == torch.float16 else []
-
-
-class RefusesLate(DeniesFloat16):
-    def run_prefill_new_tokens(self, q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        q.zero_()
-        raise ValueError("no fp16")
-
-
-class RunsItWrongly(DeniesFloat16):
-    @staticmethod
-    def change(*results: torch.Tensor) -> Any:
-        return results[0] * 2, *results[1:]
-
-
 class WritesCodesOnly(EagerPrefillBackend):
     @classmethod
     def supports_unquantised_output(cls, dtype: torch.dtype) -> bool:
         return dtype != torch.bfloat16
 
 
-class RefusesAtOnce(DeniesFloat16):
-    def __init__(self, **arguments: Any) -> None:
-        raise ValueError("no fp16")
-
-
 def judged(kernel: type | str, case_id: str) -> Record:
     """Of a class here, a change of EAGER's results by its name, or a backend by its."""
-    name = kernel.__name__ if isinstance(kernel, type) else "Changed" if kernel in CHANGES else ""
-    subject = Subject.of(f"{__file__}:{name}" if name else str(kernel), CPU)
-    if kernel in CHANGES:
-        subject._classes[Role.PREFILL] = type("Wrong", (Changed,), {"change": staticmethod(CHANGES[str(kernel)])})
+    if kernel not in CHANGES:
+        return drawn.judged(kernel, case_id)
+    subject = subject_of(Changed)
+    subject._classes[Role.PREFILL] = type("Wrong", (Changed,), {"change": staticmethod(CHANGES[str(kernel)])})
     return judge_one(subject, Case.parse(case_id), CONTEXT)
 
 
@@ -265,32 +232,11 @@ def test_a_result_that_a_later_call_overwrites_is_stale() -> None:
     assert judged(OneBufferForAll, PLAIN).status is Status.PASS
 
 
-@pytest.mark.parametrize(
-    ("kernel", "check", "said"),
-    [
-        (DeniesFloat16, Check.UNDECLARED_SUPPORT, "(no fp16), but it ran and returned a right result"),
-        (RunsItWrongly, Check.UNSAFE_REFUSAL, "(no fp16), but it ran and returned a wrong result"),
-        (RefusesLate, Check.UNSAFE_REFUSAL, "(no fp16), but changed q of new tokens"),
-    ],
-)
-def test_a_refusal_must_be_real(kernel: type, check: Check, said: str) -> None:
-    record = failure_of(kernel, REFUSED)
-    assert record.check == check and said in record.message
-    at_once = judged(RefusesAtOnce, REFUSED)
-    assert (at_once.status, at_once.message) == (Status.PASS, "refused: ValueError: no fp16")
-
-
 def test_a_golden_result_that_is_no_number_is_the_suites_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Regime("NaN", lambda site: site.q * torch.nan)
     monkeypatch.setitem(REGIMES, Data.NEEDLE, broken)
     record = judged(EagerPrefillBackend, "lse:dims=small;q=[5];data=needle;seed=8")
     assert record.status is Status.HARNESS_ERROR and "the inputs are at fault, not the kernel" in record.message
-
-
-def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("mla_conformance.trials.trial.build_problem")
-    record = judged(RefusesAtOnce, f"{REFUSED};seed=9")
-    assert record.status is Status.HARNESS_ERROR and "build_problem" in record.message
 
 
 def test_what_is_declared_unsupported_does_not_fail() -> None:
@@ -334,7 +280,7 @@ def test_an_answer_that_is_no_list_of_reasons_fails(
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(case=little_work("combinations", heads=("1", "odd", "8")))
 def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
-    record = judge_one(Subject.of(name, CPU), case, CONTEXT)
+    record = drawn.judged(name, case)
     assert record.status is Status.PASS or (name, record.status) == ("TORCH_SDPA", Status.UNSUPPORTED), record.message
 
 

@@ -26,7 +26,6 @@ from mla_conformance.files.installed import Installed, git_asked_before, install
 from mla_conformance.files.places import file_digest, find_place, place_of
 from mla_conformance.judging.record import NOTHING_TRACED, Traced
 from mla_conformance.tests.test_handed_in import certificate as made
-from mla_conformance.trials.trace import library_digests
 
 BACKEND = """
 import ctypes
@@ -52,7 +51,8 @@ def folder(tmp_path: Path) -> Path:
 def certificate(folder: Path) -> Path:
     """The file of a certificate of that backend, without the run that it tells of."""
     backend = parse_reference(f"{folder / 'my_backend.py'}:MyBackend")
-    traced = Traced({}, library_digests({str(folder / "libkernel.so")}, backend.file))
+    library = folder / "libkernel.so"
+    traced = Traced({}, {place_of(library, backend.file): file_digest(library)})
     told = {"backend": backend.name, "reference": backend.reference, "pins": Pins.of(backend, {}), "traced": traced}
     path = folder / "certificate.json"
     path.write_bytes(msgspec.json.encode(made(**told)))

@@ -14,16 +14,11 @@ from mla_conformance.backends.eager_compress import EagerCompressBackend
 from mla_conformance.backends.eager_decode import EagerDecodeBackend
 from mla_conformance.backends.eager_topk import EagerTopKBackend
 from mla_conformance.cases.case import Case
-from mla_conformance.judging.golden import golden_attention
 from mla_conformance.judging.verdict import Check, Status
-from mla_conformance.problems.fences import Buffers, MovedCall
-from mla_conformance.roles.table import build_problem
-from mla_conformance.tests.drawn import CONTEXT, CPU, judged, subject_of
+from mla_conformance.tests.drawn import CONTEXT, judged, subject_of
 from mla_conformance.trials.graph import captured_batch, replayed_batch
 from mla_conformance.trials.judge_one import judged_trial
 from mla_conformance.trials.procedures import PROCEDURES
-from mla_conformance.trials.session import _small_batches, _steps_of_an_engine
-from mla_conformance.trials.transform import scale_cache
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
 DECODE = Case.parse("cuda_graph:call=decode;q=[1x8];kv=[2000,64,300,129,17,1000,40,5];page=64")
@@ -49,14 +44,6 @@ def test_an_honest_kernel_passes(text: str) -> None:
     assert (found.status, found.message) == (Status.PASS, "")
 
 
-def test_only_codes_know_the_scale_of_a_cache() -> None:
-    for further, same in (("", True), (";cache=fp8", False)):
-        problem = build_problem(Case.parse(f"call_order:{SMALL}{further}"), CPU)
-        other = scale_cache(problem, 2.0)
-        before, after = (golden_attention(each).calls[0].lse for each in (problem, other))
-        assert torch.equal(before, after) is same and problem.key != other.key
-
-
 def test_rows_of_replays_grow_shrink_stay_and_have_no_context_or_one_token_of_it() -> None:
     first, replays = captured_batch(DECODE).kv, [replayed_batch(DECODE, 8, seed).kv for seed in SEEDS]
     for lengths in replays:
@@ -72,7 +59,29 @@ def _columns(replays: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]
     return list(zip(zip(*replays, strict=True), captured_batch(DECODE).kv, strict=True))
 
 
-REFUSED = "refusals:dims=small;heads=2;q=[9];dtype=fp64;out=1;lse=0"
+class DeniesFloat16(EagerPrefillBackend):
+    """Declares fp16 unsupported; what it does with it is in the subclasses."""
+
+    @classmethod
+    def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
+        return ["no fp16"] if selector_config.dtype == torch.float16 else []
+
+
+class RunsItWrongly(DeniesFloat16):
+    def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        output, lse = super().run_prefill_new_tokens(*args, **kwargs)
+        return output * 2, lse
+
+
+class RefusesLate(DeniesFloat16):
+    def run_prefill_new_tokens(self, q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        q.zero_()
+        raise ValueError("no fp16")
+
+
+class RefusesAtOnce(DeniesFloat16):
+    def __init__(self, **arguments: Any) -> None:
+        raise ValueError("no fp16")
 
 
 class WritesOneRow(EagerPrefillBackend):
@@ -93,24 +102,33 @@ class LeavesItsDtypeAtOnce(EagerPrefillBackend):
         raise ValueError("no float64")
 
 
+FP16, FP64 = "refusals:dims=small;heads=2;q=[9];dtype=fp16", "refusals:dims=small;heads=2;q=[9];dtype=fp64;out=1;lse=0"
+
+
 @pytest.mark.parametrize(
-    ("backend", "check", "said", "disturbed"),
+    ("backend", "text", "check", "said"),
     [
-        (WritesOneRow, Check.UNSAFE_REFUSAL, "wrote 256 bytes of or around out= before it raised", False),
-        (LeavesItsDtype, Check.PROCESS_STATE, "changed the process: default dtype from torch.float32", True),
-        (LeavesItsDtypeAtOnce, Check.PROCESS_STATE, "changed the process: default dtype from torch.float32", True),
+        ("EAGER", FP64, "", "refused: "),
+        (RefusesAtOnce, FP16, "", "refused: ValueError: no fp16"),
+        (DeniesFloat16, FP16, Check.UNDECLARED_SUPPORT, "(no fp16), but it ran and returned a right result"),
+        (RunsItWrongly, FP16, Check.UNSAFE_REFUSAL, "(no fp16), but it ran and returned a wrong result"),
+        (RefusesLate, FP16, Check.UNSAFE_REFUSAL, "(no fp16), but changed q of new tokens"),
+        (WritesOneRow, FP64, Check.UNSAFE_REFUSAL, "wrote 256 bytes of or around out= before it raised"),
+        (LeavesItsDtype, FP64, Check.PROCESS_STATE, "changed the process: default dtype from torch.float32"),
+        (LeavesItsDtypeAtOnce, FP64, Check.PROCESS_STATE, "changed the process: default dtype from torch.float32"),
     ],
 )
-def test_a_refusal_that_leaves_traces_is_none(backend: type, check: Check, said: str, disturbed: bool) -> None:
-    trial, found = judged_trial(subject_of(backend), Case.parse(REFUSED), CONTEXT)
-    assert (found.status, found.check, trial.disturbed) == (Status.FAIL, check, disturbed)
-    assert said in found.message and torch.get_default_dtype() is torch.float32
+def test_a_refusal_must_be_real_and_leave_no_traces(backend: type | str, text: str, check: str, said: str) -> None:
+    trial, found = judged_trial(subject_of(backend), Case.parse(text), CONTEXT)
+    assert (found.status, found.check) == (Status.FAIL if check else Status.PASS, check)
+    assert said in found.message and found.message.endswith(f"(SPEC {found.clause})") == bool(check)
+    assert trial.disturbed == (check == Check.PROCESS_STATE) and torch.get_default_dtype() is torch.float32
 
 
-def test_a_refusal_that_leaves_none_passes() -> None:
-    trial, found = judged_trial(subject_of("EAGER"), Case.parse(REFUSED), CONTEXT)
-    assert found.status is Status.PASS and found.message.startswith("refused: ")
-    assert not trial.disturbed
+def test_inputs_that_cannot_be_built_are_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("mla_conformance.trials.trial.build_problem")
+    record = judged(RefusesAtOnce, f"{FP16};seed=9")
+    assert record.status is Status.HARNESS_ERROR and "build_problem" in record.message
 
 
 NEW = "neighbours:dims=small;heads=2;q=[5,9,3]"
@@ -259,26 +277,3 @@ def test_equal_calls_have_equal_bits_whatever_came_between() -> None:
     record = judged(OrderOfTheFirst, f"many_batches:{SELECT};data=ones")
     assert record.check is Check.NONDETERMINISM
     assert "has other bits than the same call of a new one" in record.message
-
-
-@pytest.mark.parametrize("text", [SELECT, WRITES, STEP])
-def test_no_two_batches_between_are_alike_and_there_are_more_than_128(text: str) -> None:
-    case = Case.parse(f"many_batches:{text}")
-    batches = list(_small_batches(case))
-    longest = [max(batch.kv) for batch in batches]
-    assert (
-        len(batches) > 128 and longest == sorted(set(longest)) and {len(batch.q) for batch in batches} == {*range(1, 6)}
-    )
-
-
-def test_a_step_has_the_requests_of_the_one_before_in_the_same_pages_and_buffers() -> None:
-    case = Case.parse(f"call_order:{STEP}")
-    buffers, seen = Buffers(), []
-    for later, step in _steps_of_an_engine(case):
-        call: Any = MovedCall(buffers, build_problem(later, CPU).calls[0], None).call
-        seen.append((step, call.kv_cache.data_ptr(), call.metadata.block_table.clone()))
-        assert call.metadata.seq_lens.untyped_storage().nbytes() == 4 * len(later.q)
-    assert len({address for _, address, _ in seen}) == 1
-    (_, _, first), (_, _, second), *rest = seen
-    assert torch.equal(first, second)
-    assert any(step.startswith("step 60:") for step, _, _ in rest), "a step onto the next page"

@@ -58,20 +58,16 @@ def test_a_row_of_every_class_and_its_case_say_the_same(space: Space) -> None:
 
 
 @every_space
-def test_an_array_has_batches_of_tens_of_requests_that_a_cpu_is_asked_for(space: Space) -> None:
-    light = [case for case in array_of(space.capability) if work_of(case) <= CPU_WORK]
+def test_an_array_stays_in_its_space_and_has_batches_of_tens_of_requests_that_a_cpu_is_asked_for(space: Space) -> None:
+    array = array_of(space.capability)
+    assert not [case.id for case in array if space.outside(case)]
+    assert len(set(array)) == len(array) == len(CAPABILITIES[space.capability].cases)
+    light = [case for case in array if work_of(case) <= CPU_WORK]
     counts = {len(case.q) for case in light if len(case.q) > 32}
     assert (
         len(counts) > (space.role is not Role.TREE)
         and max(len(set(zip(case.q, case.kv or case.q, strict=True))) for case in light) > 8
     )
-
-
-@every_space
-def test_arrays_stay_in_their_spaces_and_hold_no_case_twice(space: Space) -> None:
-    array = array_of(space.capability)
-    assert not [case.id for case in array if space.outside(case)]
-    assert len(set(array)) == len(array) == len(CAPABILITIES[space.capability].cases)
 
 
 @every_space

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import Observation, call_once
+from mla_conformance.driving.driver import call_once
 from mla_conformance.judging.verdict import Check
 from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.fences import OUT, Fence, MovedCall, Side, operands
@@ -59,21 +59,15 @@ def memory_bounds(trial: Trial) -> None:
     expectation = trial.context.expect(trial.problem)
     for side in Side:
         seen = trial.run(trial.backend, trial.problem, perform=partial(call_fenced, Fence(side)))
-        _require_inside(trial, side, seen)
+        if error := seen.error:
+            kind, _, what = error.error.partition(": ")
+            if kind == OutOfBoundsError.__name__:
+                trial.fail(Check.OUT_OF_BOUNDS, f"{error.call.name}: {what}")
+            if seen.device_lost:
+                found = _named_apart(trial, side)
+                what = f"touches what lies {_BESIDE[side]} {found}" if found else error.error
+                trial.fail(Check.OUT_OF_BOUNDS, f"{error.call.name}: {what}")
         trial.judged(trial.problem, expectation, seen, f"with no memory {_BESIDE[side]} every operand")
-
-
-def _require_inside(trial: Trial, side: Side, seen: Observation) -> None:
-    """Fail where something else than the operands was touched."""
-    if seen.error is None:
-        return
-    kind, _, what = seen.error.error.partition(": ")
-    if kind == OutOfBoundsError.__name__:
-        trial.fail(Check.OUT_OF_BOUNDS, f"{seen.error.call.name}: {what}")
-    if seen.device_lost:
-        found = _named_apart(trial, side)
-        what = f"touches what lies {_BESIDE[side]} {found}" if found else seen.error.error
-        trial.fail(Check.OUT_OF_BOUNDS, f"{seen.error.call.name}: {what}")
 
 
 def _named_apart(trial: Trial, side: Side) -> str:

@@ -72,7 +72,6 @@ def explore(
         draws: how many cases of each role to draw; 0 where time decides.
         seconds: how long to draw, over all roles; 0 where their number decides.
         capabilities: of which spaces, by the capabilities that their arrays are of.
-        context: what this process has made before.
         started: told of every case before anything of it is launched.
         so_far: told now and then, ever more rarely, what the record would be if the last case had been the last.
     """
@@ -136,57 +135,50 @@ class _Exploration:
     _device_lost: bool = False
 
     def search(self, draws: int, until: float) -> None:
-        number = 0
-        while (time.monotonic() < until if until else number * _ROUND < draws) and not self._device_lost:
-            self._round(number, min(_ROUND, draws - number * _ROUND) if draws else _ROUND)
-            number += 1
-
-    def _round(self, number: int, draws: int) -> None:
-        """Draw the cases of a seed, again behind each cause that is found; what was judged is not judged again."""
+        """Draw the cases of one seed after another, again behind each cause; what was judged is not judged again."""
         from hypothesis import given, reject, seed
 
         from mla_conformance.cases.strategies import cases, profile
 
-        @seed(number)
-        @profile(draws)
-        @given(case=cases(self.region.space, self.region.classes))
         def holds(case: Case) -> None:
             if self._fails(case):
                 raise _CaseFails(case)
             if case.id in self.records and self.records[case.id].status is Status.UNSUPPORTED:
                 reject()
 
-        while len(self.causes) < _MOST_CAUSES and not self._device_lost:
-            self._sought: _Cause | None = None
-            try:
-                holds()
-            except _CaseFails as found:
-                self._keep(found.case)
-            else:
-                break
+        number = 0
+        while (time.monotonic() < until if until else number * _ROUND < draws) and not self._device_lost:
+            drawn = given(case=cases(self.region.space, self.region.classes))(holds)
+            drawn = seed(number)(profile(min(_ROUND, draws - number * _ROUND) if draws else _ROUND)(drawn))
+            while len(self.causes) < _MOST_CAUSES and not self._device_lost:
+                self._sought: _Cause | None = None
+                try:
+                    drawn()
+                except _CaseFails as found:
+                    first = self.records[found.case.id]
+                    # Its smallest case is run once more, where that is possible.
+                    again = first if self._device_lost else self._judge(found.case)
+                    passed = first.with_fields(message=f"{first.message}; when run again the case passed")
+                    self.causes[_cause(first)] = again if again.failed else passed
+                else:
+                    break
+            number += 1
 
-    def _judge(self, case: Case) -> Record | None:
-        if case.id not in self.records and not self._device_lost:
-            self.records[case.id] = judge_one(self.subject, case, self.context, self.started)
-            failed = self.records[case.id].failed
-            self._device_lost = failed and self.subject.executor.lost(self.subject.device)
-            self.judged()
-        return self.records.get(case.id)
+    def _judge(self, case: Case) -> Record:
+        return judge_one(self.subject, case, self.context, self.started)
 
     def _fails(self, case: Case) -> bool:
         """Whether a case fails by a cause that is not known yet; once one is found, by that one."""
-        record = self._judge(case)
+        if case.id not in self.records and not self._device_lost:
+            self.records[case.id] = self._judge(case)
+            failed = self.records[case.id].failed
+            self._device_lost = failed and self.subject.executor.lost(self.subject.device)
+            self.judged()
+        record = self.records.get(case.id)
         if record is None or not record.failed or _cause(record) in self.causes:
             return False
         self._sought = self._sought or _cause(record)
         return self._sought == _cause(record)
-
-    def _keep(self, case: Case) -> None:
-        """A cause with its smallest case, which is run once more where that is possible."""
-        first = self.records[case.id]
-        again = first if self._device_lost else judge_one(self.subject, case, self.context, self.started)
-        kept = again if again.failed else first.with_fields(message=f"{first.message}; when run again the case passed")
-        self.causes[_cause(first)] = kept
 
 
 def _cause(record: Record) -> _Cause:

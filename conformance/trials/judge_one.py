@@ -26,9 +26,7 @@ OnStarted = Callable[[Case], None]  # told of a case when its backend's time beg
 def judge_one(subject: Subject, case: Case, context: Context, started: OnStarted = lambda case: None) -> Record:
     """The record of a case on a backend.
 
-    Args:
-        context: what this process has made before.
-        started: told of the case before anything of the backend is asked, and again after waiting for memory.
+    ``started`` is told of the case before anything of the backend is asked, and again after waiting for memory.
     """
     return judged_trial(subject, case, context, started)[1]
 

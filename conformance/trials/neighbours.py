@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import singledispatch
 from itertools import cycle
 from typing import Any
 
 import torch
 
-from mla_conformance.driving.driver import Observation, OutputAndLse, parts_of, why_not_plain
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.driving.driver import parts_of, why_not_plain
+from mla_conformance.problems.calls import KernelCall
 from mla_conformance.problems.memory import Guarded, poison
 from mla_conformance.problems.operands import segments
 from mla_conformance.reference.kv_cache import write_entries
@@ -19,65 +18,8 @@ from mla_conformance.roles.prefill.problem import PrefillCall
 from mla_conformance.roles.sparse.problem import SparseCall
 from mla_conformance.trials.trial import Trial
 
-KINDS = ("nan", "inf", "largest")
+_KINDS = {"nan": "NaN", "inf": "infinities", "largest": "the largest numbers"}
 """What spoiled values are, in turn; codes, which know no infinity, are never numbers."""
-
-
-def spoil_queries(problem: Problem, request: int, kind: str) -> None:
-    """Every query of a request, in every call."""
-    for call in problem.calls:
-        for tensor in call.query_operands():
-            _spoil_rows(tensor, call.query_start_loc, request, kind)
-
-
-def spoil_keys(problem: Problem, request: int, kind: str) -> None:
-    """Every key and value of a request, in every call: of a decode its entries of the cache."""
-    for call in problem.calls:
-        _spoil_keys(call, request, kind)
-
-
-@singledispatch
-def _spoil_keys(call: KernelCall, request: int, kind: str) -> None:
-    raise TypeError(f"expected a call whose keys are handed over, got a {type(call).__name__}")
-
-
-@_spoil_keys.register
-def _(call: PrefillCall, request: int, kind: str) -> None:
-    for tensor in (call.k, call.v):
-        _spoil_rows(tensor, call.key_start_loc, request, kind)
-
-
-@_spoil_keys.register
-def _(call: DecodeCall, request: int, kind: str) -> None:
-    cache, page = call.kv_cache, call.kv_cache.shape[1]
-    tokens = torch.arange(int(call.metadata.seq_lens_cpu[request]), device=cache.device)
-    blocks = call.metadata.block_table[request].long()[tokens // page]
-    entries = poison((len(tokens), cache.shape[2]), cache.dtype, cache.device, kind)
-    # As bytes, since float8 cannot be indexed everywhere.
-    cache.view(torch.uint8)[blocks, tokens % page] = entries.view(torch.uint8)
-
-
-@_spoil_keys.register
-def _(call: SparseCall, request: int, kind: str) -> None:
-    slots = call.slots[list(segments(call.key_start_loc))[request]].to(call.stored.device)
-    entries = poison((len(slots), call.stored.shape[2]), call.stored.dtype, call.stored.device, kind)
-    write_entries(call.stored, entries, slots, call.case.cache)
-
-
-@_spoil_keys.register
-def _(call: IndexerCall, request: int, kind: str) -> None:
-    stored = call.given["k"] if call.case.is_paged else call.given["k"].unsqueeze(1)
-    slots = call.slots[list(segments(call.key_start_loc))[request]].to(stored.device)
-    entries = poison((len(slots), stored.shape[-1]), stored.dtype, stored.device, kind)
-    write_entries(stored, entries, slots, call.case.cache if call.case.is_paged else "auto")
-
-
-def _spoil_rows(tensor: torch.Tensor, starts: Sequence[int], request: int, kind: str) -> None:
-    rows = tensor[list(segments(starts))[request]]
-    rows.copy_(poison(rows.shape, rows.dtype, rows.device, kind))
-
-
-_SAID = dict(zip(KINDS, ("NaN", "infinities", "the largest numbers"), strict=True))
 
 
 def neighbours(trial: Trial) -> None:
@@ -90,33 +32,61 @@ def neighbour_keys(trial: Trial) -> None:
     _each_spoiled(trial, "keys and values", spoil_keys)
 
 
-def _each_spoiled(trial: Trial, what: str, spoil: Callable[[Problem, int, str], None]) -> None:
-    clean = _Clean(trial.conforms(step="as given"))
-    expectation = trial.context.expect(trial.problem)
-    for (request, rows), kind in zip(enumerate(segments(trial.problem.query_start_loc)), cycle(KINDS), strict=False):
-        problem = trial.build(trial.case)
-        spoil(problem, request, kind)
-        seen = clean.excusing(rows, trial.run(trial.backend, problem))
-        trial.judged(trial.problem, expectation, seen, f"beside request {request}, whose {what} hold {_SAID[kind]}")
-
-
-class _Clean:
-    """The results of a run in which nothing was spoiled."""
-
-    def __init__(self, observation: Observation) -> None:
-        self._parts = [[part.clone() for part in parts_of(returned.value)] for returned in observation.returned]
-        self._merged = observation.merged
-
-    def excusing(self, rows: slice, observation: Observation) -> Observation:
-        """``observation`` with the clean results in ``rows``, the spoiled request's own, which are not judged."""
+def _each_spoiled(trial: Trial, what: str, spoil: Callable[[KernelCall, int, str], None]) -> None:
+    first = trial.conforms(step="as given")
+    clean = [[part.clone() for part in parts_of(returned.value)] for returned in first.returned]
+    problem, expectation = trial.problem, trial.context.expect(trial.problem)
+    for (request, rows), kind in zip(enumerate(segments(problem.query_start_loc)), cycle(_KINDS), strict=False):
+        spoiled = trial.build(trial.case)
+        for call in spoiled.calls:
+            spoil(call, request, kind)
+        seen = trial.run(trial.backend, spoiled)
+        # The rows of the spoiled request itself are not judged: those of the clean run stand in their place.
         returned = tuple(
-            replace(part, value=_patched(part.value, clean, rows, part.call.token_dims, part.out))
-            for part, clean in zip(observation.returned, self._parts, strict=False)
+            replace(part, value=_patched(part.value, parts, rows, part.call.token_dims, part.out))
+            for part, parts in zip(seen.returned, clean, strict=False)
         )
-        merged: OutputAndLse | None = observation.merged
-        if merged is not None and self._merged is not None:
-            merged = _patched(merged, self._merged, rows, KernelCall.token_dims)
-        return replace(observation, returned=returned, merged=merged)
+        merged = seen.merged
+        if merged is not None and first.merged is not None:
+            merged = _patched(merged, first.merged, rows, KernelCall.token_dims)
+        step = f"beside request {request}, whose {what} hold {_KINDS[kind]}"
+        trial.judged(problem, expectation, replace(seen, returned=returned, merged=merged), step)
+
+
+def spoil_queries(call: KernelCall, request: int, kind: str) -> None:
+    """Every query of a request."""
+    for tensor in call.query_operands():
+        _spoil_rows(tensor, call.query_start_loc, request, kind)
+
+
+def spoil_keys(call: KernelCall, request: int, kind: str) -> None:
+    """Every key and value of a request: of a decode its entries of the cache."""
+    if isinstance(call, PrefillCall):
+        for tensor in (call.k, call.v):
+            _spoil_rows(tensor, call.key_start_loc, request, kind)
+    elif isinstance(call, DecodeCall):
+        cache, page = call.kv_cache, call.kv_cache.shape[1]
+        tokens = torch.arange(int(call.metadata.seq_lens_cpu[request]), device=cache.device)
+        blocks = call.metadata.block_table[request].long()[tokens // page]
+        entries = poison((len(tokens), cache.shape[2]), cache.dtype, cache.device, kind)
+        # As bytes, since float8 cannot be indexed everywhere.
+        cache.view(torch.uint8)[blocks, tokens % page] = entries.view(torch.uint8)
+    elif isinstance(call, SparseCall | IndexerCall):
+        if isinstance(call, SparseCall):
+            stored, layout = call.stored, call.case.cache
+        elif call.case.is_paged:
+            stored, layout = call.given["k"], call.case.cache
+        else:
+            stored, layout = call.given["k"].unsqueeze(1), "auto"
+        slots = call.slots[list(segments(call.key_start_loc))[request]].to(stored.device)
+        write_entries(stored, poison((len(slots), stored.shape[-1]), stored.dtype, stored.device, kind), slots, layout)
+    else:
+        raise TypeError(f"expected a call whose keys are handed over, got a {type(call).__name__}")
+
+
+def _spoil_rows(tensor: torch.Tensor, starts: Sequence[int], request: int, kind: str) -> None:
+    rows = tensor[list(segments(starts))[request]]
+    rows.copy_(poison(rows.shape, rows.dtype, rows.device, kind))
 
 
 def _patched(

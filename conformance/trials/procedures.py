@@ -9,21 +9,28 @@ import torch
 
 from mla_conformance.backends.declaration import NO_LSE
 from mla_conformance.backends.roles import Role
-from mla_conformance.driving.driver import merged_by_its_own, states_of
+from mla_conformance.driving.driver import as_it_is_now, merged_by_its_own, states_of
 from mla_conformance.judging.verdict import Check, Status, Verdict
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import segments
 from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.sparse.case import SparseCase
 from mla_conformance.roles.table import judge
 from mla_conformance.trials import graph
 from mla_conformance.trials.bounds import memory_bounds
 from mla_conformance.trials.far import judge_far_away
 from mla_conformance.trials.layers import layer_graph, loads_packed, moves_blocks, shapes_cache, sparse_layer_graph
-from mla_conformance.trials.lists import selection_order, selection_padding, selection_rows
 from mla_conformance.trials.neighbours import neighbour_keys, neighbours
 from mla_conformance.trials.session import many_batches, session
-from mla_conformance.trials.transform import regroup, scale_values
+from mla_conformance.trials.transform import (
+    half_lists,
+    lonely_row,
+    regroup,
+    reversed_lists,
+    scale_values,
+    widened_lists,
+)
 from mla_conformance.trials.trial import Trial, observed, prepared_call, results, returned_bytes, tensors
 
 REPEATS = 20
@@ -107,8 +114,34 @@ def no_side_effects(trial: Trial) -> None:
     first = trial.conforms()
     before = returned_bytes(first)
     trial.conforms(trial.other_problem())
-    trial.unchanged(first, before)
+    same = returned_bytes(as_it_is_now(first, trial.subject.executor)) == before
+    trial.require(same, Check.STALE_RESULT, "a later call overwrote the result of an earlier one")
     trial.conforms()
+
+
+def selection_order(trial: Trial) -> None:
+    """The lists as given and the other way round, then each half of every list."""
+    trial.conforms(step="as given")
+    trial.conforms(reversed_lists(trial.problem), step="every list reversed")
+    if not trial.case.is_merged:
+        for half, said in enumerate(("first", "second")):
+            trial.conforms(half_lists(trial.problem, half), step=f"every second key of each list, from the {said} on")
+
+
+def selection_padding(trial: Trial) -> None:
+    """The lists as given, and with as many columns of -1 behind them, if the backend takes lists so wide."""
+    case = trial.case
+    assert isinstance(case, SparseCase)
+    trial.conforms(step="as given")
+    if not trial.unsupported(replace(case, topk=2 * case.topk)):
+        trial.conforms(widened_lists(trial.problem, case.topk), step="as many columns of -1 behind every list")
+
+
+def selection_rows(trial: Trial) -> None:
+    """Each row while all others name nothing."""
+    trial.conforms(step="as given")
+    for row in range(trial.problem.query_start_loc[-1]):
+        trial.conforms(lonely_row(trial.problem, row), step=f"row {row}, while no other names a key")
 
 
 def cache_write(trial: Trial) -> None:
@@ -130,12 +163,6 @@ def prefill_decode_agreement(trial: Trial) -> None:
     assert isinstance(trial.case, LayerCase)
     trial.conforms(step="as decodes")
     trial.conforms(trial.build(replace(trial.case, decodes=0)), step="the same tokens as prefills")
-
-
-def streams(trial: Trial) -> None:
-    """On a side stream, then two at once."""
-    side_stream(trial)
-    two_streams(trial, trial.other_problem())
 
 
 def refuses_or_conforms(trial: Trial) -> None:
@@ -198,42 +225,15 @@ _stream: Any = torch.cuda.Stream
 _spin: Any = torch.cuda._sleep
 
 
-class _Late:
-    """The inputs of a problem, taken away now and given back on a stream, after it has spun for a while.
-
-    A kernel that is launched on another stream, or a result that is ready only there, is computed from what stands in
-    their place.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        owned = problem.caller_owned.values()
-        self.kept = [(x, storage_bytes(x).clone()) for x in owned if x.is_cuda and x.untyped_storage().nbytes()]
-
-    def take_away(self) -> None:
-        """Poison in the operands; no request has a token."""
-        for tensor, _ in self.kept:
-            storage_bytes(tensor).fill_(_POISON_BYTE if tensor.is_floating_point() else 0)
-
-    def give_back(self) -> None:
-        """On the current stream, after a while."""
-        _spin(_SPIN_CYCLES)
-        for tensor, data in self.kept:
-            storage_bytes(tensor).copy_(data)
-
-
-def side_stream(trial: Trial) -> None:
-    """Inputs produced on a side stream, the call and the reading of its result on the same one."""
-    problem = trial.problem
-    expectation = trial.context.expect(problem)
+def streams(trial: Trial) -> None:
+    """Inputs produced on a side stream, the call and the reading of its result on the same one; then two at once."""
+    problem, expectation = trial.problem, trial.context.expect(trial.problem)
     trial.call("before the stream: the call", partial(prepared_call, trial.backend, problem))
     late = trial.query("on a side stream: the call", partial(_late_calls, [trial.backend], [problem]))
     value = trial.call("on a side stream: the call", partial(_result, late, 0))
     trial.judged(problem, expectation, observed(problem, value), "inputs produced late on a side stream")
-
-
-def two_streams(trial: Trial, other: Problem) -> None:
-    """Two instances, each with its own problem on its own stream, launched one after the other and never waited for."""
-    problems, backends = [trial.problem, other], [trial.backend, trial.create()]
+    # Two instances, each with its own problem on its own stream, launched one after the other and never waited for.
+    problems, backends = [problem, trial.other_problem()], [trial.backend, trial.create()]
     golden = [trial.context.expect(problem) for problem in problems]
     for problem, backend in zip(problems, backends, strict=True):
         # What is compiled or allocated at a first call is no part of the question.
@@ -247,30 +247,39 @@ def two_streams(trial: Trial, other: Problem) -> None:
 
 
 def _late_calls(backends: Sequence[Any], problems: Sequence[Problem]) -> list[Any]:
-    """What each instance returned on a stream of its own, all of them launched before any is waited for."""
-    device = problems[0].device
+    """What each instance returned on a stream of its own, all of them launched before any is waited for.
+
+    The inputs of each are taken away now and given back on its stream, after that has spun for a while: a kernel that
+    is launched on another stream, or a result that is ready only there, is computed from what stands in their place.
+    """
+    device, returned = problems[0].device, []
     streams = [_stream(device) for _ in problems]
-    late = [_Late(problem) for problem in problems]
-    pending = [_late_call(*each) for each in zip(backends, problems, late, streams, strict=True)]
+    inputs = [
+        [(x, storage_bytes(x).clone()) for x in owned.values() if x.is_cuda and x.untyped_storage().nbytes()]
+        for owned in (problem.caller_owned for problem in problems)
+    ]
+    for backend, problem, kept, stream in zip(backends, problems, inputs, streams, strict=True):
+        for tensor, _ in kept:  # poison in the operands; no request has a token
+            storage_bytes(tensor).fill_(_POISON_BYTE if tensor.is_floating_point() else 0)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            _spin(_SPIN_CYCLES)
+            for tensor, data in kept:
+                storage_bytes(tensor).copy_(data)
+            value = prepared_call(backend, problem)
+            # Read where the caller would read it: what is written later, or elsewhere, is not in the copy.
+            copies = [tensor.clone() for tensor in tensors(value)]
+        if isinstance(value, torch.Tensor):
+            value = copies[0]
+        elif isinstance(value, tuple | list) and len(copies) == len(value):
+            value = tuple(copies)
+        returned.append(value)
     torch.cuda.synchronize(device)
-    return pending
+    return returned
 
 
 def _result(values: Sequence[Any], index: int) -> Any:
     return values[index]
-
-
-def _late_call(backend: Any, problem: Problem, late: _Late, stream: torch.cuda.Stream) -> Any:
-    """Launch everything on ``stream``; copies of the result, taken there."""
-    late.take_away()
-    stream.wait_stream(torch.cuda.current_stream(problem.device))
-    with torch.cuda.stream(stream):
-        late.give_back()
-        value = prepared_call(backend, problem)
-        # Read where the caller would read it: what is written later, or elsewhere, is not in the copy.
-        copies = [tensor.clone() for tensor in tensors(value)]
-    whole = isinstance(value, tuple | list) and len(copies) == len(value)
-    return tuple(copies) if whole else (copies[0] if isinstance(value, torch.Tensor) else value)
 
 
 PROCEDURES: Mapping[str, Callable[[Trial], object]] = {

@@ -1,10 +1,11 @@
 """Sessions: many calls of one instance, each a batch of its own, as an engine makes them.
 
 A result depends on its call and the metadata last prepared. Every call is judged; one that is wrong is made again on a
-new instance, so that its failure says whether what came before it is the cause.
+new instance, so that its failure says whether what came before it is the cause. What is drawn for another batch is
+drawn by the id of its case, so that a line that runs the case again has the same.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -16,9 +17,10 @@ import torch
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Call, Case, Layout
+from mla_conformance.cases.grammar import Data
 from mla_conformance.driving.driver import Observation, call_once
 from mla_conformance.judging.golden import Golden
-from mla_conformance.judging.verdict import CLAUSES, Check, Nonconformance, Status
+from mla_conformance.judging.verdict import Check, Nonconformance, Status
 from mla_conformance.problems.calls import KernelCall, Problem
 from mla_conformance.problems.fences import Buffers, MovedCall
 from mla_conformance.problems.memory import Guarded, device_lost
@@ -26,14 +28,7 @@ from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.sparse_layer.case import SparseLayerCase
 from mla_conformance.roles.table import judge
-from mla_conformance.trials.transform import (
-    of_size,
-    other_contents,
-    over_metadata,
-    overwrite,
-    scale_cache,
-    shortened,
-)
+from mla_conformance.trials.transform import over_metadata, overwrite, scale_cache
 from mla_conformance.trials.trial import Trial, returned_bytes
 
 _BATCHES = 14
@@ -87,15 +82,11 @@ class Session:
         try:
             return trial.judged(problem, expectation, seen, step)
         except Nonconformance as outcome:
-            if before and outcome.verdict.status is Status.FAIL and outcome.verdict.check:
-                clause = f" (SPEC {CLAUSES[outcome.verdict.check]})"
-                said = (
-                    f"call {self._count} of this instance, behind “{before}”{self._alone(problem, expectation, seen)}"
-                )
-                message = f"{outcome.verdict.message.removesuffix(clause)}; {said}{clause}"
-                trial.verdict = replace(outcome.verdict, message=message)
-                raise Nonconformance(trial.verdict) from None
-            raise
+            if not before or outcome.verdict.status is not Status.FAIL:
+                raise
+            alone = self._alone(problem, expectation, seen)
+            trial.verdict = outcome.verdict.with_more(f"call {self._count} of this instance, behind “{before}”{alone}")
+            raise Nonconformance(trial.verdict) from None
 
     def is_as_new(self) -> None:
         """The first call has the bits that a new instance returns, if equal calls have equal bits."""
@@ -127,13 +118,26 @@ class Session:
 
 def session(trial: Trial) -> None:
     """Calls before and between must not matter."""
-    made = Session(trial)
+    made, case = Session(trial), trial.case
     made.call(trial.problem, "first call")
-    if trial.case.role in (Role.CACHE, Role.COMPRESS):
+    if case.role in (Role.CACHE, Role.COMPRESS):
         made.call(trial.other_problem(), "other lengths")
-    else:
-        _of_kernels(made)
-    for later, step in _steps_of_an_engine(trial.case):
+    else:  # what only a kernel that is prepared has, or one that attends
+        layout = Layout.PACKED if case.layout != Layout.PACKED else Layout.SLICED
+        made.call(trial.build(replace(case, layout=layout)), "same shapes in another memory layout")
+        made.call(trial.other_problem(), "other lengths")
+        made.call(trial.problem, "first call again")
+        for number, batch in enumerate(_batches(case), 1):
+            made.call(trial.build(batch), f"batch {number} of other lengths, of {len(batch.q)} requests")
+        made.call(trial.problem, f"first call again, after {_BATCHES} other batches")
+        _layers_of_a_step(made)
+        _interleaved(trial, trial.other_problem())
+        _interleaved(trial, trial.build(replace(case, scale=2 * case.scale)), "of another softmax scale")
+        if case.call in (Call.DECODE, Call.SPARSE_DECODE):
+            made.call(scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
+        made.call(overwrite(trial.problem, trial.redrawn_problem()), "same addresses, other contents")
+        trial.problem = trial.build()  # whose tensors hold other contents now
+    for later, step in _steps_of_an_engine(case):
         if not trial.unsupported(later):
             made.call(trial.build(later), step, in_place=True)
     made.is_as_new()
@@ -151,33 +155,43 @@ def many_batches(trial: Trial) -> None:
     made.is_as_new()
 
 
-def _of_kernels(made: Session) -> None:
-    """What only a kernel that is prepared has, or one that attends."""
-    trial = made.trial
-    layout = Layout.PACKED if trial.case.layout != Layout.PACKED else Layout.SLICED
-    made.call(trial.build(replace(trial.case, layout=layout)), "same shapes in another memory layout")
-    made.call(trial.other_problem(), "other lengths")
-    made.call(trial.problem, "first call again")
-    for number, batch in enumerate(_batches(trial.case), 1):
-        made.call(trial.build(batch), f"batch {number} of other lengths, of {len(batch.q)} requests")
-    made.call(trial.problem, f"first call again, after {_BATCHES} other batches")
-    _layers_of_a_step(made)
-    trial.interleaved(trial.other_problem())
-    trial.interleaved(trial.build(replace(trial.case, scale=2 * trial.case.scale)), "of another softmax scale")
-    if trial.case.call in (Call.DECODE, Call.SPARSE_DECODE):
-        made.call(scale_cache(trial.problem, 2.0), "another k_scale, everything else the same")
-    made.call(overwrite(trial.problem, trial.redrawn_problem()), "same addresses, other contents")
-    # Its tensors hold other contents now.
-    trial.problem = trial.build()
+def _interleaved(trial: Trial, other: Problem, difference: str = "") -> None:
+    """Two instances: prepare both, then run both; the second one is made for the other problem's case.
+
+    ``difference`` is how that instance differs from the first, for the message.
+    """
+    both = [
+        (instance, problem, trial.context.expect(problem))
+        for instance, problem in ((trial.backend, trial.problem), (trial.create(other.case), other))
+    ]
+    # In one step, so that metadata that they share are one object wherever it is carried out.
+    pairs = [(instance, problem.calls[0]) for instance, problem, _ in both]
+    trial.query("prepare_metadata", partial(_prepare_each, pairs))
+    step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
+    for instance, problem, expectation in both:
+        trial.judged(problem, expectation, trial.run(instance, problem, prepare=False), step)
+
+
+def _prepare_each(pairs: Iterable[tuple[Any, KernelCall]]) -> None:
+    for instance, call in pairs:
+        call.prepare(instance)
 
 
 def _batches(case: Case) -> Iterator[Case]:
-    """Batches of other lengths, of a kernel larger and smaller ones in turn."""
-    requests = len(case.q)
-    sizes = cycle((2 * requests + 1, requests + 1, 1, requests + 2, requests))
+    """Batches of other lengths and values, of a kernel larger and smaller ones in turn, each shorter by chance."""
+    known = range(len(case.q))
+    sizes = cycle((2 * len(known) + 1, len(known) + 1, 1, len(known) + 2, len(known)))
     for number, size in enumerate(islice(sizes, _BATCHES), 1):
-        # A layer's batch is bound to its order and workspace.
-        yield shortened(case if case.role in _WHOLE_LAYERS else of_size(case, size), number)
+        batch = case
+        if case.role not in _WHOLE_LAYERS:  # whose batch is bound to its order and workspace
+            rows = Random(f"{case.id}|{size}").sample([*known] * -(-size // len(known)), size)
+            q, kv = (tuple(lengths[row] for row in rows if lengths) for lengths in (case.q, case.kv))
+            batch = replace(case, q=q, kv=kv, seed=case.seed + 100 + size)
+        draw, seed = Random(f"{batch.id}|{number}"), batch.seed + 100 * number
+        if batch.kv:
+            yield replace(batch, kv=tuple(draw.randint(0, length) for length in batch.kv), seed=seed)
+        else:
+            yield replace(batch, q=tuple(draw.randint(min(1, length), length) for length in batch.q), seed=seed)
 
 
 def _small_batches(case: Case) -> Iterator[Case]:
@@ -238,31 +252,28 @@ def _requeried(case: Case, number: int) -> Case:
 
 def _layers_of_a_step(made: Session) -> None:
     """A batch prepared once, computed for several layers: each has contents of its own, and weights if it is whole."""
-    trial = made.trial
-    first, other = trial.build(), trial.build(other_contents(trial.case))
-    if trial.case.role is not Role.LAYER:
+    trial, is_layer = made.trial, isinstance(made.trial.case, LayerCase)
+    data = Data.OUTLIERS if trial.case.data == Data.INTEGERS else Data.INTEGERS
+    fields: dict[str, Any] = dict.fromkeys(("data", "latents") if is_layer else ("data",), data)
+    contents = replace(trial.case, **fields)
+    first, other = trial.build(), trial.build(contents)
+    if not is_layer:
         other = over_metadata(other, first)
     made.call(first, "prepared once")
     made.call(other, "prepared once, another layer's operands and cache", prepare=False)
     made.call(overwrite(first, other), "prepared once, other contents at the same addresses", prepare=False)
-    if trial.case.role is not Role.LAYER:
-        trial.interleaved(over_metadata(other, trial.problem), "over the same metadata")
+    if not is_layer:
+        _interleaved(trial, over_metadata(other, trial.problem), "over the same metadata")
     elif isinstance(trial.problem.calls[0], LayerCall):
-        _second_layer(made)
-
-
-def _second_layer(made: Session) -> None:
-    """A layer of other weights gets the metadata that the first one's builder made, and its own builder makes none."""
-    trial = made.trial
-    case = other_contents(trial.case)
-    assert isinstance(case, LayerCase)
-    problem = trial.build(replace(case, model=case.model + 1))
-    layer, expectation = trial.create(problem.case), trial.context.expect(problem)
-    made.call(trial.problem, "the first of two layers")
-    trial.query("a second layer", partial(_lend, trial.backend, layer, problem))
-    step = "the second of two layers, over the metadata of the first"
-    trial.judged(problem, expectation, trial.run(layer, problem, prepare=False), step)
-    made.call(trial.problem, "the first of two layers again", prepare=False)
+        # A layer of other weights gets the metadata that the first one's builder made, and its own builder makes none.
+        assert isinstance(contents, LayerCase)
+        problem = trial.build(replace(contents, model=contents.model + 1))
+        layer, expectation = trial.create(problem.case), trial.context.expect(problem)
+        made.call(trial.problem, "the first of two layers")
+        trial.query("a second layer", partial(_lend, trial.backend, layer, problem))
+        step = "the second of two layers, over the metadata of the first"
+        trial.judged(problem, expectation, trial.run(layer, problem, prepare=False), step)
+        made.call(trial.problem, "the first of two layers again", prepare=False)
 
 
 def _lend(owner: Any, layer: Any, problem: Problem) -> None:

@@ -1,6 +1,8 @@
-"""The backend under test: its class in each role, its declarations, and what it and its device support."""
+"""The backend under test: its class in each role, its declarations, what it and its device support, what it runs."""
 
 import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 
 from mla_conformance.backends import hub
 from mla_conformance.backends.declaration import Declaration
@@ -21,16 +24,20 @@ from mla_conformance.backends.references import BackendReference, BackendReferen
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases.case import Case
 from mla_conformance.cases.work import CPU_WORK, LARGE_CPU_WORK, work_of
-from mla_conformance.driving.driver import IN_PROCESS, Executor
+from mla_conformance.driving.driver import IN_PROCESS, Executor, run_calls
+from mla_conformance.driving.loaded import loaded_libraries
+from mla_conformance.files.places import file_digest, place_of
 from mla_conformance.judging.judged_rows import needed_bytes
-from mla_conformance.judging.record import BackendFacts
+from mla_conformance.judging.record import BackendFacts, Traced
 from mla_conformance.problems.memory import whole_memory
 from mla_conformance.problems.operands import TORCH_DTYPES
-from mla_conformance.roles.table import DEFINITIONS
+from mla_conformance.roles.table import DEFINITIONS, build_problem
 from mla_conformance.vocabulary.capabilities import DUE_ON_GPU, find_capability, is_due_on_gpu
 
 _GIB = 2**30
 _KERNELS_OF_LAYERS = (Role.PREFILL, Role.DECODE)
+_LONGEST = 240  # characters of a kernel's name that are kept: templates of CUTLASS run to thousands
+_CALLS_OF_THE_HOST = ("cuda", "cuLaunch", "Activity", "INVALID", "Lazy Function Loading")
 
 
 @dataclass(frozen=True)
@@ -195,3 +202,39 @@ def _graph_reasons(case: Case, device: torch.device, backend_class: Any) -> list
     if declared.value >= needed.value:
         return []
     return [f"CUDA graphs of such a batch not declared (cudagraph_support {declared.name}, needed {needed.name})"]
+
+
+def kernels_of(call: Callable[[], object], device: torch.device) -> tuple[str, ...]:
+    """Names of the kernels that a GPU ran meanwhile, in alphabetical order."""
+    # What stands before it in torch.profiler imports Torch's compiler, which takes five seconds.
+    with profile(use_cpu=False, use_device="cuda", use_kineto=True, acc_events=True) as found:
+        call()
+        torch.cuda.synchronize(device)
+    names = {event.key[:_LONGEST] for event in found.key_averages()}
+    return tuple(sorted(name for name in names if not name.startswith(_CALLS_OF_THE_HOST)))
+
+
+def trace_all(subject: Subject, cases: Mapping[str, str]) -> Traced:
+    """What a backend's calls run: the kernels of one case by capability, and the libraries that it loaded.
+
+    It is imported and called on a GPU once more, on cases that it passed; one that raises costs its own kernels alone.
+    """
+    before, kernels, libraries = loaded_libraries(), dict[str, tuple[str, ...]](), dict[str, str]()
+    with suppress(Exception):
+        _ = subject.unavailable
+    for capability, text in cases.items():
+        with suppress(Exception):
+            case = Case.parse(text)
+            problem, backend = build_problem(case, subject.device), subject.create(case)
+            run_calls(backend, problem)  # which plans and compiles
+
+            def calls(backend: Any = backend, problem: Any = problem) -> None:  # the driver does more around them
+                for call in problem.calls:
+                    call.prepare(backend)
+                    call.invoke(backend, call.output_buffer())
+
+            kernels = {capability: kernels_of(calls, subject.device), **kernels}
+    with suppress(Exception):
+        loaded = sorted(loaded_libraries() - before)
+        libraries = {place_of(Path(path), subject.backend.file): file_digest(Path(path)) for path in loaded}
+    return Traced(kernels, libraries)

@@ -1,20 +1,16 @@
-"""Problems made from problems: the same inputs regrouped, scaled or rewritten in place, for laws of two runs.
+"""Problems made from problems: the same inputs regrouped, scaled, listed otherwise or rewritten in place."""
 
-What is drawn for another batch is drawn by the id of its case, so that a line that runs the case again has the same.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from random import Random
 from typing import Any
 
+import torch
+
 from mla_conformance.cases.cached import CachedCase
-from mla_conformance.cases.case import Case
-from mla_conformance.cases.grammar import Data
-from mla_conformance.problems.calls import AttentionCall, KernelCall, Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.ranks import CallOnRanks
+from mla_conformance.reference.selected import NO_KEY
 from mla_conformance.roles.decode.problem import DecodeCall
-from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.sparse.problem import SparseCall
 
 
@@ -36,16 +32,13 @@ def scale_values(problem: Problem, factor: float) -> Problem:
 def scale_cache(problem: Problem, factor: float) -> Problem:
     """The same decode with ``k_scale`` times a power of two, which only the keys of an fp8 cache know: exactly."""
     assert isinstance(problem.case, CachedCase)
-    meant = factor if problem.case.cache == "fp8" else 1.0
-    calls = tuple(_rescaled(call, factor, meant) for call in problem.calls)
+    meant, calls = factor if problem.case.cache == "fp8" else 1.0, []
+    for call in problem.calls:
+        assert isinstance(call, DecodeCall | SparseCall)
+        rescaled = call.given_otherwise(k_scale=call.k_scale * factor)
+        calls.append(replace(rescaled, k=call.k * meant, v=call.v * meant))
     whole = problem.whole and replace(problem.whole, k=problem.whole.k * meant, v=problem.whole.v * meant)
-    return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=calls, whole=whole)
-
-
-def _rescaled(call: KernelCall, factor: float, meant: float) -> AttentionCall:
-    assert isinstance(call, DecodeCall | SparseCall)
-    rescaled = call.given_otherwise(k_scale=call.k_scale * factor)
-    return replace(rescaled, k=call.k * meant, v=call.v * meant)
+    return replace(problem, key=f"{problem.key}|k_scale={factor}", calls=tuple(calls), whole=whole)
 
 
 def overwrite(problem: Problem, other: Problem) -> Problem:
@@ -54,40 +47,66 @@ def overwrite(problem: Problem, other: Problem) -> Problem:
     return replace(problem, key=other.key, calls=calls, whole=other.whole)
 
 
-def other_contents(case: Case) -> Case:
-    """The same batch in the same blocks, of which queries, keys and values are others."""
-    data = Data.OUTLIERS if case.data == Data.INTEGERS else Data.INTEGERS
-    if isinstance(case, LayerCase):
-        return replace(case, data=data, latents=data)
-    return replace(case, data=data)
-
-
 def over_metadata(problem: Problem, owner: Problem) -> Problem:
     """``problem`` with the metadata objects of ``owner``, whose batch stands in the same blocks.
 
     A layer's call holds none.
     """
-    return replace(problem, calls=tuple(map(_over, problem.calls, owner.calls)))
+
+    def over(call: Any, theirs: Any) -> Any:
+        if isinstance(call, CallOnRanks):  # each has metadata of its own
+            return call.of(tuple(map(over, call.parts, theirs.parts)))
+        return replace(call, metadata=theirs.metadata)
+
+    return replace(problem, calls=tuple(map(over, problem.calls, owner.calls)))
 
 
-def _over(call: Any, owner: Any) -> Any:
-    """On several ranks each call has metadata of its own."""
-    if isinstance(call, CallOnRanks):
-        return call.of(tuple(map(_over, call.parts, owner.parts)))
-    return replace(call, metadata=owner.metadata)
+def _sparse_calls(problem: Problem) -> Iterator[tuple[SparseCall, torch.Tensor]]:
+    """Each call, and the columns [K] of its lists."""
+    for call in problem.calls:
+        assert isinstance(call, SparseCall)
+        yield call, torch.arange(call.topk_indices.shape[1], device=call.topk_indices.device)
 
 
-def of_size(case: Case, requests: int) -> Case:
-    """So many requests as long as those of the case, in an order drawn anew, with other values."""
-    known = range(len(case.q))
-    rows = Random(f"{case.id}|{requests}").sample([*known] * -(-requests // len(known)), requests)
-    q, kv = (tuple(lengths[row] for row in rows if lengths) for lengths in (case.q, case.kv))
-    return replace(case, q=q, kv=kv, seed=case.seed + 100 + requests)
+def reversed_lists(problem: Problem) -> Problem:
+    """Every list the other way round, up to its length; what it means stays the same."""
+    calls = []
+    for call, columns in _sparse_calls(problem):
+        length = torch.tensor(len(columns)) if call.length is None else call.length.long().unsqueeze(1)
+        order = torch.where(columns < length, length - 1 - columns, columns).expand_as(call.topk_indices)
+        calls.append(call.given_otherwise(topk_indices=call.topk_indices.gather(1, order)))
+    return replace(problem, calls=tuple(calls))
 
 
-def shortened(case: Case, number: int) -> Case:
-    """The same number of requests, shorter by chance, with other values; another batch for each ``number``."""
-    draw, seed = Random(f"{case.id}|{number}"), case.seed + 100 * number
-    if case.kv:
-        return replace(case, kv=tuple(draw.randint(0, length) for length in case.kv), seed=seed)
-    return replace(case, q=tuple(draw.randint(min(1, length), length) for length in case.q), seed=seed)
+def widened_lists(problem: Problem, columns: int) -> Problem:
+    """So many columns of -1 behind every list; what it means stays the same."""
+    calls = []
+    for call, _ in _sparse_calls(problem):
+        behind = call.topk_indices.new_full((len(call.topk_indices), columns), NO_KEY)
+        calls.append(call.given_otherwise(topk_indices=torch.cat((call.topk_indices, behind), dim=1)))
+    return replace(problem, calls=tuple(calls))
+
+
+def half_lists(problem: Problem, half: int) -> Problem:
+    """Every second key of each list, the others -1; 0 for the first and every second behind it, 1 for the rest."""
+    return _blanked(problem, lambda rows, columns: columns % 2 == half, f"half={half}")
+
+
+def lonely_row(problem: Problem, row: int) -> Problem:
+    """The lists of all other rows name nothing."""
+    return _blanked(problem, lambda rows, columns: rows == row, f"row={row}")
+
+
+def _blanked(problem: Problem, kept: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], said: str) -> Problem:
+    """The lists of the first cache without what is not ``kept``, as told of rows [T, 1] and columns [K]."""
+    calls = []
+    for call, columns in _sparse_calls(problem):
+        rows = torch.arange(len(call.topk_indices), device=columns.device).unsqueeze(1)
+        counted = kept(rows, columns).expand_as(call.topk_indices)
+        own, rest = call.selected.tensor_split([len(columns)], dim=1)
+        selected = torch.cat((own.masked_fill(~counted, NO_KEY), rest), dim=1)
+        if call.length is not None:
+            counted = counted | (columns >= call.length.unsqueeze(1))
+        blank = call.given_otherwise(topk_indices=call.topk_indices.masked_fill(~counted, NO_KEY))
+        calls.append(replace(blank, selected=selected))
+    return replace(problem, key=f"{problem.key}|{said}", calls=tuple(calls))

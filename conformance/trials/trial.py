@@ -19,17 +19,10 @@ from mla_conformance.backends.foreign import AnswerError
 from mla_conformance.backends.foreign import cut as shortened
 from mla_conformance.cases.cached import CachedCase
 from mla_conformance.cases.case import Case
-from mla_conformance.driving.driver import (
-    Observation,
-    Returned,
-    as_it_is_now,
-    parts_of,
-    run_calls,
-    why_not_plain,
-)
+from mla_conformance.driving.driver import Observation, Returned, parts_of, run_calls, why_not_plain
 from mla_conformance.judging.golden import Golden
 from mla_conformance.judging.verdict import BudgetUse, Check, Nonconformance, Status, Verdict, failed
-from mla_conformance.problems.calls import KernelCall, Problem
+from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.roles.table import build_problem, golden_of, judge
 from mla_conformance.trials.subject import Subject
@@ -125,7 +118,7 @@ class Trial:
 
     @cached_property
     def problem(self) -> Problem:
-        return self.context.problem(self.case, self.subject.device)
+        return self.build()
 
     def build(self, case: Case | None = None) -> Problem:
         """The inputs of a case, by default the trial's own, on the subject's device."""
@@ -142,7 +135,7 @@ class Trial:
     @cached_property
     def backend(self) -> Any:
         """The instance that all calls of the trial go to: a kernel, or a layer."""
-        return self.query("the constructor", partial(self.subject.create, self.case))
+        return self.create()
 
     def create(self, case: Case | None = None) -> Any:
         return self.query("the constructor", partial(self.subject.create, case or self.case))
@@ -189,48 +182,21 @@ class Trial:
             self.fail(Check.CALL, f"asked what it supports, {answer}")
         return answer
 
-    def conforms(self, problem: Problem | None = None, step: str = "", prepare: bool = True) -> Observation:
-        """Run a problem, by default the case's own, and judge everything that comes back.
-
-        Args:
-            step: where in a sequence of calls this is, for the message.
-            prepare: as for :meth:`run`.
-        """
+    def conforms(self, problem: Problem | None = None, step: str = "") -> Observation:
+        """Run a problem, by default the case's own, and judge everything; ``step`` says where this is in messages."""
         problem = problem or self.problem
         expectation = self.context.expect(problem)
-        return self.judged(problem, expectation, self.run(self.backend, problem, prepare), step)
+        return self.judged(problem, expectation, self.run(self.backend, problem), step)
 
     def run(
         self, instance: Any, problem: Problem, prepare: bool = True, perform: Callable[..., Any] | None = None
     ) -> Observation:
-        """Make the problem's calls on an instance, each by ``perform``, as for :func:`run_calls`.
-
-        Args:
-            prepare: whether its metadata are handed over first; those of ranks are before each call in any case, since
-                the ranks share the instance.
-        """
+        """Make the problem's calls on an instance, as :func:`run_calls` does."""
+        # The metadata of ranks are handed over before each call in any case, since the ranks share the instance.
         ranks = isinstance(problem.case, CachedCase) and len(problem.calls) > 1
         observation = run_calls(instance, problem, prepare or ranks, self.subject.executor, perform)
         self.disturbed = self.disturbed or bool(observation.disturbed)
         return observation
-
-    def interleaved(self, other: Problem, difference: str = "") -> None:
-        """Two instances: prepare both, then run both; the second one is made for the other problem's case.
-
-        Args:
-            difference: how that instance differs from the first, for the message.
-        """
-        both = [
-            (instance, problem, self.context.expect(problem))
-            for instance, problem in ((self.backend, self.problem), (self.create(other.case), other))
-        ]
-        # In one step, so that metadata that they share are one object wherever it is carried out.
-        pairs = [(instance, problem.calls[0]) for instance, problem, _ in both]
-        self.query("prepare_metadata", partial(_prepare_each, pairs))
-        for instance, problem, expectation in both:
-            observation = self.run(instance, problem, prepare=False)
-            step = " ".join(filter(None, ("after another instance", difference, "was prepared")))
-            self.judged(problem, expectation, observation, step)
 
     def judged(self, problem: Problem, expectation: Golden, observation: Observation, step: str = "") -> Observation:
         """Judge what a problem's calls returned; ``step`` as for :meth:`conforms`."""
@@ -255,11 +221,6 @@ class Trial:
     def fail(self, check: Check, message: str) -> NoReturn:
         self.settle(failed(check, message))
         raise AssertionError("a failure settles a trial")
-
-    def unchanged(self, earlier: Observation, copies: list[bytes]) -> None:
-        """What an earlier call returned must not have been overwritten by later ones."""
-        same = returned_bytes(as_it_is_now(earlier, self.subject.executor)) == copies
-        self.require(same, Check.STALE_RESULT, "a later call overwrote the result of an earlier one")
 
     def settle(self, verdict: Verdict) -> None:
         """Keep a pass together with what earlier steps used; raise anything else."""
@@ -303,11 +264,6 @@ def results(observation: Observation) -> list[torch.Tensor]:
 
 def prepare(backend: Any, problem: Problem) -> None:
     problem.calls[0].prepare(backend)
-
-
-def _prepare_each(pairs: Iterable[tuple[Any, KernelCall]]) -> None:
-    for instance, call in pairs:
-        call.prepare(instance)
 
 
 def invoke(backend: Any, problem: Problem) -> Any:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.dimensions import (
     COLUMNS,
@@ -48,9 +48,9 @@ class CacheCase(CacheOperation):
 
     cache: str = one_of((*LATENT_CACHES, *INDEX_CACHES), "auto", "layout of the entries")
     latents: str = one_of(LATENTS, Data.NORMAL, "what they are like")
-    slots: str = one_of(SLOT_DTYPES, "int64", "dtype of a slot mapping", Kind.DTYPE)
+    slots: str = one_of(SLOT_DTYPES, "int64", "dtype of a slot mapping")
     dequantise: bool = given(False, "whether latents are gathered as values of the model's dtype")
-    ratio: int = at_least(1, 1, "tokens that an entry stands for; a gather's q counts entries", Kind.SIZE)
+    ratio: int = at_least(1, 1, "tokens that an entry stands for; a gather's q counts entries")
     topk: int = at_least(1, 16, "columns of a list of positions")
     outside: bool = given(False, "whether lists name positions that the block table has no column for")
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
 from mla_conformance.cases.cached import CacheOperation
-from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import DTYPE, PADDING, POISONS, ROW_LAYOUT, numbers, spare_blocks, storage
 from mla_conformance.cases.grammar import Fields
@@ -34,12 +34,12 @@ class CompressCase(CacheOperation):
     dtype: str = one_of(("bf16", "fp16", "fp32"), "bf16")
     dims: str = "64-64-128-128"
     data: str = one_of(VALUES, "normal", "what key states and scores are like", joined=True)
-    ratio: int = at_least(2, 4, "tokens of an entry", Kind.SIZE)
+    ratio: int = at_least(2, 4, "tokens of an entry")
     overlap: bool = given(False, "whether groups take the one before as well")
     norm: bool = given(True, "whether entries are normalised")
-    inputs: str = one_of(("float32", "model"), "float32", "dtype of key states and scores", Kind.DTYPE)
-    state_page: int = at_least(1, 4, "tokens of a page of states", Kind.SIZE)
-    chunk: int = at_least(0, 0, "new tokens in a call; 0 for all", Kind.SIZE)
+    inputs: str = one_of(("float32", "model"), "float32", "dtype of key states and scores")
+    state_page: int = at_least(1, 4, "tokens of a page of states")
+    chunk: int = at_least(0, 0, "new tokens in a call; 0 for all")
 
     @property
     def head_dim(self) -> int:

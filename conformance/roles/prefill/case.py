@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
-from mla_conformance.cases.case import Call, Case, Kind, at_least, given, one_of
+from mla_conformance.cases.case import Call, Case, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import INPUTS, LSE, MAXIMA, PADDING, POISONS, by_length, numbers
 from mla_conformance.cases.grammar import Fields, Lengths
@@ -38,7 +38,7 @@ class PrefillCase(Case):
     planner: str = one_of(PLANNERS, "equal", "who plans the chunks, a name in the reference's `PLANNERS`")
     out: bool = given(False, "whether an output tensor is handed in")
     quant: str = one_of(("none", "fp8"), "none", "quantisation of the output")
-    oscale: int = at_least(1, 13000, "output scale in millionths", Kind.SCALE)
+    oscale: int = at_least(1, 13000, "output scale in millionths")
     merge: str = one_of(
         ("golden", "own", "in_place"),
         "golden",

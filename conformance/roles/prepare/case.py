@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
-from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers
 from mla_conformance.cases.dimensions import DTYPE, LAYOUT, PADDING, POISONS, SCALE, by_length, numbers
 from mla_conformance.cases.grammar import Fields
@@ -61,7 +61,7 @@ class PrepareCase(Case):
         "returned",
     )
     fused: bool = given(False, "whether keys and weights, of the model's dtype, are columns of one projection")
-    eps: int = at_least(1, 1, "of the keys' norm, in millionths", Kind.SCALE)
+    eps: int = at_least(1, 1, "of the keys' norm, in millionths")
 
     @property
     def head_dim(self) -> int:

@@ -7,7 +7,7 @@ from typing import ClassVar
 from mla_conformance.backends.roles import IndexSpace, Role
 from mla_conformance.cases import batches, dimensions
 from mla_conformance.cases.cached import CACHES, CachedCase
-from mla_conformance.cases.case import Call, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import Draw, Numbers, first
 from mla_conformance.cases.grammar import Fields
 from mla_conformance.cases.space import Only, Row, Rule, Space, measured, never, plain, values
@@ -56,7 +56,7 @@ class SparseCase(CachedCase):
     )
     extra: str = one_of(EXTRA_CACHES, "none", "layout of a second cache; none without one")
     extra_topk: int = at_least(1, 64, "columns of its lists")
-    extra_page: int = at_least(1, 64, "tokens of its pages", Kind.SIZE)
+    extra_page: int = at_least(1, 64, "tokens of its pages")
 
     @property
     def is_paged(self) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from mla_conformance.backends.roles import Role
 from mla_conformance.cases import batches
-from mla_conformance.cases.case import Call, Case, Kind, Sizes, at_least, given, one_of
+from mla_conformance.cases.case import Call, Case, Sizes, at_least, given, one_of
 from mla_conformance.cases.classes import PLAIN, Draw, Numbers, first
 from mla_conformance.cases.dimensions import (
     COLUMNS,
@@ -61,7 +61,7 @@ class TopKCase(Case):
     packed: bool = given(
         False, "whether the columns of the requests stand behind one another, so that rows start at those of their own"
     )
-    pool: int = at_least(1, 1, "tokens of a column", Kind.SIZE)
+    pool: int = at_least(1, 1, "tokens of a column")
     tail: bool = given(False, "whether the last, incomplete pool is selected besides")
 
     @property
