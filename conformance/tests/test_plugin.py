@@ -162,7 +162,7 @@ def test_a_role_or_a_capability_is_exact(listed: Listing) -> None:
 def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(
     listed: Listing, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_conformance.engine.request.known_backends", lambda: known_backends()[:2])
+    monkeypatch.setattr("mla_conformance.backends.references.known_backends", lambda: known_backends()[:2])
     pytester.makeini("[pytest]\nmla_tier = smoke\n")
     suite = ["--pyargs", "mla_conformance.suite"]
     assert listed(*suite, "-m", "backend(name='EAGER') and capability(name='lse')") == (0, ids("EAGER"))

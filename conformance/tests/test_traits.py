@@ -21,9 +21,7 @@ from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report, report_form, to_text
 from mla_conformance.report.outcome import traits_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.traits import accuracy as spreads
-from mla_conformance.traits import bitwise
-from mla_conformance.traits.accuracy import accuracy
+from mla_conformance.traits import examine
 from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
@@ -51,8 +49,8 @@ class SplitsByMaximum(EagerPrefillBackend):
 def answers(kernel: type) -> dict[Question, BitwiseAnswer]:
     subject = Subject.of(f"{__name__}:{kernel.__name__}", CPU)
     with pytest.MonkeyPatch.context() as patch:  # the two smaller cases of three
-        patch.setattr(bitwise, "_FIELDS", {Role.PREFILL: bitwise._FIELDS[Role.PREFILL][:2]})
-        return {each.question: each for each in bitwise.bitwise(subject, Context())}
+        patch.setattr(examine, "_ASKED", {Role.PREFILL: examine._ASKED[Role.PREFILL][:2]})
+        return {each.question: each for each in examine.bitwise(subject, Context())}
 
 
 def test_a_kernel_that_alternates_is_found_from_run_to_run() -> None:
@@ -70,8 +68,8 @@ def test_a_kernel_that_splits_by_the_longest_is_the_same_from_run_to_run_and_not
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.SPARSE, Role.INDEXER, Role.LAYER])
 def test_a_variant_keeps_the_operands_of_its_rows(role: Role) -> None:
-    trial = Trial(Subject.of("EAGER", CPU), bitwise.bases(role)[0], Context())
-    for variant in (each for question in Question for each in bitwise.variants(trial, question)):
+    trial = Trial(Subject.of("EAGER", CPU), examine.bases(role)[0], Context())
+    for variant in (each for question in Question for each in examine.variants(trial, question)):
         against = (variant.against or trial.problem).calls[0].q
         theirs = variant.problem.calls[0].q
         expected = against[: len(theirs)] if variant.rows is None else against[variant.rows]
@@ -79,8 +77,8 @@ def test_a_variant_keeps_the_operands_of_its_rows(role: Role) -> None:
 
 
 def test_the_errors_of_a_right_kernel_are_within_their_budget_and_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreads, "DATA", ("normal", "outliers"))
-    found = accuracy(Subject.of(f"{__name__}:{Alternating.__name__}", CPU), Context())
+    monkeypatch.setattr(examine, "DATA", ("normal", "outliers"))
+    found = examine.accuracy(Subject.of(f"{__name__}:{Alternating.__name__}", CPU), Context())
     assert {each.dtype for each in found} == {"bf16", "fp16", "fp32"}
     for each in found:
         assert list(each.budget) == sorted(each.budget) and list(each.ulp) == sorted(each.ulp)
