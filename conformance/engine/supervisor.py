@@ -234,10 +234,11 @@ class Supervisor:
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                case = (
-                    Case.parse(given.case) if isinstance(given, messages.Judge) else array_of(given.capabilities[0])[0]
-                )
-                capability = case.capability if isinstance(given, messages.Judge) else EXPLORED
+                if isinstance(given, messages.Judge):
+                    case = Case.parse(given.case)
+                    capability = case.capability
+                else:
+                    case, capability = array_of(given.capabilities[0])[0], EXPLORED
                 about = parse_reference(given.reference).name, given.reference, capability, case.id
                 died = Status.UNAVAILABLE if status == machine.LACKED_MEMORY else Status.CRASH
                 message = f"{DIED}, before the case began, {_MOST_STARTS} times: {machine.how(status)}"

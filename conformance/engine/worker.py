@@ -47,13 +47,10 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
 from mla_conformance.roles.table import judge
 from mla_conformance.speed.times import Speed
-from mla_conformance.traits.examine import accuracy, bitwise
-from mla_conformance.traits.repeats import repeated
-from mla_conformance.trials.explore import explore, region_of
+from mla_conformance.traits import examine, repeats
+from mla_conformance.trials import explore, role_file, trace
 from mla_conformance.trials.judge_one import judge_one, judged_trial
-from mla_conformance.trials.role_file import take_up
 from mla_conformance.trials.subject import Subject, describe, unavailable
-from mla_conformance.trials.trace import trace_all
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of
@@ -72,7 +69,7 @@ _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GP
 def load_all(setup: messages.Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
     if setup.role:
-        take_up(setup.role, setup.array)
+        role_file.take_up(setup.role, setup.array)
     tolerance()
     for role in ("", *ROLES):
         lists_of(role)
@@ -250,7 +247,7 @@ class Worker:
             # By a process that has not imported the backend before: for times the device comes first.
             anew = Subject.of(task.reference, self.device, self.executor)
             if isinstance(task, messages.Trace):
-                seen = self.executor.query(partial(trace_all, anew, task.cases), Traced)
+                seen = self.executor.query(partial(trace.trace_all, anew, task.cases), Traced)
                 return messages.TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
             done = self.executor.query(partial(import_module(_TIMING).time_kernel, anew, task.forms), Speed)
             speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
@@ -259,13 +256,13 @@ class Worker:
         if isinstance(task, messages.Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
             asked = task.draws, task.seconds, task.capabilities, self.context, starts
-            record = explore(subject, *asked, lambda so_far: self.send(messages.WorkerExplored(so_far)))
+            record = explore.explore(subject, *asked, lambda so_far: self.send(messages.WorkerExplored(so_far)))
             return messages.TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, messages.Examine):  # whose kernels are called as no case calls them
-            answers = bitwise(subject, self.context) if task.bitwise else ()
-            spreads = accuracy(subject, self.context) if task.accuracy else ()
+            answers = examine.bitwise(subject, self.context) if task.bitwise else ()
+            spreads = examine.accuracy(subject, self.context) if task.accuracy else ()
             return messages.TaskReply(traits=Traits(answers, spreads), leaves=True)
-        found = repeated(subject, self.context, Case.parse(task.case), task.calls)
+        found = repeats.repeated(subject, self.context, Case.parse(task.case), task.calls)
         return messages.TaskReply(repeated=found, leaves=True)
 
     def _judged(self, task: messages.Judge) -> messages.TaskReply:
@@ -304,7 +301,7 @@ class Worker:
             declared = self.executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
             return messages.TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
-        regions = (region_of(subject, SPACES[name], task.triples, self.context.salt) for name in task.arrays)
+        regions = (explore.region_of(subject, SPACES[name], task.triples, self.context.salt) for name in task.arrays)
         fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role: repr(each) for role, each in declared.value.items()}
         missing = dict[str, str]()  # of a role whose question fails its cases ask again

@@ -181,9 +181,7 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
 def test_a_replay_says_that_a_failure_was_not_confirmed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = Record(
-        "EAGER", "EAGER", "lse", "lse:q=[4]", Status.FAIL, check="lse", message="wrong", confirmation="unrepeated"
-    )
+    record = failed("lse:q=[4]").with_fields(backend="EAGER", reference="EAGER", confirmation="unrepeated")
     write_run(tmp_path / "report.json", [record])
     monkeypatch.setattr("mla_conformance.commands.replay.run_and_report", lambda run, keep_report: 0)
     assert main(["replay", "--report", str(tmp_path), "--device", "cpu"]) == 0
@@ -231,10 +229,8 @@ OF_EACH_ROLE = [
 
 
 def contents(case: str, salt: str) -> list[bytes]:
-    problem = build_problem(Case.parse(case), CPU, salt)
-    return [
-        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in problem.tensors() if tensor.dim()
-    ]
+    tensors = [tensor for tensor in build_problem(Case.parse(case), CPU, salt).tensors() if tensor.dim()]
+    return [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize("case", OF_EACH_ROLE)

@@ -95,27 +95,19 @@ YES = BitwiseAnswer(Question.REPEATS, "decode", Answer.YES, 3)
 SPREAD = ErrorSpread("decode", "bf16", "normal", 1, 9, (0.1, 0.5, 0.9), (0.2, 3.0, 8.0))
 
 
-def test_answers_reach_text_page_and_gate() -> None:
+def test_answers_reach_text_page_report_and_gate(tmp_path: Path) -> None:
     run = run_with(Traits((NO, YES), (SPREAD,)))
     lines = list(traits_lines(run.backends[0].traits))
     assert any("on any pages: decode ✘" in line for line in lines) and any(NO.why in line for line in lines)
     page = html(run)
     assert NO.why in page and "0.1 / 0.5 / 0.9 · 0.2 / 3 / 8 ulp" in page
+    (tmp_path / "report.json").write_text(to_text(report_form(run)), encoding="utf-8")
+    assert load_report(tmp_path / "report.json").backends[0].traits == run.backends[0].traits
     gate = Gate([run], Expectations(()), suites=["1"], bitwise=[Question.PAGES, Question.REPEATS])
     assert [row.what for row in gate.rows() if row.finding is GateFinding.BITWISE] == [Question.PAGES]
-
-
-def test_a_question_that_nobody_asked_closes_the_gate() -> None:
     gate = Gate([run_with(Traits())], Expectations(()), suites=["1"], bitwise=[Question.REPEATS])
     (row,) = [row for row in gate.rows() if row.finding is GateFinding.BITWISE]
-    assert "not measured" in row.detail and gate.blocks(row)
-
-
-def test_a_report_keeps_what_was_found(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    run = run_with(Traits((NO,), (SPREAD,)))
-    path.write_text(to_text(report_form(run)), encoding="utf-8")
-    assert load_report(path).backends[0].traits == run.backends[0].traits
+    assert "not measured" in row.detail and gate.blocks(row), "a question that nobody asked closes the gate"
 
 
 PREFILL = "determinism:dims=small;heads=2;q=[33,5]"
@@ -126,18 +118,12 @@ def of(reference: str, case: str, calls: int) -> Repeated:
     return repeated(Subject.of(reference, torch.device("cpu")), Context(), Case.parse(case), calls)
 
 
-def test_a_race_with_wrong_results_is_found_where_the_draw_puts_it() -> None:
+def test_a_race_is_found_where_the_draw_puts_it_and_other_bits_may_be_right() -> None:
     found = of(f"{races.__name__}:UnfinishedTile", DECODE, 400)
     assert found.differing and found.breaks and "output is" in found.wrong
     assert found.first <= 400 and found.calls_for(0.95) > 1
-
-
-def test_another_order_of_additions_is_right_with_other_bits() -> None:
     found = of(f"{races.__name__}:OrderOfAdditions", PREFILL, 200)
     assert found.differing and not found.wrong and found.breaks
-
-
-def test_a_kernel_without_a_race_has_the_same_bits() -> None:
     for reference, case in (("EAGER", PREFILL), ("TORCH_SDPA", DECODE)):
         found = of(reference, case, 50)
         assert (found.differing, found.breaks, found.failed) == (0, False, "")
