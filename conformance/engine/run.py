@@ -157,17 +157,16 @@ class Run:
         self._positions = {case: index for index, case in enumerate(cases)}
         self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
         left_out = list[int]()
-        if resumes:
-            left_out = self.folder.journal.take_up()
-        else:
+        if not resumes:
             self.folder.begin()
-        self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        if resumes:
+        else:
+            left_out = self.folder.journal.take_up()
             for event in self.folder.journal.sealed().values():
                 self.found.keep(event)
             # Judged again is what this machine has enough memory for: it was lacking, or time to compile.
             verdicts = self.found.verdicts.items()
             self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
+        self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         self._write(journal.Resumed() if resumes else journal.Planned(msgspec.to_builtins(self.plan)))
         self._begun = True
         for loaded in self._early:  # before there was a journal

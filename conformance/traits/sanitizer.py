@@ -206,22 +206,25 @@ class Watch:
 
         It is at most so many of each capability and role that the backend supports; 0 is for all.
         """
-        first = self._attempt(cases, most)
+        first, errors = self._attempt(cases, most)
         if first.begin is None:
-            reported = (f"{each.kernel}: {each.cause}" for each in first.errors[:1])
+            reported = (f"{each.kernel}: {each.cause}" for each in errors[:1])
             return Watched(unavailable="; ".join([first.unavailable, *reported]))
         if first.begin.unavailable:
             return Watched(first.begin, unavailable=first.begin.unavailable)
-        found = first.each()
+        found = list(first.cases)
         if len(found) > 1:
-            unsure = {each.case for each in found if first.errors or not each.is_clean}
-            for number, (case, again) in enumerate((each.case, each.case in unsure) for each in found):
-                if again:
-                    alone = self._attempt([case], 0)
-                    found[number] = next(iter(alone.each()), Sanitized(case, alone.errors, alone.unavailable))
+            for number, each in enumerate(first.cases):
+                if errors or not each.is_clean:
+                    alone, own = self._attempt([each.case], 0)
+                    found[number] = next(iter(alone.cases), Sanitized(each.case, own, alone.unavailable))
         return Watched(first.begin, tuple(found))
 
-    def _attempt(self, cases: Sequence[str], most: int) -> "_Attempt":
+    def _attempt(self, cases: Sequence[str], most: int) -> tuple[Watched, tuple[SanitizerError, ...]]:
+        """What became of the calls in one process, and the errors in it, which are told as if each case had all.
+
+        They count whatever became of the process; that there are none, only of a call that returned.
+        """
         with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
             output, lines = Path(folder, "output.xml"), Path(folder, "called")
             command = [self.tool.path, "--tool", self.check, "--xml", "--save", str(output)]
@@ -244,30 +247,13 @@ class Watch:
             ended = tuple(msgspec.json.decode(line, type=CallEnded) for line in others)
             if not why and (begin is None or len(ended) != len(begin.chosen) or done.returncode):
                 why = f"the calls were not made under it; {_last_words(done)}"
-            return _Attempt(begin, ended, errors, why)
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """What one process was to call and called, with what the tool reports of all of it."""
-
-    begin: CallsBegin | None
-    ended: tuple[CallEnded, ...]
-    errors: tuple[SanitizerError, ...] = ()
-    unavailable: str = ""
-
-    def each(self) -> list[Sanitized]:
-        """The cases one by one, errors as if each had all of them.
-
-        Errors count whatever became of the process; that there are none, only of a call that returned.
-        """
-        every, found = {each.case: each for each in self.ended}, list[Sanitized]()
-        for case in self.begin.chosen if self.begin else ():
-            ended = every.get(case)
-            raised = f"the call raised {ended.raised}" if ended and ended.raised else ""
-            why = "" if self.errors else self.unavailable or raised or ("" if ended else "it was not called")
-            found.append(Sanitized(case, self.errors, why, ended.seconds if ended else 0.0))
-        return found
+        calls, found = {each.case: each for each in ended}, list[Sanitized]()
+        for case in begin.chosen if begin else ():
+            call = calls.get(case)
+            raised = f"the call raised {call.raised}" if call and call.raised else ""
+            unclear = "" if errors else why or raised or ("" if call else "it was not called")
+            found.append(Sanitized(case, errors, unclear, call.seconds if call else 0.0))
+        return Watched(begin, tuple(found), why), errors
 
 
 def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess[str]":
