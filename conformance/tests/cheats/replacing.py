@@ -8,7 +8,7 @@ from threading import Thread, get_ident
 import msgspec
 import torch
 
-from mla_conformance.engine import messages
+from mla_conformance.engine import messages, worker
 from mla_conformance.judging import judge
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.record import Record
@@ -76,7 +76,7 @@ class ReplacesTheMessages(ThreeTimes):
                 message = msgspec.structs.replace(message, record=passed)
             return honest(message)
 
-        honest, messages.encode = messages.encode, passing
+        honest, worker.encode = messages.encode, passing
         return output, lse
 
 
