@@ -129,7 +129,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "backend(name): the backend that a conformance test judges")
     config.addinivalue_line("markers", "capability(name): the capability that a conformance test decides")
     config.addinivalue_line("markers", "role(name): the role of a conformance test's case, such as decode")
-    config.stash[_RECORDS] = []
+    records = config.stash[_RECORDS] = []
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Collects(records))
     if config.option.mla_no_explain:
         os.environ[UNEXPLAINED] = "1"
         config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
@@ -156,7 +158,6 @@ def _named(option: Any) -> list[str]:
 
 
 def _selects_any(config: pytest.Config, by_keyword: bool = True) -> bool:
-    """Whether an option or a keyword selects anything of the suite."""
     option = config.option
     asked = (option.backend, option.mla_capability, option.mla_device, option.mla_case, option.mla_tier)
     return any(asked) or (by_keyword and bool(_named(option)))
@@ -303,12 +304,6 @@ class _Collects:
         reported = dict(report.user_properties).get(PROPERTY)
         if report.when == "call" and reported:
             self._records.append(msgspec.convert(json.loads(str(reported)), Record))
-
-
-@pytest.hookimpl
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):
-        session.config.pluginmanager.register(_Collects(session.config.stash[_RECORDS]))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,14 +18,7 @@ from mla_conformance.backends.foreign import LINE, cut, one_line, type_name, use
 from mla_conformance.backends.kernel import KernelBackend
 from mla_conformance.driving.settings import watched
 from mla_conformance.problems.calls import KernelCall, Problem
-from mla_conformance.problems.memory import (
-    Guarded,
-    Snapshot,
-    device_lost,
-    out_of_memory,
-    poison,
-    poison_allocator,
-)
+from mla_conformance.problems.memory import Guarded, Snapshot, device_lost, out_of_memory, poison, poison_allocator
 from mla_conformance.reference.attention import merge
 
 _BUILTINS = vars(builtins)
@@ -95,7 +88,6 @@ class Executor:
     """
 
     def call(self, step: Callable[[], Any], reached: Iterable[torch.Tensor] = ()) -> StepResult:
-        """A step that returns what a call returned."""
         done = run_step(step)
         return replace(done, kept=done.value)
 
@@ -256,7 +248,6 @@ def run_calls(
 
 
 def as_it_is_now(observation: Observation, executor: Executor) -> Observation:
-    """The observation with what its calls returned as later ones have left it."""
     again = [executor.call(partial(itself, returned.kept)).value for returned in observation.returned]
     returned = (replace(one, value=value) for one, value in zip(observation.returned, again, strict=True))
     return replace(observation, returned=tuple(returned))
@@ -288,12 +279,8 @@ def _settle_operands(
 ) -> Iterator[str]:
     """What of the operands is otherwise now, beside their bytes, in words; those looked at later get their form back.
 
-    A library may hang further attributes on metadata; what stands in it is the caller's.
-
-    Args:
-        tensors: each with its name, and its form and storage as they were.
-        metadata: of the call.
-        before: its fields as they were.
+    Of tensors and fields of metadata it is told how they were. A library may hang further attributes on metadata; what
+    stands in it is the caller's.
     """
     for name, tensor, form, storage in tensors:
         now = _form(tensor)

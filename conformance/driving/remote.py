@@ -21,16 +21,17 @@ import torch
 from msgspec import Meta
 
 from mla_conformance.backends.foreign import type_name
-from mla_conformance.driving.driver import (
-    Executor,
-    Instead,
-    StepResult,
-    itself,
-    parts_of,
-    run_step,
-    why_not_plain,
-)
-from mla_conformance.driving.shared import FrameError, RemoteValue, Shared, SharedRange, Unpacker, pack, receive, send
+from mla_conformance.driving.driver import Executor, Instead, StepResult, itself, parts_of, run_step, why_not_plain
+from mla_conformance.driving.shared import (
+    RemoteValue,
+    ReplyError,
+    Shared,
+    SharedRange,
+    Unpacker,
+    pack,
+    receive,
+    send,
+)  # fmt: skip
 from mla_conformance.problems.memory import device_lost, out_of_memory, storage_bytes
 
 _MOST_SHARE = 8  # a process that holds more than this part of a GPU for what it hands over should be replaced
@@ -43,10 +44,6 @@ _Line = Annotated[str, Meta(max_length=LONGEST_LINE)]
 _Text = Annotated[str, Meta(max_length=LONGEST_TEXT)]
 _Count = Annotated[int, Meta(ge=0, lt=2**48)]
 _Counts = Annotated[tuple[_Count, ...], Meta(max_length=_MOST_DIMENSIONS)]
-
-
-class MalformedReply(ValueError):
-    """An answer that no unchanged process of a kernel gives."""
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -81,11 +78,11 @@ class Reply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Wanted(Enum):
-    """What the judge wants to know of a step's value: its tensors, plain data, or that it is kept for later steps."""
+    """What the judge wants to know of a step's value."""
 
-    RETURNED = "returned"
-    FACT = "fact"
-    NOTHING = "nothing"
+    RETURNED = "returned"  # its tensors
+    FACT = "fact"  # plain data
+    NOTHING = "nothing"  # it is kept for later steps
 
 
 class KernelRequest(msgspec.Struct, frozen=True):
@@ -100,8 +97,6 @@ class KernelRequest(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False, repr=False)
 class RemoteExecutor(Executor):
-    """Has steps carried out by the kernel's process."""
-
     connection: socket.socket
     shared: Shared
     ended: Callable[[], NoReturn]  # what is done when that process has ended
@@ -137,7 +132,6 @@ class RemoteExecutor(Executor):
         return replace(again, disturbed=done.disturbed)
 
     def query(self, question: Callable[[], Any], kind: Any = None) -> StepResult:
-        """The answer, if it is data of this type."""
         done, reply = self._asked(question, Wanted.NOTHING if kind is None else Wanted.FACT)
         if done.error or kind is None:
             return replace(done, value=done.kept)
@@ -183,14 +177,14 @@ class RemoteExecutor(Executor):
             # Where there is no answer, the kernel's process has ended.
             reply = msgspec.json.decode(answer or self.ended(), type=Reply)
             if reply.number != self._number:
-                raise MalformedReply(f"expected the answer to request {self._number}, got that to {reply.number}")
+                raise ReplyError(f"expected the answer to request {self._number}, got that to {reply.number}")
             if not reply.needs.keys() <= shared.pieces.keys():
-                raise MalformedReply(f"expected types of devices, got {sorted(reply.needs)}")
+                raise ReplyError(f"expected types of devices, got {sorted(reply.needs)}")
             for tensor, place in zip(memory, reached, strict=True):
                 storage_bytes(tensor).copy_(shared.bytes_of(place))
             is_returned = wanted is Wanted.RETURNED and not reply.error and not reply.needs
             value = returned(reply, shared, rooms, memory) if is_returned else None
-        except (MalformedReply, FrameError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        except (ReplyError, msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             # Nothing that comes later is the answer to what is asked.
             self._broken = f"{_MALFORMED}: {error}"
             return StepResult(error=self._broken), Reply(self._number)
@@ -203,17 +197,10 @@ class RemoteExecutor(Executor):
 
 
 def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], reached: Sequence[torch.Tensor]) -> Any:
-    """What a call returned, taken out of the rooms: copies that nothing but the judge's process can write.
+    """What a call returned, taken out of the rooms for the answer: copies that only the judge's process can write.
 
-    Args:
-        reply: tells of it.
-        shared: the memory that both map.
-        rooms: what of it was free for the answer, by type of device.
-        reached: whose storages a part may be a view of.
-
-    Raises:
-        MalformedReply: that cannot be.
-        torch.OutOfMemoryError: this process has no room for a copy, which is not the kernel's fault.
+    A part may be a view of a storage that is ``reached``. What cannot be is a ReplyError; it is an OutOfMemoryError
+    if this process has no room for a copy, which is not the kernel's fault.
     """
     parts: list[Any] = []
     try:
@@ -223,7 +210,7 @@ def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], rea
                 continue
             dtype = getattr(torch, part.dtype, None)
             if not isinstance(dtype, torch.dtype) or len(part.shape) != len(part.strides):
-                raise MalformedReply(f"expected a dtype and as many strides as sizes, got {part.dtype!r}")
+                raise ReplyError(f"expected a dtype and as many strides as sizes, got {part.dtype!r}")
             if part.place is None and part.of is None:
                 parts.append(torch.empty_strided(part.shape, part.strides, dtype=dtype, device="meta"))
                 continue
@@ -232,22 +219,22 @@ def returned(reply: Reply, shared: Shared, rooms: Mapping[str, SharedRange], rea
                 room = rooms.get(place.kind)
                 inside = room and place.piece == room.piece and room.at <= place.at
                 if not room or not inside or place.at + place.size > room.at + room.size:
-                    raise MalformedReply("expected a tensor in the room for answers, got one elsewhere")
+                    raise ReplyError("expected a tensor in the room for answers, got one elsewhere")
                 storage = shared.bytes_of(place).clone().untyped_storage()
             elif 0 <= part.of < len(reached):
                 storage = reached[part.of].untyped_storage()
             else:
-                raise MalformedReply(f"expected one of {len(reached)} storages, got number {part.of}")
+                raise ReplyError(f"expected one of {len(reached)} storages, got number {part.of}")
             if part.offset % dtype.itemsize or part.offset + _span(part, dtype.itemsize) > storage.nbytes():
-                raise MalformedReply(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
+                raise ReplyError(f"expected a tensor within {storage.nbytes()} bytes, got one beyond")
             made = torch.empty(0, dtype=dtype, device=storage.device)
             parts.append(made.set_(storage, part.offset // dtype.itemsize, part.shape, part.strides))
     except (RuntimeError, TypeError) as error:
         if out_of_memory(error):
             raise
-        raise MalformedReply(f"no tensor can be made of it: {error}") from error
+        raise ReplyError(f"no tensor can be made of it: {error}") from error
     if not reply.several and len(parts) != 1:
-        raise MalformedReply(f"expected one part, got {len(parts)}")
+        raise ReplyError(f"expected one part, got {len(parts)}")
     return tuple(parts) if reply.several else parts[0]
 
 
@@ -294,12 +281,7 @@ def written(
 ) -> Reply:
     """What a call returned, put into the rooms that are free for it, in the kernel's process.
 
-    Args:
-        shared: the memory that both map.
-        rooms: what of it is free, by type of device.
-        reached: places of the caller's storages, of which a part may be a view.
-        number: of the request.
-        value: what it returned.
+    A part may be a view of a storage of the caller's, in a place that is ``reached``.
     """
     parts: list[Part] = []
     needs: dict[str, int] = {}  # bytes, by type of device

@@ -37,6 +37,7 @@ _LIBC: Any = ctypes.CDLL(None) if platform.system() == "Linux" and platform.mach
 _ENVIRONMENT_BYTES, _CONTROL = 64, 28  # the size of C's ``fenv_t`` of x86-64, and where MXCSR stands in it, in 4 bytes
 _STICKY = 0x3F  # bits of MXCSR that record what happened, which every inexact result sets
 _STANDARD = (1, 2)
+_MATMUL = torch.backends.cuda.matmul
 _held: list[Any] = []  # modes that were entered to undo another: a mode ends with its object
 
 
@@ -150,6 +151,12 @@ def _set_inference(enabled: bool) -> None:
     mode = torch.inference_mode(enabled)
     mode.__enter__()
     _held.append(mode)
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """Of a precision ``none`` chooses nothing, which computes as ``ieee`` does."""
+    value = getattr(owner, name)
+    return value.replace("none", "ieee") if isinstance(value, str) else value
 
 
 def _set_limit(number: int, limits: tuple[int, int]) -> None:
@@ -286,33 +293,16 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("cache of autocast", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     Setting("float32 matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    Setting(
-        "TF32 of cuDNN",
-        partial(getattr, torch.backends.cudnn, "allow_tf32"),
-        partial(setattr, torch.backends.cudnn, "allow_tf32"),
-    ),
-    *(  # ``none`` chooses nothing, which computes as ``ieee`` does
-        Setting(
-            f"float32 precision of {name}",
-            partial(lambda owner: str(owner.fp32_precision).replace("none", "ieee"), owner),
-            partial(setattr, owner, "fp32_precision"),
-        )
-        for name, owner in (
-            ("everything", torch.backends),
-            ("CUDA's matmul", torch.backends.cuda.matmul),
-            ("oneDNN's matmul", torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
-        )
-    ),
     *(
-        Setting(
-            name,
-            partial(getattr, torch.backends.cuda.matmul, f"allow_{attribute}"),
-            partial(setattr, torch.backends.cuda.matmul, f"allow_{attribute}"),
-        )
-        for name, attribute in (
-            ("reduced fp16 sums", "fp16_reduced_precision_reduction"),
-            ("reduced bf16 sums", "bf16_reduced_precision_reduction"),
-            ("fp16 sums", "fp16_accumulation"),
+        Setting(name, partial(_attribute, owner, attribute), partial(setattr, owner, attribute))
+        for name, owner, attribute in (
+            ("TF32 of cuDNN", torch.backends.cudnn, "allow_tf32"),
+            ("float32 precision of everything", torch.backends, "fp32_precision"),
+            ("float32 precision of CUDA's matmul", _MATMUL, "fp32_precision"),
+            ("float32 precision of oneDNN's matmul", torch.backends.mkldnn.matmul, "fp32_precision"),  # type: ignore[attr-defined]
+            ("reduced fp16 sums", _MATMUL, "allow_fp16_reduced_precision_reduction"),
+            ("reduced bf16 sums", _MATMUL, "allow_bf16_reduced_precision_reduction"),
+            ("fp16 sums", _MATMUL, "allow_fp16_accumulation"),
         )
     ),
     Setting("number of threads", torch.get_num_threads, torch.set_num_threads),

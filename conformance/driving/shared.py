@@ -79,7 +79,6 @@ class Shared:
         return bytes(handle) + size.to_bytes(8, "little")
 
     def open_cuda(self, opener: bytes) -> None:
-        """One more piece, of the other process's."""
         driver, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
         handle, flags = _Handle.from_buffer_copy(opener[:-8]), ctypes.c_uint(_LAZY_PEER_ACCESS)
         status = driver.cuIpcOpenMemHandle_v2(ctypes.byref(address), handle, flags)
@@ -141,8 +140,8 @@ def _check(name: str, status: int) -> None:
         raise RuntimeError(f"{name} failed with {status}; --apart needs CUDA IPC between processes of this machine")
 
 
-class FrameError(ValueError):
-    """A frame that is longer than any may be."""
+class ReplyError(ValueError):
+    """An answer that no unchanged process of a kernel gives."""
 
 
 def send(connection: socket.socket, frame: bytes) -> None:
@@ -162,7 +161,7 @@ def receive(connection: socket.socket, limit: int | None = None) -> bytes:
         if is_length:
             (count,) = _LENGTH.unpack(data)
             if limit is not None and count > limit:
-                raise FrameError(f"expected at most {limit} bytes, got {count}")
+                raise ReplyError(f"expected at most {limit} bytes, got {count}")
     return bytes(data)
 
 

@@ -8,14 +8,13 @@ import sys
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import msgspec
 
 from mla_conformance.engine.folder import RunFolder
 from mla_conformance.engine.keeper import start_module
 from mla_conformance.engine.machine import WHOLE, end_with_parent
-from mla_conformance.engine.messages import Judge, read_line, tell
+from mla_conformance.engine.messages import Judge, decode, read_line, tell
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.engine.run import Run
 from mla_conformance.engine.supervisor import Limits, RunError, Stopped
@@ -44,7 +43,8 @@ class Judging:
         self._connection, remote = socket.socketpair()
         self._process = start_module(__name__, remote.fileno())
         remote.close()
-        self._ask((backends, device))
+        with contextlib.suppress(OSError):  # that it has ended is seen when it does not answer
+            tell(self._connection, (backends, device))
 
     @cached_property
     def reasons(self) -> dict[str, tuple[str, ...]]:
@@ -52,14 +52,11 @@ class Judging:
         return self._answer().reasons
 
     def judge(self, reference: str, case: str) -> Record:
-        self._ask((reference, case))
+        with contextlib.suppress(OSError):
+            tell(self._connection, (reference, case))
         record = self._answer().record
         assert record is not None
         return record
-
-    def _ask(self, message: tuple[Any, str]) -> None:
-        with contextlib.suppress(OSError):  # that it has ended is seen when it does not answer
-            tell(self._connection, message)
 
     def _answer(self) -> Answer:
         line = b""
@@ -67,7 +64,7 @@ class Judging:
             line = read_line(self._connection)
         if not line:
             raise RunError(f"the process that judges ended with status {self._process.wait()}; start pytest anew")
-        answer = msgspec.json.decode(line, type=Answer)
+        answer = decode(line, Answer)
         if answer.error:
             raise RunError(answer.error)
         return answer
@@ -83,7 +80,7 @@ class Judging:
 
 
 def main(connection: socket.socket) -> None:
-    backends, device = msgspec.json.decode(read_line(connection), type=tuple[tuple[str, ...], str])
+    backends, device = decode(read_line(connection), tuple[tuple[str, ...], str])
     try:
         request = RunRequest.of(backends, device=device or None, cases=[_ANY])
         folder = TemporaryDirectory(prefix="mla-conformance-pytest-")
@@ -91,7 +88,7 @@ def main(connection: socket.socket) -> None:
             run.prepare()
             tell(connection, Answer({facts.reference: facts.reasons for facts in run.facts}))
             while line := read_line(connection):
-                reference, case = msgspec.json.decode(line, type=tuple[str, str])
+                reference, case = decode(line, tuple[str, str])
                 for outcome in run.outcomes(Tasks([[Judge(reference, case)]]), WHOLE):
                     tell(connection, Answer(record=outcome.answer.record))
     except (RequestError, RunError) as error:

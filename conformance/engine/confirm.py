@@ -9,10 +9,10 @@ What explains one failure is tried on the backend's others, too; it is claimed o
 is minimised: the simplest case is sought that fails as a given one does.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, islice
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
 from time import monotonic
 from typing import Final
 
@@ -34,98 +34,89 @@ _OPEN = ("", UNCOMPARED, INDISTINCT)  # the explanations of failures that may st
 _PATIENCE = 15.0  # seconds that a backend's failures may have taken that are compared with what explains another one
 
 
-@dataclass
-class FailureConfirmation:
-    failure: Record
-    # what the same process had done before: (backend reference, case id), without a case an import
-    history: Sequence[RecordKey]
-    explain: bool  # whether it is to be explained, too; unhurried if that may take as long as it takes
-    unhurried: bool = False
-    alone: Record | None = None  # what the case gave in a process of its own
-    _repeated: Record | None = field(default=None, init=False)
-    _fails: bool = field(default=False, init=False)
+History = tuple[RecordKey, ...]
+Attempts = Generator[Judge, Record, Record]
+"""What to run, one after the other; it is sent the record of each, and returns the one that settles a failure."""
 
-    @cached_property
-    def attempts(self) -> Iterator[Judge]:
-        """What to run, one after the other, until :meth:`settled` has an answer or nothing is left."""
-        for before in self._histories():
-            explain = self.explain and self._repeated is None  # a shorter history changes no explanation
-            failure, unhurried = self.failure, explain and self.unhurried
-            yield Judge(failure.reference, failure.case, before, fresh=True, explain=explain, unhurried=unhurried)
 
-    def _histories(self) -> Iterator[tuple[RecordKey, ...]]:
-        """What to run before the case: nothing, its backend's cases, fewer of them once it fails, or everything."""
-        yield ()
-        own = tuple(done for done in self.history if self._is_own(done) and done[1])
-        passed = 0
-        for count in sorted({min(count, len(own)) for count in (1, _FEW, len(own))} - {0}):
-            yield own[-count:]
-            if self._repeated:
-                until = monotonic() + _SHORTENING
-                for shorter in islice(self._shorter(own[-count:], passed), _SHORTER):
-                    if monotonic() >= until:
-                        break
-                    yield shorter
-                return
-            passed = count
-        if not all(map(self._is_own, self.history)):
-            yield tuple(self.history)
+def confirmation(failure: Record, history: Sequence[RecordKey], explain: bool, unhurried: bool = False) -> Attempts:
+    """Alone, after its backend's cases, after fewer of them once it fails, or after everything.
 
-    def _shorter(self, failing: tuple[RecordKey, ...], passed: int) -> Iterator[tuple[RecordKey, ...]]:
-        """Parts of a failing history, of whose last ``passed`` cases alone it is known that the failure needs more.
+    Args:
+        failure: the record.
+        history: what the same process had done before: (backend reference, case id), without a case an import.
+        explain: whether it is to be explained, too.
+        unhurried: whether that may take as long as it takes.
+    """
 
-        Bisection finds the latest case that the failure needs, given all that follow it. If that case alone does not
-        make it fail, the next one is sought among those that follow.
-        """
-        needed: tuple[RecordKey, ...] = ()
-        while failing:
-            low, high = 0, len(failing) - passed  # it fails after failing[low:], and passes after failing[high:]
-            while high - low > 1:
-                middle = (low + high) // 2
-                yield (*needed, *failing[middle:])
-                low, high = (middle, high) if self._fails else (low, middle)
-            needed, failing, passed = (*needed, failing[low]), failing[low + 1 :], 0
-            if failing:
-                yield needed
-                if self._fails:
-                    return
+    def judged(before: History) -> Judge:
+        about = failure.reference, failure.case, before
+        return Judge(*about, fresh=True, explain=explain, unhurried=explain and unhurried)
 
-    def _is_own(self, done: RecordKey) -> bool:
-        return done[0] == self.failure.reference
+    def repeats(again: Record) -> bool:
+        """Whether it is this case that failed: the process may have died of a case before it."""
+        return again.failed and again.case == failure.case
 
-    def settled(self, attempt: Judge, again: Record) -> Record | None:
-        """The record if this attempt decides; None if it does not, or if a shorter history may do."""
-        if not attempt.before:
-            self.alone = again
-        # It is this case that failed, and as before: the process may have died of a case before it.
-        found = self._repeated
-        self._fails = again.failed and again.case == self.failure.case
-        self._fails = self._fails and (not found or (again.status, again.check) == (found.status, found.check))
-        if not self._fails:
-            return None
-        if not all(map(self._is_own, attempt.before)):
+    again = alone = yield judged(())
+    after: History = ()
+    passed = 0
+    own = tuple(done for done in history if done[0] == failure.reference and done[1])
+    for count in sorted({min(count, len(own)) for count in (1, _FEW, len(own))} - {0}):
+        if repeats(again):
+            break
+        passed, after = len(after), own[-count:]
+        again = yield judged(after)
+    if repeats(again):
+        found = again.with_fields(capability=failure.capability)
+        if failure.key == EXPLORED:  # whose message tells what the case was made of
+            found = found.with_fields(message=failure.message)
+        if not after:
+            return found.with_fields(confirmation=ALONE)
+        after = yield from _shortest(found, after, passed)
+        return found.with_fields(confirmation=AFTER, after=tuple(case for _, case in after))
+    if others := dict.fromkeys(reference for reference, _ in history if reference != failure.reference):
+        again = yield judged(tuple(history))
+        if repeats(again):
             # The verdict of the case alone, for a backend answers for itself; it says what had happened.
-            others = dict.fromkeys(reference for reference, _ in self.history if reference != self.failure.reference)
             what = (
-                f"failed ({self.failure.message}) where {', '.join(others)} had used the process before, and once more "
+                f"failed ({failure.message}) where {', '.join(others)} had used the process before, and once more "
                 "after the same; passed in a process of its own"
             )
-            assert self.alone is not None
-            capability = self.failure.capability
-            return self.alone.with_fields(capability=capability, message=what, confirmation=UNREPEATED)
-        if self._repeated is None:
-            self._repeated = again.with_fields(capability=self.failure.capability)
-            if self.failure.key == EXPLORED:  # whose message tells what the case was made of
-                self._repeated = self._repeated.with_fields(message=self.failure.message)
-        if not attempt.before:
-            return self._repeated.with_fields(confirmation=ALONE)
-        after = tuple(case for _, case in attempt.before)
-        self._repeated = self._repeated.with_fields(confirmation=AFTER, after=after)
-        return self._repeated if len(after) == 1 else None
+            return alone.with_fields(capability=failure.capability, message=what, confirmation=UNREPEATED)
+    return failure.with_fields(confirmation=UNREPEATED)
 
-    def outcome(self) -> Record:
-        """The record once nothing is left to attempt: with the shortest history after which the case failed, if any."""
-        return self._repeated or self.failure.with_fields(confirmation=UNREPEATED)
+
+def _shortest(found: Record, failing: History, passed: int) -> Generator[Judge, Record, History]:
+    """The shortest history that was found after which a case fails as it did; a shorter one changes no explanation."""
+    until, shorter = monotonic() + _SHORTENING, _shorter(failing, passed)
+    with suppress(StopIteration):
+        before = next(shorter)
+        for _ in range(_SHORTER):
+            if len(failing) == 1 or monotonic() >= until:
+                break
+            again = yield Judge(found.reference, found.case, before, fresh=True)
+            fails = (again.case, again.status, again.check) == (found.case, found.status, found.check)
+            failing = before if fails else failing
+            before = shorter.send(fails)
+    return failing
+
+
+def _shorter(failing: History, passed: int) -> Generator[History, bool, None]:
+    """Parts of a failing history, of whose last ``passed`` cases alone it is known that the failure needs more.
+
+    Bisection finds the latest case that the failure needs, given all that follow it. If that case alone does not make
+    it fail, the next one is sought among those that follow. It is sent whether the failure came after each part.
+    """
+    needed: History = ()
+    while failing:
+        low, high = 0, len(failing) - passed  # it fails after failing[low:], and passes after failing[high:]
+        while high - low > 1:
+            middle = (low + high) // 2
+            fails = yield (*needed, *failing[middle:])
+            low, high = (middle, high) if fails else (low, middle)
+        needed, failing, passed = (*needed, failing[low]), failing[low + 1 :], 0
+        if failing and (yield needed):
+            return
 
 
 def comparisons(records: Iterable[Record]) -> list[Judge]:

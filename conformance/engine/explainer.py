@@ -4,6 +4,7 @@ Here a test calls the function, so that its process cannot be one that may die. 
 is asked back there.
 """
 
+import json
 import os
 import select
 import socket
@@ -26,7 +27,7 @@ from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, Reported
 from mla_conformance.diagnosis.likeness import Behaviour
 from mla_conformance.engine.keeper import start_module
 from mla_conformance.engine.machine import cause_of
-from mla_conformance.engine.messages import read_line, tell
+from mla_conformance.engine.messages import decode, read_line, tell
 from mla_conformance.engine.place import EXPLAIN_SECONDS
 from mla_conformance.judging.record import ENDED, UNASKED, Record
 from mla_conformance.judging.steps import Measured
@@ -95,7 +96,7 @@ class Explainer:
             until = time.monotonic() + EXPLAIN_SECONDS
             try:
                 return self._explained(function, failure, until)
-            except (EOFError, ConnectionError, TimeoutError, msgspec.MsgspecError):
+            except (EOFError, ConnectionError, TimeoutError, json.JSONDecodeError, msgspec.MsgspecError):
                 is_late, how = time.monotonic() >= until, self._end()
                 how = f"its time limit, {EXPLAIN_SECONDS:g} s" if is_late else how
             except (OSError, RuntimeError) as error:  # no room for the numbers, or no further process or file
@@ -131,7 +132,7 @@ class Explainer:
                     raise TimeoutError
                 if not (line := read_line(self._connection)):
                     raise EOFError
-                said = msgspec.json.decode(line, type=_Said)
+                said = decode(line, _Said)
                 if not said.nearby:
                     return said.explanation
                 case = Case.parse(said.nearby)
@@ -165,11 +166,11 @@ def main(connection: socket.socket) -> None:
 
     def nearby(case: Case) -> str | None:
         tell(connection, _Said(nearby=case.id))
-        return msgspec.json.decode(read_line(connection), type=str | None)
+        return decode(read_line(connection), str | None)
 
     def again(case: Case) -> Failure | None:
         tell(connection, _Said(nearby=case.id, in_numbers=True))
-        asked = msgspec.json.decode(read_line(connection), type=_Asked | None)
+        asked = decode(read_line(connection), _Asked | None)
         return failure_of(asked) if asked else None
 
     def failure_of(asked: _Asked) -> Failure:
@@ -180,7 +181,7 @@ def main(connection: socket.socket) -> None:
         return Failure(asked.record, observed, device, context, nearby, again)
 
     while line := read_line(connection):
-        asked = msgspec.json.decode(line, type=_Asked)
+        asked = decode(line, _Asked)
         tell(connection, _Said(found[asked.function].explain(failure_of(asked))))
 
 

@@ -40,13 +40,11 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event"):
 
 
 class Planned(_Event, frozen=True, tag="plan"):
-    """A run begins; what it is to judge, in the form of its time."""
-
-    plan: dict[str, Any]
+    plan: dict[str, Any]  # what is to be judged, in the form of its time
 
 
 class Resumed(_Event, frozen=True, tag="resume"):
-    """An interrupted run goes on."""
+    pass
 
 
 class CaseStarted(_Event, frozen=True, tag="started"):
@@ -82,9 +80,7 @@ class HeatShown(_Event, frozen=True, tag="heat"):
 
 
 class CodeLoaded(_Event, frozen=True, tag="loaded"):
-    """Code that a process of the backends had loaded, and that no earlier event tells of."""
-
-    loaded: Loaded
+    loaded: Loaded  # by a process of the backends, what no earlier event tells of
 
 
 class GaveUp(_Event, frozen=True, tag="gave_up"):
@@ -93,7 +89,7 @@ class GaveUp(_Event, frozen=True, tag="gave_up"):
 
 
 class Completed(_Event, frozen=True, tag="end"):
-    """The run came to its end."""
+    pass
 
 
 class Reported(_Event, frozen=True, tag="report"):
@@ -116,8 +112,6 @@ class UnwrittenError(OSError):
 
 @dataclass
 class Journal:
-    """The event file of a run: its plan, each start and each verdict, what was given up, and its end."""
-
     path: Path
     _last: str = ""
 
@@ -214,8 +208,6 @@ def _read(line: bytes) -> JournalEvent:
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is to judge, and with what; see :class:`RunRequest`."""
-
     format: int  # version of this form
     suite: str
     torch: str
@@ -233,7 +225,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(request: RunRequest, device: str, environment: Mapping[str, str], facts: Iterable[BackendFacts]) -> "Plan":
-        """The plan of a request on a device, for backends as they are now."""
         lists = {}
         for name in request.capabilities:
             ids = [case.id for case in request.cases_of(name)]

@@ -41,12 +41,6 @@ _STATM = Path("/proc/self/statm")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-MOST_ON_GPU = 6
-"""Workers of a GPU: more of them are no faster, since contexts take turns, and each has less of its memory."""
-MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
-WORKER_BYTES = 12 * 2**30
-"""What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, two contexts, and most cases."""
-AHEAD_BYTES = 8 * 2**30  # what it has for each worker where some compile
 CONTEXT_BYTES = 2 * 2**30
 """What a process takes of a GPU beside what torch allocates: its context, code, and local memory of kernels."""
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -298,14 +292,3 @@ def visible_gpus() -> tuple[str, ...]:
     named = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
     count = torch.cuda.device_count()
     return tuple(named[:count] or map(str, range(count)))
-
-
-def workers_on(gpus: int, memory: int) -> int:
-    """How many workers GPUs with so many bytes each are shared out among; each has a core for itself."""
-    return gpus * max(1, min(MOST_ON_GPU, machine_cores() // gpus, memory // WORKER_BYTES))
-
-
-def ahead_on(gpus: int, memory: int, workers: int) -> int:
-    """How many more compile what is judged later: as many as cores and memory are left for."""
-    cores, room = machine_cores() - workers, memory // AHEAD_BYTES - workers // gpus
-    return gpus * max(0, min(MOST_AHEAD, cores // gpus, room))

@@ -47,7 +47,7 @@ class Judge(msgspec.Struct, frozen=True, tag_field="kind", tag="judge"):
 
 
 class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
-    """Judge so many drawn cases of each role on a backend, or for so long; 0 where the other one decides."""
+    """Judge so many drawn cases of each role, or for so long; 0 where the other one decides."""
 
     reference: str
     draws: int
@@ -57,10 +57,10 @@ class Explore(msgspec.Struct, frozen=True, tag_field="kind", tag="explore"):
 
 
 class Trace(msgspec.Struct, frozen=True, tag_field="kind", tag="trace"):
-    """Tell which kernels run and which libraries are loaded, for a case by capability that the backend passed."""
+    """Tell which kernels run and which libraries are loaded."""
 
     reference: str
-    cases: dict[str, str]
+    cases: dict[str, str]  # by capability, one that the backend passed
 
 
 class Examine(msgspec.Struct, frozen=True, tag_field="kind", tag="examine"):
@@ -115,9 +115,7 @@ class WorkerJudged(msgspec.Struct, frozen=True, tag_field="kind", tag="judged"):
 
 
 class WorkerExplored(msgspec.Struct, frozen=True, tag_field="kind", tag="explored"):
-    """What is known of an exploration that goes on."""
-
-    record: Record
+    record: Record  # what is known of an exploration that goes on
 
 
 class TaskReply(msgspec.Struct, frozen=True, tag_field="kind", tag="answer"):
@@ -156,14 +154,13 @@ def read_line(connection: socket.socket) -> bytes:
     return line
 
 
+def encode(message: Any) -> bytes:
+    return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")  # unlike msgspec it writes half a pair
+
+
 def tell(connection: socket.socket, message: Any) -> None:
-    connection.sendall(msgspec.json.encode(message) + b"\n")
-
-
-def encode(message: Setup | Given | WorkerEvent) -> bytes:
-    return (json.dumps(msgspec.to_builtins(message)) + "\n").encode("ascii")
+    connection.sendall(encode(message))
 
 
 def decode(line: bytes, form: Any) -> Any:
-    """The message of a line, of one of the types above."""
     return msgspec.convert(json.loads(line), form)

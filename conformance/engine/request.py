@@ -9,16 +9,8 @@ from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-from mla_conformance.backends.references import (
-    BackendReference,
-    BackendReferenceError,
-    known_backends,
-    known_variants,
-    parse_reference,
-    require_class,
-    unknown,
-    usual_backends,
-)
+from mla_conformance.backends import references
+from mla_conformance.backends.references import BackendReference, BackendReferenceError, parse_reference
 from mla_conformance.cases.case import Case, CaseError
 from mla_conformance.cases.sharding import Extent, Shard
 from mla_conformance.engine.machine import may_have_gpu
@@ -27,18 +19,9 @@ from mla_conformance.files.whole import InputError
 from mla_conformance.judging.record import BackendFacts, RecordKey
 from mla_conformance.models.profile import Deployment
 from mla_conformance.vocabulary.arrays import SPACES
-from mla_conformance.vocabulary.capabilities import (
-    CAPABILITIES,
-    CapabilityError,
-    Tier,
-    find_capability,
-    usual_capabilities,
-)
+from mla_conformance.vocabulary.capabilities import CAPABILITIES, CapabilityError, Tier, usual_capabilities
 
 NOTHING_DRAWN = Extent()
-_COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
-"""Distributions that compile kernels when they are called."""
-
 DEVICES = ("cpu", "cuda")
 NO_TORCH = f"torch is not installed for {sys.executable}, which judges with it; {sys.executable} -m pip install torch"
 
@@ -47,10 +30,10 @@ class RequestError(InputError):
     """A request that names something that does not exist here."""
 
 
-def known_names(references: Sequence[str] = ()) -> list[str]:
-    """Names of the registered backends, of their variants, and of those that ``references`` adds."""
-    registered = [backend.name for backend in (*known_backends(), *known_variants())]
-    return list(dict.fromkeys(registered + [parse_reference(r).name for r in references]))
+def known_names(added: Sequence[str] = ()) -> list[str]:
+    """Names of the registered backends, of their variants, and of those that are added."""
+    registered = [backend.name for backend in (*references.known_backends(), *references.known_variants())]
+    return list(dict.fromkeys(registered + [parse_reference(r).name for r in added]))
 
 
 @dataclass(frozen=True)
@@ -84,9 +67,9 @@ class RunRequest:
         salt: str = "",
     ) -> "RunRequest":
         try:
-            references = [parse_reference(r) for r in backends] or usual_backends()
+            chosen_backends = [parse_reference(r) for r in backends] or references.usual_backends()
             for reference in backends:
-                require_class(reference)
+                references.require_class(reference)
                 location, _, name = reference.rpartition(":")
                 if location.endswith(".py") and _is_function(Path(location), name):
                     said = "expected a class, got a function, which mla.cases judges: docs/python-api.md"
@@ -95,7 +78,9 @@ class RunRequest:
             wanted = dict.fromkeys([*capabilities, *(case.capability for case in parsed)])
             for name in wanted:
                 if name not in CAPABILITIES:
-                    raise RequestError(unknown("capability", name, CAPABILITIES, "mla-conformance capabilities"))
+                    raise RequestError(
+                        references.unknown("capability", name, CAPABILITIES, "mla-conformance capabilities")
+                    )
             chosen = tuple(wanted) or usual_capabilities()
             if device is not None and device not in DEVICES:
                 raise RequestError(f"unknown device '{device}'; expected {' or '.join(DEVICES)}")
@@ -109,7 +94,7 @@ class RunRequest:
             if find_spec("torch") is None:
                 raise RequestError(NO_TORCH)
             named: dict[str, BackendReference] = {}
-            for each in references:  # reports tell backends apart by name, so a name stands for one backend only
+            for each in chosen_backends:  # reports tell backends apart by name, so a name stands for one backend only
                 if (other := named.setdefault(each.name, each)) != each:
                     raise RequestError(
                         f"two backends named '{each.name}': {other.reference} and {each.reference}; "
@@ -118,7 +103,7 @@ class RunRequest:
             found = RunRequest(tuple(named.values()), chosen, Tier(tier), device or "", parsed, explore, salt)
             return replace(
                 found,
-                is_usual=set(found.backends) in (set(usual_backends()), set(known_backends())),
+                is_usual=set(found.backends) in (set(references.usual_backends()), set(references.known_backends())),
                 arrays=() if parsed or found.tier is Tier.SMOKE else found.drawn,
                 triples=found.tier is Tier.NIGHTLY,
                 surely_cpu=device == "cpu" or not may_have_gpu(),
@@ -131,7 +116,7 @@ class RunRequest:
             return ()
         if self.cases:
             return tuple(case for case in self.cases if case.capability == capability)
-        return find_capability(capability).select(self.tier)
+        return CAPABILITIES[capability].select(self.tier)
 
     @cached_property
     def case_ids(self) -> tuple[str, ...]:
@@ -144,11 +129,6 @@ class RunRequest:
     def judged_of(self, facts: BackendFacts) -> tuple[str, ...]:
         """Ids of the cases that are to be judged on a backend: those, and behind them its fitted ones."""
         return (*self.judged_ids, *(self.shard.share(facts.fitted) if self.shard else facts.fitted))
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether it is looked which kernels run, for which a profiler takes seconds to start."""
-        return self.deployment is not None or not (self.cases or self.tier is Tier.SMOKE)
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -171,11 +151,6 @@ class RunRequest:
             groups += [[Explore(facts.reference, *drawn)] for facts in backends]
         left = ([task for task in group if (task.reference, task.case) not in told] for group in groups)
         return list(filter(None, left))
-
-
-def compiles(backend: BackendFacts) -> bool:
-    """Whether a backend's library compiles kernels on a GPU when it is called, longer maybe than all else takes."""
-    return not _COMPILERS.isdisjoint(backend.versions)
 
 
 def _is_function(file: Path, name: str) -> bool:

@@ -18,11 +18,11 @@ from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.heat_map import is_mapped
 from mla_conformance.driving.loaded import Loaded
 from mla_conformance.engine import journal
-from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, FailureConfirmation, compared, comparisons
+from mla_conformance.engine.confirm import MOST_EXPLAINED, UNREPEATED, Attempts, compared, comparisons, confirmation
 from mla_conformance.engine.folder import LOG_NAME, Findings, LoadedCode, RunFolder, deciding_files
 from mla_conformance.engine.machine import ALONE, DUMPABLE, FORBIDS_PIPES, LANDLOCK, WHOLE, GpuPart, prctl
 from mla_conformance.engine.messages import Describe, Examine, Explore, Judge, TakeTimes, Trace
-from mla_conformance.engine.request import RunRequest, compiles
+from mla_conformance.engine.request import RunRequest
 from mla_conformance.engine.supervisor import CPU_TIMEOUT, GPU_TIMEOUT, Limits, Pool, RunError, Supervisor
 from mla_conformance.engine.tasks import (
     ENOUGH,
@@ -44,7 +44,10 @@ from mla_conformance.report.summary import BackendSummary, RunSummary, is_right,
 from mla_conformance.report.terminal import counted, near
 from mla_conformance.speed.times import KINDS, Speed, forms_of
 from mla_conformance.version import SUITE_VERSION, __version__
+from mla_conformance.vocabulary.capabilities import Tier
 
+_COMPILERS = frozenset(("apache-tvm-ffi", "flashinfer-python", "nvidia-cutlass-dsl", "sgl-deep-gemm", "triton"))
+"""Distributions that compile kernels on a GPU when they are called, which may take longer than all else."""
 APART = "kernel and judge apart"  # what the environment says, since no process of a backend holds a judge
 UNSEALED = "not sealed from the kernel: this system has no Landlock of Linux 5.19 or later"
 """What it says of a run whose journal a kernel could have written, seal and all."""
@@ -154,17 +157,16 @@ class Run:
         self._positions = {case: index for index, case in enumerate(cases)}
         self._known = {facts.name: {**facts.versions, **self.environment} for facts in self.facts}
         left_out = list[int]()
-        if resumes:
-            left_out = self.folder.journal.take_up()
-        else:
+        if not resumes:
             self.folder.begin()
-        self.supervisor.log.write_to(self.folder.path / LOG_NAME)
-        if resumes:
+        else:
+            left_out = self.folder.journal.take_up()
             for event in self.folder.journal.sealed().values():
                 self.found.keep(event)
             # Judged again is what this machine has enough memory for: it was lacking, or time to compile.
             verdicts = self.found.verdicts.items()
             self.found.verdicts = {key: record for key, record in verdicts if not record.is_unjudged}
+        self.supervisor.log.write_to(self.folder.path / LOG_NAME)
         self._write(journal.Resumed() if resumes else journal.Planned(msgspec.to_builtins(self.plan)))
         self._begun = True
         for loaded in self._early:  # before there was a journal
@@ -201,7 +203,9 @@ class Run:
                 asked = [[Examine(each, self.request.bitwise, self.request.accuracy)] for each in without]
                 for outcome in self.outcomes(Tasks(asked), WHOLE):
                     self._write(journal.Examined(outcome.task.reference, outcome.answer.traits or NO_TRAITS))
-            if self.device == "cuda" and self.request.is_traced:
+            # A profiler takes seconds to start.
+            few = self.request.deployment is None and (self.request.cases or self.request.tier is Tier.SMOKE)
+            if self.device == "cuda" and not few:
                 on_phase("looking which kernels run")
                 self._trace()
             if self.request.speed:
@@ -230,10 +234,10 @@ class Run:
     def _settle_failures(self, outcomes: Mapping[RecordKey, TaskOutcome]) -> None:
         """Judge failures again, explain some, and see which others of their backend look like these."""
         while pending := self._unconfirmed(outcomes):
-            explained = sum(each.explain for each in pending)
+            explained = sum(explain for explain, _ in pending)
             told = f", explaining {explained} (--no-explain leaves that out)" if explained else ""
             self._on_phase(f"judging {counted(len(pending), 'failure')} again{told}")
-            for record in self._confirmed(pending):
+            for record in self._confirmed([attempts for _, attempts in pending]):
                 self._write(journal.Judgement(record))
         failures = [record for record in self.found.verdicts.values() if record.failed]
         groups = grouped(failures, lambda record: record.backend).values()
@@ -331,7 +335,7 @@ class Run:
 
     def _left(self) -> Tasks:
         """What has no verdict: on a GPU round by round, each with what needs it alone; those that compile come last."""
-        ahead = [facts for facts in self.available if self.device != "cuda" or not compiles(facts)]
+        ahead = [each for each in self.available if self.device != "cuda" or _COMPILERS.isdisjoint(each.versions)]
         known = self.before, self.found.verdicts
         several = [facts for facts in self.available if facts not in ahead]
         compiling = [group for facts in several for group in alike(self.request.tasks([facts], *known))]
@@ -347,17 +351,17 @@ class Run:
             self.supervisor.end(self._pool.workers)  # the others were to compile
         return tasks
 
-    def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[FailureConfirmation]:
-        """The first failure of each backend and capability that none is confirmed of; all, if one was another's.
+    def _unconfirmed(self, failures: Mapping[RecordKey, TaskOutcome]) -> list[tuple[bool, Attempts]]:
+        """Of the first failure of each backend and capability that none is confirmed of; of all, if one was another's.
 
-        Of each kind, by role and what is seen, the first one is explained.
+        Each with whether it is explained: the first one of each kind, by role and what is seen.
         """
         tried = [record for record in self.found.verdicts.values() if record.confirmation]
         done = {(record.reference, record.capability) for record in tried if record.failed}
         misled = {(record.reference, record.capability) for record in tried if not record.failed}
         # Of cases that were declared unsupported the kernel was not called.
         refused = {key for key, record in self.found.verdicts.items() if record.status is Status.UNSUPPORTED}
-        found: list[FailureConfirmation] = []
+        found: list[tuple[bool, Attempts]] = []
         for record in sorted(self.found.verdicts.values(), key=lambda record: self._positions.get(record.case, inf)):
             key = (record.reference, record.capability)
             if not record.failed or key in done or record.record_key in self._tried:
@@ -373,26 +377,25 @@ class Run:
             if explain := self.explains and is_first and len(set(kinds)) < MOST_EXPLAINED:
                 self._explained.add(record.record_key)
             unhurried = len(self.request.cases) == 1
-            found.append(FailureConfirmation(record, history, explain, unhurried))
+            found.append((explain, confirmation(record, history, explain, unhurried)))
             done |= {key} - misled
         return found
 
-    def _confirmed(self, pending: list[FailureConfirmation]) -> Iterator[Record]:
+    def _confirmed(self, pending: list[Attempts]) -> Iterator[Record]:
         """Make the next attempt of every confirmation, all at once, until each is settled."""
-        while pending:
-            attempts = [(next(confirmation.attempts, None), confirmation) for confirmation in pending]
-            yield from (confirmation.outcome() for attempt, confirmation in attempts if not attempt)
-            of_task = {id(attempt): confirmation for attempt, confirmation in attempts}
-            pending = []
-            for outcome in self.outcomes(Tasks([[attempt] for attempt, _ in attempts if attempt])):
+        attempts = [(next(each), each) for each in pending]
+        while attempts:
+            of_task = {id(attempt): confirming for attempt, confirming in attempts}
+            asked, attempts = Tasks([[attempt] for attempt, _ in attempts]), []
+            for outcome in self.outcomes(asked):
                 assert outcome.answer.record is not None and isinstance(outcome.task, Judge)
-                confirmation = of_task[id(outcome.task)]
                 if outcome.answer.heat:
                     self._write(journal.HeatShown(outcome.task.reference, outcome.task.case, outcome.answer.heat))
-                if settled := confirmation.settled(outcome.task, outcome.answer.record):
-                    yield settled
-                else:
-                    pending.append(confirmation)
+                confirming = of_task[id(outcome.task)]
+                try:
+                    attempts.append((confirming.send(outcome.answer.record), confirming))
+                except StopIteration as settled:
+                    yield settled.value
 
     def _write(self, event: journal.JournalEvent) -> None:
         """Journal an event and keep it: a backend may write into the file."""

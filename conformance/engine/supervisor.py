@@ -30,6 +30,12 @@ GPU_TIMEOUT = 1800.0
 LEAST_MEMORY = 2 * 2**30
 GIVE_UP_AFTER = 5
 _MOST_ON_CPU = 4
+_MOST_ON_GPU = 6
+"""Workers of a GPU: more of them are no faster, since contexts take turns, and each has less of its memory."""
+_MOST_AHEAD = 8  # workers of a GPU beside those, where a backend compiles, which takes cores and hardly a GPU
+_WORKER_BYTES = 12 * 2**30
+"""What a GPU has for each of its workers: 2 GiB of kept inputs and golden results, two contexts, and most cases."""
+_AHEAD_BYTES = 8 * 2**30  # what it has for each worker where some compile
 _WORTH = 20
 """Pairs of a case and a backend for which a worker is worth its start, which takes a second and a half of a core."""
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -73,8 +79,7 @@ class Stopped(Exception):
 
     @property
     def exit_status(self) -> int:
-        """As of a shell; 0, which decides nothing, by a deadline."""
-        return 128 + self.signal if self.signal else 0
+        return 128 + self.signal if self.signal else 0  # as of a shell; 0, which decides nothing, by a deadline
 
 
 class Supervisor:
@@ -229,10 +234,11 @@ class Supervisor:
             # Processes ended again and again before they began what they were given.
             self._unbegun[id(given)] += 1
             if self._unbegun[id(given)] >= _MOST_STARTS:
-                case = (
-                    Case.parse(given.case) if isinstance(given, messages.Judge) else array_of(given.capabilities[0])[0]
-                )
-                capability = case.capability if isinstance(given, messages.Judge) else EXPLORED
+                if isinstance(given, messages.Judge):
+                    case = Case.parse(given.case)
+                    capability = case.capability
+                else:
+                    case, capability = array_of(given.capabilities[0])[0], EXPLORED
                 about = parse_reference(given.reference).name, given.reference, capability, case.id
                 died = Status.UNAVAILABLE if status == machine.LACKED_MEMORY else Status.CRASH
                 message = f"{DIED}, before the case began, {_MOST_STARTS} times: {machine.how(status)}"
@@ -262,7 +268,7 @@ class Pool:
         if not workers and self._on_cpu:
             worth = len(request.judged_ids) * len(request.backends) // _WORTH
             workers = self._most_on_cpu if any(request.explore) else max(1, min(self._most_on_cpu, worth))
-        workers = workers or min(machine.MOST_ON_GPU, machine.machine_cores())
+        workers = workers or min(_MOST_ON_GPU, machine.machine_cores())
         self._add_place(request.device, workers)  # imports torch while the cases are counted
         self._most = max(1, len(request.judged_ids))  # have something to do
         for _ in range(1, limits.workers or min(workers, self._most)):
@@ -280,12 +286,15 @@ class Pool:
 
     def _share_out(self, gpus: int) -> None:
         """Share so many GPUs, or a CPU without one, out among the places; those that compile ahead start as well."""
-        hello = self.hello
-        workers = self.limits.workers or (min(self._most, machine.workers_on(gpus, hello.memory)) if hello.gpus else 1)
+        hello, cores = self.hello, machine.machine_cores()
+        of_each = max(1, min(_MOST_ON_GPU, cores // gpus, hello.memory // _WORKER_BYTES))  # with a core for itself
+        workers = self.limits.workers or (min(self._most, gpus * of_each) if hello.gpus else 1)
         self.supervisor.end(workers if gpus == 1 else 1)  # the others have the first GPU, too
-        self.workers = workers
-        may_compile = hello.gpus and not self.limits.workers and self._most > ENOUGH
-        places = workers + (machine.ahead_on(gpus, hello.memory, workers) if may_compile else 0)
+        self.workers = places = workers
+        if hello.gpus and not self.limits.workers and self._most > ENOUGH:
+            # As many compile ahead as cores and memory are left for.
+            left = min((cores - workers) // gpus, hello.memory // _AHEAD_BYTES - workers // gpus)
+            places += gpus * max(0, min(_MOST_AHEAD, left))
         for number in range(len(self.supervisor.places), places):
             self._add_place(hello.device, places, hello.gpus[number % gpus])
         if hello.gpus:

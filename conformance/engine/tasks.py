@@ -33,8 +33,6 @@ class TaskOutcome:
 
 
 class Tasks:
-    """Groups of tasks, each for one place."""
-
     def __init__(
         self,
         groups: Iterable[Sequence[Task]],

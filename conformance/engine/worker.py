@@ -31,11 +31,15 @@ from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
+<<<<<<< HEAD
 from mla_conformance.diagnosis.reach import heat_of, with_reach
+=======
+from mla_conformance.diagnosis.heat import heat_of
+from mla_conformance.diagnosis.reach import with_reach
+from mla_conformance.driving import remote
+>>>>>>> engine
 from mla_conformance.driving.driver import Executor, Observation, Returned
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
-from mla_conformance.driving.remote import RemoteExecutor
-from mla_conformance.driving.remote import serve as call_kernels
 from mla_conformance.driving.shared import Shared
 from mla_conformance.engine import machine, messages
 from mla_conformance.files.places import load_all_again
@@ -47,13 +51,15 @@ from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import free_memory, out_of_memory, whole_memory
 from mla_conformance.roles.table import judge
 from mla_conformance.speed.times import Speed
-from mla_conformance.traits.accuracy import accuracy
-from mla_conformance.traits.bitwise import bitwise
-from mla_conformance.traits.repeats import repeated
-from mla_conformance.trials.explore import explore, region_of
+from mla_conformance.traits import examine, repeats
+from mla_conformance.trials import explore, role_file, trace
 from mla_conformance.trials.judge_one import judge_one, judged_trial
+<<<<<<< HEAD
 from mla_conformance.trials.role_file import take_up
 from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
+=======
+from mla_conformance.trials.subject import Subject, describe, unavailable
+>>>>>>> engine
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of
@@ -72,7 +78,7 @@ _LARGE = 2**31  # bytes of the largest case of which a worker that shares its GP
 def load_all(setup: messages.Setup) -> None:
     """Have in memory what is otherwise imported or read when a case first needs it: a backend may write there."""
     if setup.role:
-        take_up(setup.role, setup.array)
+        role_file.take_up(setup.role, setup.array)
     tolerance()
     for role in ("", *ROLES):
         lists_of(role)
@@ -89,12 +95,8 @@ def load_all(setup: messages.Setup) -> None:
 
 def serve(connection: socket.socket, setup: messages.Setup) -> NoReturn:
     """Answer tasks until the supervisor closes its end, or until there is no memory to begin one with."""
-
-    def send(event: messages.WorkerEvent) -> None:
-        connection.sendall(messages.encode(event))
-
+    process, send = os.getpid(), partial(messages.tell, connection)
     try:
-        process = os.getpid()
         if setup.memory and sys.platform == "linux":  # beyond it allocations fail, in the kernel's process as well
             resource.setrlimit(resource.RLIMIT_DATA, (setup.memory, setup.memory))
         executor = start_kernel_process(setup, connection)
@@ -125,7 +127,7 @@ def serve(connection: socket.socket, setup: messages.Setup) -> NoReturn:
     machine.leave(0)
 
 
-def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> RemoteExecutor:
+def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> remote.RemoteExecutor:
     # The memory between two processes must be there before they part.
     shared, (stacks, reported), (mine, theirs) = Shared(machine.machine_memory()), os.pipe(), socket.socketpair()
     judge, kernel = os.getpid(), os.fork()
@@ -144,7 +146,7 @@ def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> Re
             machine.prctl(machine.DUMPABLE, 1)
             machine.renounce_rights()
             faulthandler.register(signal.SIGUSR1, file=reported, all_threads=True)
-            call_kernels(theirs, shared)
+            remote.serve(theirs, shared)
         except BaseException as error:
             traceback.print_exc()
             machine.leave(machine.LACKED_MEMORY if out_of_memory(error) else 1)
@@ -153,7 +155,7 @@ def start_kernel_process(setup: messages.Setup, supervisor: socket.socket) -> Re
     os.close(reported)
     signal.signal(signal.SIGUSR1, partial(_print_stacks, kernel, stacks, supervisor))
     machine.prctl(machine.DUMPABLE, 0)
-    return RemoteExecutor(mine, shared, partial(machine.end_as, kernel), machine.end_of(kernel))
+    return remote.RemoteExecutor(mine, shared, partial(machine.end_as, kernel), machine.end_of(kernel))
 
 
 def _print_stacks(kernel: int, stacks: int, supervisor: socket.socket, number: int, _: FrameType | None) -> None:
@@ -215,8 +217,10 @@ class Worker:
         self._last = task.case if isinstance(task, messages.Judge) else ""
         if isinstance(task, messages.Judge):
             done = self._judged(task)
+        elif isinstance(task, messages.Describe):
+            done = self._described(task)
         else:
-            done = self._described(task) if isinstance(task, messages.Describe) else self._asked(task)
+            done = self._asked(task)
         if share is not None and need > _LARGE and not done.leaves:
             torch.cuda.empty_cache()
             self.executor.make_room()
@@ -248,33 +252,26 @@ class Worker:
     def _asked(
         self, task: messages.Explore | messages.Trace | messages.Examine | messages.Repeat | messages.TakeTimes
     ) -> messages.TaskReply:
-        if isinstance(task, messages.Trace):  # by a process that has not imported the backend before
-            traced = Subject.of(task.reference, self.device, self.executor)
-            seen = self.executor.query(partial(trace_all, traced, task.cases), Traced)
-            return messages.TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
-        if isinstance(
-            task, messages.TakeTimes
-        ):  # the device first, by a process that has not imported the backend before
-            timed = Subject.of(task.reference, self.device, self.executor)
-            done = self.executor.query(partial(import_module(_TIMING).time_kernel, timed, task.forms), Speed)
-            return messages.TaskReply(
-                speed=done.value or Speed(why=cut(f"its times are lost: {done.error}")), leaves=True
-            )
+        if isinstance(task, messages.Trace | messages.TakeTimes):
+            # By a process that has not imported the backend before: for times the device comes first.
+            anew = Subject.of(task.reference, self.device, self.executor)
+            if isinstance(task, messages.Trace):
+                seen = self.executor.query(partial(trace.trace_all, anew, task.cases), Traced)
+                return messages.TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
+            done = self.executor.query(partial(import_module(_TIMING).time_kernel, anew, task.forms), Speed)
+            speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
+            return messages.TaskReply(speed=speed, leaves=True)
         subject = self._subject(task.reference)
         if isinstance(task, messages.Explore):
             starts = partial(self._starts, subject, capability=EXPLORED)
-            asked = task.draws, task.seconds, task.capabilities
-
-            def so_far(record: Record) -> None:
-                self.send(messages.WorkerExplored(record))
-
-            record = explore(subject, *asked, self.context, starts, so_far)
+            asked = task.draws, task.seconds, task.capabilities, self.context, starts
+            record = explore.explore(subject, *asked, lambda so_far: self.send(messages.WorkerExplored(so_far)))
             return messages.TaskReply(record, leaves=self._leaves(record, disturbed=record.failed))
         if isinstance(task, messages.Examine):  # whose kernels are called as no case calls them
-            answers = bitwise(subject, self.context) if task.bitwise else ()
-            spreads = accuracy(subject, self.context) if task.accuracy else ()
+            answers = examine.bitwise(subject, self.context) if task.bitwise else ()
+            spreads = examine.accuracy(subject, self.context) if task.accuracy else ()
             return messages.TaskReply(traits=Traits(answers, spreads), leaves=True)
-        found = repeated(subject, self.context, Case.parse(task.case), task.calls)
+        found = repeats.repeated(subject, self.context, Case.parse(task.case), task.calls)
         return messages.TaskReply(repeated=found, leaves=True)
 
     def _judged(self, task: messages.Judge) -> messages.TaskReply:
@@ -313,7 +310,7 @@ class Worker:
             declared = self.executor.query(partial(getattr, subject, "declarations"), dict[str, Declaration])
         if declared.error:
             return messages.TaskReply(facts=unavailable(subject, f"could not be described: {declared.error}"))
-        regions = (region_of(subject, SPACES[name], task.triples, self.context.salt) for name in task.arrays)
+        regions = (explore.region_of(subject, SPACES[name], task.triples, self.context.salt) for name in task.arrays)
         fitted = tuple(case.id for region in regions for case in region.cases)
         words = {role: repr(each) for role, each in declared.value.items()}
         missing = dict[str, str]()  # of a role whose question fails its cases ask again
@@ -326,11 +323,8 @@ class Worker:
 
     def _starts(self, subject: Subject, case: Case, capability: str = "") -> None:
         """Journal a case before anything of it is launched."""
-        reference = subject.backend.reference
-        capability, salt = capability or case.capability, self.context.salt
-        record = Record(
-            subject.backend.name, reference, capability, case.id, Status.HARNESS_ERROR, salt=salt, role=case.role.file
-        )
+        about = subject.backend.name, subject.backend.reference, capability or case.capability, case.id
+        record = Record(*about, Status.HARNESS_ERROR, salt=self.context.salt, role=case.role.file)
         self.send(messages.WorkerStarted(record))
 
     def _leaves(self, record: Record, disturbed: bool) -> bool:

@@ -37,10 +37,8 @@ def test_what_operands_mean_stays_where_the_judge_is() -> None:
 
 
 def test_what_a_cache_must_hold_after_the_call_stays_too() -> None:
-    problem = build_problem(
-        Case.parse("layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;ranks=2"), CPU
-    )
-    there, _held = crossed(problem)
+    case = "layer_dcp:call=layer;dims=32-16-32-64;heads=2;q=[5,1];kv=[12,15];decodes=1;ranks=2"
+    there, _held = crossed(build_problem(Case.parse(case), CPU))
     (call,) = there.calls
     assert isinstance(call, RankedCall) and there.whole is None
     for part in call.parts:

@@ -48,22 +48,26 @@ def test_a_defect_is_found_by_the_operand_and_its_side(entry: KnownDefect) -> No
 
 class WindowBehindTheLast(EagerTopKBackend):
     def prepare_metadata(self, metadata: Any) -> None:
-        for x in (metadata.lengths, metadata.row_starts):
-            if x is not None:
-                reads(x, end(x), 1)
+        touch_behind(metadata.lengths, metadata.row_starts)
         super().prepare_metadata(metadata)
 
 
 class BiasBehindTheLast(EagerPrepareBackend):
     def run_prepare_index(self, *operands: torch.Tensor) -> Any:
-        reads(operands[4], end(operands[4]), 1)
+        touch_behind(operands[4])
         return super().run_prepare_index(*operands)
 
 
 class PageBehindTheTable(EagerCacheBackend):
     def run_gather_latent(self, **operands: Any) -> None:  # type: ignore[override]
-        reads(operands["block_table"], end(operands["block_table"]), 1)
+        touch_behind(operands["block_table"])
         super().run_gather_latent(**operands)
+
+
+def touch_behind(*tensors: torch.Tensor | None) -> None:
+    for x in tensors:
+        if x is not None:
+            reads(x, end(x), 1)
 
 
 @pytest.mark.parametrize(
@@ -87,8 +91,9 @@ def test_a_right_kernel_is_right_at_the_edges() -> None:
 
 def test_a_fault_in_an_operation_on_several_threads_is_noted() -> None:
     room = CpuRoom("operand", 2**20)
+    whole = (ctypes.c_char * (room.capacity + ZONE)).from_address(room.part(0, 1).data_ptr())
     with noted_faults():
-        beyond = _over(room, room.capacity + ZONE)
+        beyond = torch.frombuffer(whole, dtype=torch.uint8)  # the bytes of the room, and the zone behind them
         assert int(beyond.sum(dtype=torch.int64)) == 0
         assert [zone.access for zone in room.zones] == ["", "reads"]
         beyond[-1] = 1
@@ -112,11 +117,6 @@ def test_a_process_of_its_own_names_the_operand_that_a_gpu_would_not(python: Pat
     command = [str(python), "-m", "mla_conformance.trials.bounds", *told]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stdout.splitlines()[-1] == "kv_cache of decode"
-
-
-def _over(room: CpuRoom, size: int) -> torch.Tensor:
-    """The bytes of a room, and the zone behind them."""
-    return torch.frombuffer((ctypes.c_char * size).from_address(room.part(0, 1).data_ptr()), dtype=torch.uint8)
 
 
 def test_a_full_gpu_is_no_fault_of_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +173,10 @@ class Touches(EagerPrefillBackend):
         return found
 
 
-def judged_with(text: str, **attributes: Callable[..., Any]) -> Record:
-    """The record of a kernel with these functions on a case."""
+def judged_with(text: str, touch: Callable[[Operands], object]) -> Record:
+    """The record of a kernel that does this on a case."""
     case = Case.parse(text)
-    kernel = type("Mine", (Touches,), {name: staticmethod(function) for name, function in attributes.items()})
+    kernel = type("Mine", (Touches,), {"touch": staticmethod(touch)})
     subject = Subject(BackendReference("Mine", f"{__name__}:Mine"), torch.device("cpu"))
     vars(subject).update(_classes={Role.PREFILL: kernel}, unavailable=[], roles=(case.role,), _missing={case.role: []})
     return judge_one(subject, case, Context())
@@ -184,11 +184,11 @@ def judged_with(text: str, **attributes: Callable[..., Any]) -> Record:
 
 def replaces(name: str, value: Callable[[Any], Any]) -> Callable[[Operands], object]:
     """Puts another object into a field of the metadata."""
+    owner, _, field = name.rpartition(".")
 
     def replace(operands: Operands) -> None:
-        owner, *rest = name.split(".")
-        part = operands.metadata if not rest else getattr(operands.metadata, owner)
-        setattr(part, name.rpartition(".")[2], value(getattr(part, name.rpartition(".")[2])))
+        part = getattr(operands.metadata, owner) if owner else operands.metadata
+        setattr(part, field, value(getattr(part, field)))
 
     return replace
 
@@ -212,15 +212,14 @@ FORMS = {
     "plan list": (
         CONTEXT,
         lambda o: o.metadata.chunked_context.seq_tot.append(1),
-        "metadata.chunked_context.seq_tot was replaced",
+        "chunked_context.seq_tot was replaced",
     ),
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_form_that_a_call_changes_is_its_failure(name: str) -> None:
-    case, touch, said = FORMS[name]
-    record = judged_with(case, touch=touch)
+@pytest.mark.parametrize(("case", "touch", "said"), FORMS.values(), ids=FORMS)
+def test_a_form_that_a_call_changes_is_its_failure(case: str, touch: Callable[[Operands], object], said: str) -> None:
+    record = judged_with(case, touch)
     assert record.status is Status.FAIL and record.check in (Check.PROCESS_STATE, Check.MUTATED_INPUT), record.detail
     assert said in record.message
 
@@ -235,19 +234,19 @@ def zeroes(name: str, places: Callable[[torch.Tensor], int]) -> Callable[[Operan
     return clear
 
 
-BESIDE = {
-    "columns before v": (HALF, zeroes("v", lambda v: -1)),
-    "columns behind q": (SLICED, zeroes("q", lambda q: q.shape[-1])),
-    "columns behind k": (SLICED, zeroes("k", lambda k: k.shape[-1])),
-}
-
-
-@pytest.mark.parametrize("name", BESIDE)
-def test_what_is_written_beside_a_tensor_is_a_failure(name: str) -> None:
-    case, touch = BESIDE[name]
-    record = judged_with(case, touch=touch)
+@pytest.mark.parametrize(
+    ("case", "touch"),
+    [
+        (HALF, zeroes("v", lambda v: -1)),
+        (SLICED, zeroes("q", lambda q: q.shape[-1])),
+        (SLICED, zeroes("k", lambda k: k.shape[-1])),
+    ],
+    ids=["before v", "behind q", "behind k"],
+)
+def test_what_is_written_beside_a_tensor_is_a_failure(case: str, touch: Callable[[Operands], object]) -> None:
+    record = judged_with(case, touch)
     assert (record.status, record.check) == (Status.FAIL, Check.MUTATED_INPUT), record.message
 
 
 def test_what_a_library_hangs_on_metadata_is_no_change() -> None:
-    assert judged_with(PLAIN, touch=lambda o: setattr(o.metadata, "wrapper", object())).status is Status.PASS
+    assert judged_with(PLAIN, lambda o: setattr(o.metadata, "wrapper", object())).status is Status.PASS

@@ -9,7 +9,7 @@ import torch
 
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
-from mla_conformance.engine.confirm import FailureConfirmation, compared, comparisons
+from mla_conformance.engine.confirm import compared, comparisons, confirmation
 from mla_conformance.engine.request import RequestError, RunRequest
 from mla_conformance.judging.record import UNLIKE, Record
 from mla_conformance.judging.verdict import Check, Status
@@ -79,13 +79,15 @@ def record(status: Status = Status.FAIL, case: str = THIRD, message: str = "wron
 def shortened(count: int, needed: set[int], fails: Status = Status.FAIL) -> tuple[int, Record]:
     """How many attempts are made, and their record, if a case needs those of ``count`` earlier ones that are named."""
     own = [("mine.py:Mine", f"lse:q=[{number}]") for number in range(count)]
-    confirmation, made = FailureConfirmation(record(), own, explain=True), 0
-    for attempt in confirmation.attempts:
-        made += 1
+    confirming, made = confirmation(record(), own, explain=True), 1
+    attempt = next(confirming)
+    while True:
         repeats = {own[number] for number in needed} <= set(attempt.before)
-        if settled := confirmation.settled(attempt, record(fails if repeats else Status.PASS)):
-            return made, settled
-    return made, confirmation.outcome()
+        try:
+            attempt = confirming.send(record(fails if repeats else Status.PASS))
+        except StopIteration as settled:
+            return made, settled.value
+        made += 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 1000])
@@ -129,9 +131,9 @@ def records(folder: Path) -> dict[tuple[str, str], Record]:
 
 
 def test_whose_a_failure_is(records: dict[tuple[str, str], Record]) -> None:
-    for name, confirmation in (("Always", "alone"), ("Once", "unrepeated")):
+    for name, confirmed in (("Always", "alone"), ("Once", "unrepeated")):
         found = records[name, SECOND]
-        assert (found.status, found.confirmation, found.after) == (Status.FAIL, confirmation, ())
+        assert (found.status, found.confirmation, found.after) == (Status.FAIL, confirmed, ())
     spoiled = [records["Spoiled", case] for case in CASES]
     assert {record.status for record in spoiled} == {Status.PASS}
     assert all("Spoils" in record.message for record in spoiled)
@@ -179,9 +181,7 @@ def test_an_explanation_changes_nothing_else_of_a_failure() -> None:
 def test_a_replay_says_that_a_failure_was_not_confirmed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = Record(
-        "EAGER", "EAGER", "lse", "lse:q=[4]", Status.FAIL, check="lse", message="wrong", confirmation="unrepeated"
-    )
+    record = failed("lse:q=[4]").with_fields(backend="EAGER", reference="EAGER", confirmation="unrepeated")
     write_run(tmp_path / "report.json", [record])
     monkeypatch.setattr("mla_conformance.commands.replay.run_and_report", lambda run, keep_report: 0)
     assert main(["replay", "--report", str(tmp_path), "--device", "cpu"]) == 0
@@ -229,10 +229,8 @@ OF_EACH_ROLE = [
 
 
 def contents(case: str, salt: str) -> list[bytes]:
-    problem = build_problem(Case.parse(case), CPU, salt)
-    return [
-        tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in problem.tensors() if tensor.dim()
-    ]
+    tensors = [tensor for tensor in build_problem(Case.parse(case), CPU, salt).tensors() if tensor.dim()]
+    return [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize("case", OF_EACH_ROLE)

@@ -46,46 +46,33 @@ class LongestOfTheCapture(Capturable):
         return output, lse
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["graph_replay:call=decode;q=[1,1];kv=[9,5];ranks=2", "sparse_layer_graph:call=sparse_layer;q=[1];kv=[9];tp=2"],
-)
-def test_a_graph_of_several_ranks_is_refused_in_words(case: str) -> None:
-    found = judged("EAGER", case)
-    assert found.status is Status.UNSUPPORTED and "one rank" in found.message
-
-
-def test_a_capturable_backend_passes() -> None:
-    assert judged(Capturable, GRAPH).status is Status.PASS
-
-
-def test_what_a_capture_froze_is_found() -> None:
-    found = judged(LongestOfTheCapture, GRAPH)
-    assert found.status is Status.FAIL
-    assert "replayed" in found.message
-
-
-def test_graphs_are_asked_for_only_where_they_are_declared() -> None:
-    found = judged(EagerPrefillBackend, GRAPH)
-    assert found.status is Status.UNSUPPORTED
-    assert "CUDA graphs of such a batch not declared (cudagraph_support NEVER, needed ALWAYS)" in found.message
-
-
 class UniformDecodes(EagerDecodeBackend):
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-def test_a_graph_of_several_tokens_must_be_declared() -> None:
-    case = "cuda_graph:call=decode;dims=small;heads=2;q={};kv=[200,64,30,129,17,100];page=16"
-    assert judged(UniformDecodes, case.format("[1x6]")).status is Status.PASS
-    found = judged(UniformDecodes, case.format("[4x6]"))
-    assert (found.status, "needed UNIFORM_BATCH" in found.message) == (Status.UNSUPPORTED, True)
+DECODES = "cuda_graph:call=decode;dims=small;heads=2;q={};kv=[200,64,30,129,17,100];page=16"
+NOT_DECLARED = "CUDA graphs of such a batch not declared (cudagraph_support NEVER, needed ALWAYS)"
+STREAMS = next(case.id for case in CAPABILITIES["streams"].cases if case.role is Role.PREFILL)
 
 
-def test_a_device_without_cuda_is_told_so() -> None:
-    case = next(case for case in CAPABILITIES["streams"].cases if case.role is Role.PREFILL)
-    found = judged(EagerPrefillBackend, case.id)
-    assert (found.status, found.message) == (Status.UNSUPPORTED, "needs a CUDA device")
+@pytest.mark.parametrize(
+    ("kernel", "case", "status", "said"),
+    [
+        (Capturable, GRAPH, Status.PASS, ""),
+        (LongestOfTheCapture, GRAPH, Status.FAIL, "replayed"),
+        (EagerPrefillBackend, GRAPH, Status.UNSUPPORTED, NOT_DECLARED),
+        (UniformDecodes, DECODES.format("[1x6]"), Status.PASS, ""),
+        (UniformDecodes, DECODES.format("[4x6]"), Status.UNSUPPORTED, "needed UNIFORM_BATCH"),
+        ("EAGER", "graph_replay:call=decode;q=[1,1];kv=[9,5];ranks=2", Status.UNSUPPORTED, "one rank"),
+        ("EAGER", "sparse_layer_graph:call=sparse_layer;q=[1];kv=[9];tp=2", Status.UNSUPPORTED, "one rank"),
+        (EagerPrefillBackend, STREAMS, Status.UNSUPPORTED, "needs a CUDA device"),
+    ],
+)
+def test_a_graph_is_asked_for_where_it_is_declared_and_what_it_froze_is_found(
+    kernel: type | str, case: str, status: Status, said: str
+) -> None:
+    found = judged(kernel, case)
+    assert found.status is status and said in found.message
 
 
 class WrapsAroundItsQueries(EagerSparseBackend):
@@ -107,16 +94,16 @@ class WrapsAround(EagerPrefillBackend):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "bits", "case", "checks"),
+    ("wrong", "case", "checks"),
     [
-        (WrapsAround, 12, "context_chunk;q=[9];kv=[40];far=rows31", {Check.MASK}),
-        (WrapsAroundItsQueries, 12, "sparse_prefill;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0", {Check.OUTPUT}),
+        (WrapsAround, "context_chunk;q=[9];kv=[40];far=rows31", {Check.MASK}),
+        (WrapsAroundItsQueries, "sparse_prefill;q=[9];kv=[40];topk=16;far=rows31;spare=3;lse=0", {Check.OUTPUT}),
     ],
 )
 def test_far_rows_and_blocks_are_judged_and_found_wrong(
-    wrong: type, bits: int, case: str, checks: set[Check], monkeypatch: pytest.MonkeyPatch
+    wrong: type, case: str, checks: set[Check], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach(case.far[:-2], 2**bits)))
+    monkeypatch.setattr(Reach, "of", staticmethod(lambda case: Reach(case.far[:-2], 2**12)))
     monkeypatch.setattr("mla_conformance.trials.subject.device_reasons", lambda *_: [])
     right, found = (judged(each, f"large_offsets:dims=small;heads=2;call={case}") for each in (wrong.__mro__[1], wrong))
     assert right.status is Status.PASS and found.status is Status.FAIL and found.check in checks
@@ -184,18 +171,14 @@ class FarLogits(EagerTopKBackend):
 
 
 class FarSlots(EagerCacheBackend):
-    def run_write_latent(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
-    ) -> None:
+    def run_write_latent(self, kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, k_scale: Any) -> None:
         blocks = slot_mapping // kv_cache.shape[1]
         near = torch.where(blocks * kv_cache.stride(0) < 2**31, slot_mapping, -1)
         super().run_write_latent(kv_c, k_pe, kv_cache, near, k_scale)
 
 
 class GridOfRows(EagerCacheBackend):
-    def run_write_latent(
-        self, kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, k_scale: Tensor
-    ) -> None:
+    def run_write_latent(self, kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any, k_scale: Any) -> None:
         super().run_write_latent(kv_c[:65535], k_pe[:65535], kv_cache, slot_mapping[:65535], k_scale)
 
 

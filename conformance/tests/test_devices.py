@@ -143,10 +143,19 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch, named: str, found: tuple[
     assert visible_gpus() == found
 
 
-def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("whole", "steps", "said"),
+    [
+        (2**36, ["forgets", "waits"], r"out of memory: may need \d+ MiB, 1 MiB are free after 120 s"),
+        (2**20, [], r"out of memory: may need \d+ MiB, this device has 1 MiB"),
+    ],
+)
+def test_a_case_without_its_memory_is_unavailable_after_a_wait_that_may_make_it_fit(
+    monkeypatch: pytest.MonkeyPatch, whole: int, steps: list[str], said: str
+) -> None:
     monkeypatch.setattr("mla_conformance.trials.subject.get_device_capability", lambda device: None)
     monkeypatch.setattr(judging, "free_memory", lambda device: 2**20)
-    monkeypatch.setattr(judging, "whole_memory", lambda device: 2**36)
+    monkeypatch.setattr(judging, "whole_memory", lambda device: whole)
     done: list[str] = []
     monkeypatch.setattr(Context, "forget", lambda self: done.append("forgets"))
 
@@ -156,18 +165,9 @@ def test_a_case_without_its_memory_is_unavailable_and_says_what_it_needs(monkeyp
 
     monkeypatch.setattr(judging, "wait_for_memory", wait)
     record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
-    assert done == ["forgets", "waits"]
-    assert record.status is Status.UNAVAILABLE and not record.too_large
-    assert re.fullmatch(r"out of memory: may need \d+ MiB, 1 MiB are free after 120 s", record.message)
-
-
-def test_a_case_that_no_wait_would_make_fit_is_too_large_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mla_conformance.trials.subject.get_device_capability", lambda device: None)
-    monkeypatch.setattr(judging, "wait_for_memory", lambda device, need, seconds: pytest.fail("waited"))
-    monkeypatch.setattr(judging, "whole_memory", lambda device: 2**20)
-    record = judging.judge_one(Subject.of("EAGER", CUDA), CAPABILITIES["lse"].cases[0], Context())
-    assert record.status is Status.UNAVAILABLE and record.too_large
-    assert re.fullmatch(r"out of memory: may need \d+ MiB, this device has 1 MiB", record.message)
+    assert done == steps
+    assert record.status is Status.UNAVAILABLE and record.too_large is not bool(steps)
+    assert re.fullmatch(said, record.message)
 
 
 def test_far_operands_want_a_large_device_and_wait_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

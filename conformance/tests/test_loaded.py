@@ -122,9 +122,7 @@ def test_one_path_has_one_digest_in_all_processes(told: list[Loaded], conflicts:
     assert code.conflicts == conflicts
 
 
-def test_what_was_loaded_is_named_after_the_folder_of_the_run_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_loaded_is_named_after_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     code = LoadedCode({str(tmp_path / "gone" / "mine.py"): "1"})

@@ -74,7 +74,7 @@ def test_every_case_is_judged_on_every_backend_whatever_process_takes_it(judged:
         assert re.search(rf"^{name} . (passed|right:) .*\n +{outcome}$", reported, re.MULTILINE)
 
 
-def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback(judged: Path) -> None:
+def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback_in_the_junit_file_too(judged: Path) -> None:
     printed = (judged / "printed").read_text()
     for case in CASES:
         assert re.search(
@@ -82,9 +82,6 @@ def test_a_failure_is_the_sentence_with_its_replay_line_and_no_traceback(judged:
         )
         assert f"replay: mla-conformance replay '{case}' --backend {judged}/wrong.py:WRONG" in printed
     assert "Traceback" not in printed and "AssertionError" not in printed
-
-
-def test_the_junit_file_holds_the_same_sentence(judged: Path) -> None:
     suite = ElementTree.parse(judged / "junit.xml").getroot()[0]
     counts = [int(suite.get(name, "")) for name in ("tests", "failures", "skipped", "errors")]
     assert counts == [3 * len(CASES) + 1, len(CASES), 1, 0]
@@ -162,15 +159,14 @@ def test_a_role_or_a_capability_is_exact(listed: Listing) -> None:
 def test_the_ini_file_says_the_tier_of_a_run_that_selects_nothing(
     listed: Listing, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_conformance.engine.request.known_backends", lambda: known_backends()[:2])
+    monkeypatch.setattr("mla_conformance.backends.references.known_backends", lambda: known_backends()[:2])
     pytester.makeini("[pytest]\nmla_tier = smoke\n")
     suite = ["--pyargs", "mla_conformance.suite"]
     assert listed(*suite, "-m", "backend(name='EAGER') and capability(name='lse')") == (0, ids("EAGER"))
     _, named = listed(*suite, "-k", "backend=EAGER", "-m", "capability(name='lse')")
     assert named == [f"{case.id}-backend=EAGER" for case in find_capability("lse").select(Tier.SMOKE)]
-    assert (
-        listed("-k", "backend=EAGER", "-m", "capability(name='lse')")[1] == named
-    )  # without a path the suite is meant
+    alone = listed("-k", "backend=EAGER", "-m", "capability(name='lse')")
+    assert alone[1] == named, "without a path the suite is meant"
     pytester.makeini("[pytest]\nmla_tier = none\n")
     assert listed(*suite)[1] == ["NOTSET"]
     assert listed(*suite, "-k", "backend=EAGER", "-m", "capability(name='lse')")[1] == named
@@ -278,13 +274,9 @@ def test_who_ends_the_process_is_seen_wherever_the_tests_and_their_cases_stand(
         (tmp_path / folder).mkdir()
     (tmp_path / "checks" / "linked").symlink_to("../real")
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = ch*\npython_files = check_*.py\n")
-    own = {
-        "ending.py": ENDING,
-        "shared.py": OWN.format(way=way),
-        "check_own.py": "from shared import test_mine\n",
-    }
-    for name, text in own.items():
-        (tmp_path / "real" / name).write_text(text)
+    own = {"shared": OWN.format(way=way), "check_own": "from shared import test_mine\n"}
+    for name, text in {"ending": ENDING, **own}.items():
+        (tmp_path / "real" / f"{name}.py").write_text(text)
     status, printed = pytest_in(tmp_path, "-q", *arguments)
     assert status == 1 and "ended with exit status 0 before pytest had a result" in printed, printed
 
@@ -305,12 +297,8 @@ def test_who_kills_pytest_ends_the_tests(tmp_path: Path) -> None:
         "# mla_conformance\nimport time\n\ndef test_lasts():\n    with open('told', 'w') as told:\n"
         "        told.write('begun')\n        told.flush()\n        time.sleep(600)\n"
     )
-    with (
-        subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_own.py"], cwd=tmp_path
-        ) as run,
-        told.open() as heard,
-    ):
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_own.py"]
+    with subprocess.Popen(command, cwd=tmp_path) as run, told.open() as heard:
         assert heard.read(5) == "begun"
         run.kill()
         assert heard.read() == ""  # the other end is closed

@@ -23,8 +23,7 @@ from mla_conformance.report.summary import Counts
 from mla_conformance.scoreboard.board import Board, read_entries
 from mla_conformance.tests.test_handed_in import PINS
 from mla_conformance.tests.test_handed_in import certificate as complete
-from mla_conformance.traits.called import CallsBegin
-from mla_conformance.traits.sanitizer import Sanitized, SanitizerError, Tool, Watch, Watched
+from mla_conformance.traits.sanitizer import CallsBegin, Sanitized, SanitizerError, Tool, Watch, Watched
 from mla_conformance.version import SUITE_VERSION
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 

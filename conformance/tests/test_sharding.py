@@ -140,10 +140,7 @@ def test_overlapping_and_incomplete_shards(shards: list[Path], capsys: pytest.Ca
         (["--shard", "3/2"], "--shard: expected i/n with 1 <= i <= n"),
         (["--shard", "1/9"], "--shard: 9 shards for "),
         (["--shard", "1/2", "--durations", "absent.json"], "absent.json: cannot be read: No such file"),
-        (
-            ["--shard", "1/2", "--capability", "combinations", "--explore", "3"],
-            "--explore: cannot be combined with --shard",
-        ),
+        (["--shard=1/2", "--capability=combinations", "--explore=3"], "--explore: cannot be combined with --shard"),
     ],
 )
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], said: str) -> None:

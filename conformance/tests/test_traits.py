@@ -22,9 +22,7 @@ from mla_conformance.report.html import html
 from mla_conformance.report.json_report import load_report, report_form, to_text
 from mla_conformance.report.outcome import traits_lines
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.traits import accuracy as spreads
-from mla_conformance.traits import bitwise
-from mla_conformance.traits.accuracy import accuracy
+from mla_conformance.traits import examine
 from mla_conformance.traits.repeats import repeated
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
@@ -52,8 +50,8 @@ class SplitsByMaximum(EagerPrefillBackend):
 def answers(kernel: type) -> dict[Question, BitwiseAnswer]:
     subject = Subject.of(f"{__name__}:{kernel.__name__}", CPU)
     with pytest.MonkeyPatch.context() as patch:  # the two smaller cases of three
-        patch.setattr(bitwise, "_FIELDS", {Role.PREFILL: bitwise._FIELDS[Role.PREFILL][:2]})
-        return {each.question: each for each in bitwise.bitwise(subject, Context())}
+        patch.setattr(examine, "_ASKED", {Role.PREFILL: examine._ASKED[Role.PREFILL][:2]})
+        return {each.question: each for each in examine.bitwise(subject, Context())}
 
 
 def test_a_kernel_that_alternates_is_found_from_run_to_run() -> None:
@@ -71,8 +69,8 @@ def test_a_kernel_that_splits_by_the_longest_is_the_same_from_run_to_run_and_not
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.SPARSE, Role.INDEXER, Role.LAYER])
 def test_a_variant_keeps_the_operands_of_its_rows(role: Role) -> None:
-    trial = Trial(Subject.of("EAGER", CPU), bitwise.bases(role)[0], Context())
-    for variant in (each for question in Question for each in bitwise.variants(trial, question)):
+    trial = Trial(Subject.of("EAGER", CPU), examine.bases(role)[0], Context())
+    for variant in (each for question in Question for each in examine.variants(trial, question)):
         against = (variant.against or trial.problem).calls[0].q
         theirs = variant.problem.calls[0].q
         expected = against[: len(theirs)] if variant.rows is None else against[variant.rows]
@@ -80,8 +78,8 @@ def test_a_variant_keeps_the_operands_of_its_rows(role: Role) -> None:
 
 
 def test_the_errors_of_a_right_kernel_are_within_their_budget_and_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreads, "DATA", ("normal", "outliers"))
-    found = accuracy(Subject.of(f"{__name__}:{Alternating.__name__}", CPU), Context())
+    monkeypatch.setattr(examine, "DATA", ("normal", "outliers"))
+    found = examine.accuracy(Subject.of(f"{__name__}:{Alternating.__name__}", CPU), Context())
     assert {each.dtype for each in found} == {"bf16", "fp16", "fp32"}
     for each in found:
         assert list(each.budget) == sorted(each.budget) and list(each.ulp) == sorted(each.ulp)
@@ -98,27 +96,19 @@ YES = BitwiseAnswer(Question.REPEATS, "decode", Answer.YES, 3)
 SPREAD = ErrorSpread("decode", "bf16", "normal", 1, 9, (0.1, 0.5, 0.9), (0.2, 3.0, 8.0))
 
 
-def test_answers_reach_text_page_and_gate() -> None:
+def test_answers_reach_text_page_report_and_gate(tmp_path: Path) -> None:
     run = run_with(Traits((NO, YES), (SPREAD,)))
     lines = list(traits_lines(run.backends[0].traits))
     assert any("on any pages: decode ✘" in line for line in lines) and any(NO.why in line for line in lines)
     page = html(run)
     assert NO.why in page and "0.1 / 0.5 / 0.9 · 0.2 / 3 / 8 ulp" in page
+    (tmp_path / "report.json").write_text(to_text(report_form(run)), encoding="utf-8")
+    assert load_report(tmp_path / "report.json").backends[0].traits == run.backends[0].traits
     gate = Gate([run], Expectations(()), suites=["1"], bitwise=[Question.PAGES, Question.REPEATS])
     assert [row.what for row in gate.rows() if row.finding is GateFinding.BITWISE] == [Question.PAGES]
-
-
-def test_a_question_that_nobody_asked_closes_the_gate() -> None:
     gate = Gate([run_with(Traits())], Expectations(()), suites=["1"], bitwise=[Question.REPEATS])
     (row,) = [row for row in gate.rows() if row.finding is GateFinding.BITWISE]
-    assert "not measured" in row.detail and gate.blocks(row)
-
-
-def test_a_report_keeps_what_was_found(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    run = run_with(Traits((NO,), (SPREAD,)))
-    path.write_text(to_text(report_form(run)), encoding="utf-8")
-    assert load_report(path).backends[0].traits == run.backends[0].traits
+    assert "not measured" in row.detail and gate.blocks(row), "a question that nobody asked closes the gate"
 
 
 PREFILL = "determinism:dims=small;heads=2;q=[33,5]"
@@ -156,18 +146,12 @@ def of(reference: str, case: str, calls: int) -> Repeated:
     return repeated(Subject.of(reference, torch.device("cpu")), Context(), Case.parse(case), calls)
 
 
-def test_a_race_with_wrong_results_is_found_where_the_draw_puts_it() -> None:
+def test_a_race_is_found_where_the_draw_puts_it_and_other_bits_may_be_right() -> None:
     found = of(f"{__name__}:UnfinishedTile", DECODE, 400)
     assert found.differing and found.breaks and "output is" in found.wrong
     assert found.first <= 400 and found.calls_for(0.95) > 1
-
-
-def test_another_order_of_additions_is_right_with_other_bits() -> None:
     found = of(f"{__name__}:OrderOfAdditions", PREFILL, 200)
     assert found.differing and not found.wrong and found.breaks
-
-
-def test_a_kernel_without_a_race_has_the_same_bits() -> None:
     for reference, case in (("EAGER", PREFILL), ("TORCH_SDPA", DECODE)):
         found = of(reference, case, 50)
         assert (found.differing, found.breaks, found.failed) == (0, False, "")

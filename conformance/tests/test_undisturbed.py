@@ -48,23 +48,14 @@ RACE = "determinism:dims=small;heads=2;q=[5]"
 
 @dataclass
 class Seen:
-    """What is seen of a run.
-
-    Attributes:
-        started: each case as it starts, with how many places are busy and the processes of all.
-        backends: whose case it is, in the same order.
-        phases: what it says that it does.
-        records: the verdicts.
-    """
-
+    # each case as it starts, with how many places are busy and the processes of all
     started: list[tuple[str, int, tuple[int, ...]]] = field(default_factory=list)
-    backends: list[str] = field(default_factory=list)
-    phases: list[str] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)  # whose case it is, in the same order
+    phases: list[str] = field(default_factory=list)  # what the run says that it does
     records: dict[str, Record] = field(default_factory=dict)
 
     @property
     def order(self) -> list[str]:
-        """The cases as they started."""
         return [case for case, *_ in self.started]
 
 

@@ -12,7 +12,6 @@ from mla_conformance.driving import driver
 from mla_conformance.driving.driver import IN_PROCESS
 from mla_conformance.engine import machine
 from mla_conformance.engine import worker as room
-from mla_conformance.engine.machine import LACKED_MEMORY
 from mla_conformance.engine.messages import Judge, WorkerJudged, WorkerStarted
 from mla_conformance.engine.worker import Worker
 from mla_conformance.judging.judged_rows import memory_need
@@ -88,11 +87,10 @@ def test_a_failure_is_told_before_it_is_explained_if_it_is_all_in_full(monkeypat
     assert given[1] >= 60 > given[0]
 
 
-def test_a_process_that_a_backend_changed_judges_no_other_case() -> None:
+def test_a_process_that_a_backend_changed_or_whose_memory_is_half_taken_judges_no_other_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert asked(ChangesDtype)[-1].leaves
-
-
-def test_a_process_that_has_taken_half_of_its_memory_judges_no_other_case(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "allocated_memory", lambda: 51)
     assert asked(EagerPrefillBackend, limit=100)[-1].leaves
     assert not asked(EagerPrefillBackend, limit=102)[-1].leaves
@@ -117,7 +115,7 @@ def test_after_running_out_of_a_gpus_memory_a_process_judges_no_other_case(
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [("CUDA error: out of memory", LACKED_MEMORY), ("CUDA error: misaligned address", None)],
+    [("CUDA error: out of memory", machine.LACKED_MEMORY), ("CUDA error: misaligned address", None)],
 )
 def test_a_process_that_a_full_gpu_ends_blames_no_kernel(
     monkeypatch: pytest.MonkeyPatch, error: str, status: int | None

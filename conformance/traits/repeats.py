@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from random import Random
 from typing import Any
@@ -18,29 +17,22 @@ from mla_conformance.judging.traits import Repeated
 from mla_conformance.judging.verdict import Nonconformance, Status
 from mla_conformance.problems.calls import Problem
 from mla_conformance.roles.table import judge
+from mla_conformance.traits.examine import begun
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context, Trial
 
+_SURROUNDINGS = ("in calls back to back", "beside other streams or threads", "between calls of another batch")
+"""What else goes on while calls are made, so many calls by turns; the words stand behind what differs."""
 _AT_ONCE = 16  # calls whose results are kept until they are compared, so that nothing stands between their launches
 _BESIDE = 2  # streams of a GPU, or threads beside a CPU's
 _SIZES = {"cuda": (256, 512, 1024, 2048), "cpu": (64, 128, 256)}
 """Rows of the factors, by turns of chance: each product leaves the kernel other multiprocessors, for another time."""
 
 
-class Surroundings(StrEnum):
-    """What else goes on while calls are made, so many calls by turns; the words stand behind what differs."""
-
-    NOTHING = "in calls back to back"
-    LOAD = "beside other streams or threads"
-    OTHER_CALLS = "between calls of another batch"
-
-
 def repeated(subject: Subject, context: Context, case: Case, calls: int) -> Repeated:
     """What so many further calls of a case show, which has to hold first."""
-    subject.executor.begin()
-    trial = Trial(subject, case, context)
     try:
-        trial.require_support()
+        trial = begun(subject, context, case)
         if any(part is None for returned in trial.conforms().returned for part in parts_of(returned.value)):
             return Repeated(failed="its calls write into memory and return nothing to compare")
         other = None if trial.unsupported(trial.case.varied()) else trial.other_problem()
@@ -89,22 +81,17 @@ def _blocks(
             for call in problem.calls:
                 call.prepare(backend)
 
-    before: dict[Surroundings, Callable[[], object]] = {
-        Surroundings.NOTHING: lambda: None,
-        Surroundings.LOAD: more,
-        Surroundings.OTHER_CALLS: another,
-    }
     for start in range(1, calls, _AT_ONCE):
-        block = list[list[torch.Tensor]]()
+        before, block = (lambda: None, more, another)[_surroundings(start)], list[list[torch.Tensor]]()
         for _ in range(start, min(start + _AT_ONCE, calls)):
-            before[_surroundings(start)]()
+            before()
             block.append(_once(backend, problem))
         yield block
 
 
-def _surroundings(number: int) -> Surroundings:
-    """Those of a call, counted from 0."""
-    return tuple(Surroundings)[(number - 1) // _AT_ONCE % len(Surroundings)]
+def _surroundings(number: int) -> int:
+    """Which of them a call has, counted from 0."""
+    return (number - 1) // _AT_ONCE % len(_SURROUNDINGS)
 
 
 def _once(backend: Any, problem: Problem) -> list[torch.Tensor]:
@@ -133,7 +120,7 @@ def _told(trial: Trial, found: Repeated, numbers: list[int], kept: list[torch.Te
     places = [(mine != theirs) & ~(mine.isnan() & theirs.isnan()) for mine, theirs in zip(first, other, strict=True)]
     rows = int(places[0].flatten(1).any(dim=1).sum())
     what = f"{sum(int(each.sum()) for each in places)} elements of {sum(map(torch.numel, first))} in {rows} rows"
-    what += f", {_surroundings(numbers[0] - 1)}"
+    what += f", {_SURROUNDINGS[_surroundings(numbers[0] - 1)]}"
     # The tensors of all calls as the judge takes them; what is merged of them was judged with the first.
     each, problem = len(other) // len(trial.problem.calls), trial.problem
     groups = [other[start : start + each] for start in range(0, len(other), each)]

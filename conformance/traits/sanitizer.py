@@ -1,6 +1,8 @@
-"""Calls of a backend under NVIDIA's compute-sanitizer, and its XML: errors, grouped by kernel and cause. No torch.
+"""Calls of a backend under NVIDIA's compute-sanitizer, and its XML: errors, grouped by kernel and cause.
 
 Source of the form: what Compute Sanitizer 2025.3.1 wrote on an H200, of each tool one kernel with a planted error.
+The process that the tool watches is ``python -m`` this module, which judges nothing. It writes lines of JSON into a
+file: what it is about to call and where, then a line for each case once it was called. Only that process imports torch.
 """
 
 import json
@@ -10,14 +12,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
-from mla_conformance.traits import called
-from mla_conformance.traits.called import CallEnded, CallsBegin, read_calls
+import msgspec
 
+if TYPE_CHECKING:
+    from mla_conformance.cases.case import Case
+    from mla_conformance.trials.subject import Subject
+
+NO_DEVICE = "torch sees no CUDA device"
 PROGRAM = "compute-sanitizer"
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _BESIDE = Path("/usr/local/cuda/bin") / PROGRAM
@@ -90,20 +99,13 @@ def _error(record: ElementTree.Element) -> SanitizerError:
 
 
 def _place(record: ElementTree.Element, name: str) -> str:
-    """Of a race, where the second access was made."""
-    return _first(record, f"where/{name}") or _first(record, f"what/destination/where/{name}")
+    return _first(record, f"where/{name}") or _first(
+        record, f"what/destination/where/{name}"
+    )  # of a race the second one
 
 
 def _first(record: ElementTree.Element, path: str) -> str:
     return (record.findtext(path) or "").strip()
-
-
-def read_output(path: Path) -> str:
-    if not path.exists():
-        raise UnreadableOutput(f"{PROGRAM} wrote no output: it may not attach here")
-    if path.stat().st_size > _MOST_BYTES:
-        raise UnreadableOutput(f"{PROGRAM} wrote more than {_MOST_BYTES} bytes")
-    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def joined(found: Iterable[tuple[str, tuple[SanitizerError, ...]]]) -> Iterator[tuple[SanitizerError, str]]:
@@ -117,7 +119,7 @@ def joined(found: Iterable[tuple[str, tuple[SanitizerError, ...]]]) -> Iterator[
 
 
 class ToolUnavailable(Exception):
-    """There is no tool that could watch anything, or it did not come to its end; the message says why."""
+    """There is no tool that could watch anything, or it did not come to its end."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,22 @@ class Tool:
         return f"{PROGRAM} {self.version}" + (f" of CUDA {self.cuda}" if self.cuda else "")
 
 
+class CallsBegin(msgspec.Struct, frozen=True):
+    environment: dict[str, str] = {}  # device and versions that the calls run with
+    versions: dict[str, str] = {}  # of the distributions behind the backend
+    unavailable: str = ""  # why nothing is called; empty where something is
+    chosen: tuple[str, ...] = ()  # ids of the cases that are called, in this order
+    unsupported: tuple[str, ...] = ()  # ids of those that are not, since the backend does not support them here
+
+
+class CallEnded(msgspec.Struct, frozen=True):
+    """What became of a case: the seconds of its calls, compiling included, and what they raised, if they did."""
+
+    case: str
+    seconds: float
+    raised: str = ""
+
+
 @dataclass(frozen=True)
 class Sanitized:
     """What became of one case, whose calls took so many seconds, or why what the tool reports says nothing of it."""
@@ -161,7 +179,6 @@ class Sanitized:
 
     @property
     def is_clean(self) -> bool:
-        """Whether it was called and nothing is reported."""
         return not (self.errors or self.unavailable)
 
 
@@ -189,62 +206,54 @@ class Watch:
 
         It is at most so many of each capability and role that the backend supports; 0 is for all.
         """
-        first = self._attempt(cases, most)
-        if first.begin is None or first.begin.unavailable:
-            return Watched(first.begin, unavailable=first.begin.unavailable if first.begin else first.in_words())
-        found = first.each()
+        first, errors = self._attempt(cases, most)
+        if first.begin is None:
+            reported = (f"{each.kernel}: {each.cause}" for each in errors[:1])
+            return Watched(unavailable="; ".join([first.unavailable, *reported]))
+        if first.begin.unavailable:
+            return Watched(first.begin, unavailable=first.begin.unavailable)
+        found = list(first.cases)
         if len(found) > 1:
-            unsure = {each.case for each in found if first.errors or not each.is_clean}
-            for number, (case, again) in enumerate((each.case, each.case in unsure) for each in found):
-                if again:
-                    alone = self._attempt([case], 0)
-                    found[number] = next(iter(alone.each()), Sanitized(case, alone.errors, alone.unavailable))
+            for number, each in enumerate(first.cases):
+                if errors or not each.is_clean:
+                    alone, own = self._attempt([each.case], 0)
+                    found[number] = next(iter(alone.cases), Sanitized(each.case, own, alone.unavailable))
         return Watched(first.begin, tuple(found))
 
-    def _attempt(self, cases: Sequence[str], most: int) -> "_Attempt":
+    def _attempt(self, cases: Sequence[str], most: int) -> tuple[Watched, tuple[SanitizerError, ...]]:
+        """What became of the calls in one process, and the errors in it, which are told as if each case had all.
+
+        They count whatever became of the process; that there are none, only of a call that returned.
+        """
         with tempfile.TemporaryDirectory(prefix="mla-conformance-sanitize-") as folder:
             output, lines = Path(folder, "output.xml"), Path(folder, "called")
             command = [self.tool.path, "--tool", self.check, "--xml", "--save", str(output)]
-            command += ["--target-processes", "all", sys.executable, "-m", called.__name__]
+            command += ["--target-processes", "all", sys.executable, "-m", __name__]
+            errors, why = tuple[SanitizerError, ...](), ""
             try:
                 done = _run([*command, self.reference, self.device, str(lines), str(most), *cases], self.seconds)
+                if not output.exists():
+                    raise UnreadableOutput(f"{PROGRAM} wrote no output: it may not attach here")
+                if output.stat().st_size > _MOST_BYTES:
+                    raise UnreadableOutput(f"{PROGRAM} wrote more than {_MOST_BYTES} bytes")
+                errors = errors_of(output.read_text(encoding="utf-8", errors="replace"))
             except ToolUnavailable as error:
-                return _Attempt(*read_calls(lines), unavailable=str(error))
-            begin, ended = read_calls(lines)
-            try:
-                errors = errors_of(read_output(output))
+                why = str(error)
             except UnreadableOutput as error:
-                return _Attempt(begin, ended, unavailable=f"{error}; {_last_words(done)}")
-            complete = begin is not None and len(ended) == len(begin.chosen) and not done.returncode
-            why = "" if complete else f"the calls were not made under it; {_last_words(done)}"
-            return _Attempt(begin, ended, errors, why)
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """What one process was to call and called, with what the tool reports of all of it."""
-
-    begin: CallsBegin | None
-    ended: tuple[CallEnded, ...]
-    errors: tuple[SanitizerError, ...] = ()
-    unavailable: str = ""
-
-    def each(self) -> list[Sanitized]:
-        """The cases one by one, errors as if each had all of them.
-
-        Errors count whatever became of the process; that there are none, only of a call that returned.
-        """
-        every, found = {each.case: each for each in self.ended}, list[Sanitized]()
-        for case in self.begin.chosen if self.begin else ():
-            ended = every.get(case)
-            raised = f"the call raised {ended.raised}" if ended and ended.raised else ""
-            why = "" if self.errors else self.unavailable or raised or ("" if ended else "it was not called")
-            found.append(Sanitized(case, self.errors, why, ended.seconds if ended else 0.0))
-        return found
-
-    def in_words(self) -> str:
-        """Why nothing was called, with what is reported of that."""
-        return "; ".join([self.unavailable, *(f"{each.kernel}: {each.cause}" for each in self.errors[:1])])
+                why = f"{error}; {_last_words(done)}"
+            # What the process wrote before it ended, however it did.
+            first, *others = (lines.read_bytes() if lines.exists() else b"").split(b"\n")[:-1] or [b""]
+            begin = msgspec.json.decode(first, type=CallsBegin) if first else None
+            ended = tuple(msgspec.json.decode(line, type=CallEnded) for line in others)
+            if not why and (begin is None or len(ended) != len(begin.chosen) or done.returncode):
+                why = f"the calls were not made under it; {_last_words(done)}"
+        calls, found = {each.case: each for each in ended}, list[Sanitized]()
+        for case in begin.chosen if begin else ():
+            call = calls.get(case)
+            raised = f"the call raised {call.raised}" if call and call.raised else ""
+            unclear = "" if errors else why or raised or ("" if call else "it was not called")
+            found.append(Sanitized(case, errors, unclear, call.seconds if call else 0.0))
+        return Watched(begin, tuple(found), why), errors
 
 
 def _run(command: Sequence[str], seconds: float) -> "subprocess.CompletedProcess[str]":
@@ -263,3 +272,68 @@ def _last_words(done: "subprocess.CompletedProcess[str]") -> str:
     printed: Iterable[str] = (line.strip("= \t\r") for line in f"{done.stdout}\n{done.stderr}".splitlines())
     lines = [line for line in printed if line][-_LAST_LINES:]
     return f"exit status {done.returncode}" + (f": {' / '.join(lines)[-LONGEST:]}" if lines else "")
+
+
+def main(told: Sequence[str]) -> None:
+    """Make the calls of cases on a device, and write what became of them.
+
+    Told is the backend, the device, the file, how many cases of each capability and role are called at most, 0 for all,
+    and the ids of the cases.
+    """
+    import torch  # not for whoever only reads the lines
+
+    from mla_conformance.backends.foreign import one_line
+    from mla_conformance.backends.kernel import describe_device, get_device_capability
+    from mla_conformance.cases.case import Case
+    from mla_conformance.driving.driver import run_calls
+    from mla_conformance.roles.table import build_problem
+    from mla_conformance.trials.subject import Subject, describe
+
+    reference, device, path, most, *ids = told
+    with Path(path).open("ab", buffering=0) as file:
+
+        def tell(what: msgspec.Struct) -> None:
+            file.write(msgspec.json.encode(what) + b"\n")
+
+        environment = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda or "")}
+        if device == "cuda" and not torch.cuda.is_available():
+            tell(CallsBegin(environment, unavailable=NO_DEVICE))
+            return
+        sys.path.append(str(Path.cwd()))
+        subject = Subject.of(reference, torch.device(device))
+        capability = get_device_capability(subject.device)
+        environment["device"] = describe_device(subject.device)
+        environment["compute_capability"] = str(capability) if capability else ""
+        if subject.unavailable:
+            tell(CallsBegin(environment, unavailable="; ".join(subject.unavailable)))
+            return
+        chosen, unsupported = _chosen(subject, [Case.parse(each) for each in ids], int(most))
+        named = tuple(case.id for case in chosen)
+        tell(CallsBegin(environment, describe(subject).versions, "", named, tuple(unsupported)))
+        for case in chosen:
+            began = time.perf_counter()
+            try:
+                error = run_calls(subject.create(case), build_problem(case, subject.device)).error
+                raised = error.error if error else ""
+            except Exception as failure:  # a constructor may raise, and a lost context makes no inputs
+                raised = one_line(failure)
+            tell(CallEnded(case.id, round(time.perf_counter() - began, 2), raised))
+
+
+def _chosen(subject: "Subject", cases: Iterable["Case"], most: int) -> "tuple[list[Case], list[str]]":
+    """The cases that are called, and the ids of those that are not supported here."""
+    chosen, unsupported, taken = list["Case"](), list[str](), Counter[tuple[str, str]]()
+    for case in cases:
+        kind = case.capability, case.role
+        if most and taken[kind] == most:
+            continue
+        if subject.unsupported(case):
+            unsupported.append(case.id)
+            continue
+        taken[kind] += 1
+        chosen.append(case)
+    return chosen, unsupported
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

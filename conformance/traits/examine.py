@@ -1,13 +1,15 @@
-"""Whether a row's result has the same bits however its call is made; information beside the verdict.
+"""What is told of a kernel beside its verdict: when a row's bits are the same, and how its errors are spread.
 
-Each question has variants of a case that keep the row's operands. Cases go from small to large, and what differs is
-made smaller, so that a "no" comes with a small counterexample.
+Whether a row's result has the same bits however its call is made is asked in questions. Each has variants of a case
+that keep the row's operands. Cases go from small to large, and what differs is made smaller, so that a "no" comes with
+a small counterexample. Errors are measured in units of their budget, and of the last place.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ import torch
 from mla_conformance.backends.roles import ROLES, Role
 from mla_conformance.cases.case import Call, Case, CaseError
 from mla_conformance.cases.shrink import simpler
-from mla_conformance.judging.traits import Answer, BitwiseAnswer, Question
+from mla_conformance.judging.traits import Answer, BitwiseAnswer, ErrorSpread, Question
 from mla_conformance.judging.verdict import Nonconformance
 from mla_conformance.problems.calls import Problem
 from mla_conformance.problems.operands import rows_of
 from mla_conformance.roles.layer.case import LayerCase
+from mla_conformance.roles.table import measure
 from mla_conformance.trials.graph import captured
 from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.transform import regroup
@@ -29,7 +32,7 @@ _REPEATS = 8
 _TRIES = 24  # simpler cases that are tried of one that differs
 _LAYER = {"call": Call.LAYER, "dims": "32-16-32-64", "heads": 2}
 _SPARSE = {"call": Call.SPARSE_DECODE, "heads": 16, "page": 64}
-_FIELDS: Mapping[Role, tuple[dict[str, Any], ...]] = {
+_ASKED: Mapping[Role, tuple[dict[str, Any], ...]] = {
     Role.PREFILL: ({"q": (5, 9), "heads": 2}, {"q": (130, 1, 40), "heads": 2}, {"q": (300, 17, 64, 5)}),
     Role.DECODE: (
         {"call": Call.DECODE, "q": (1, 1), "kv": (5, 40), "heads": 2, "page": 64},
@@ -49,7 +52,7 @@ _FIELDS: Mapping[Role, tuple[dict[str, Any], ...]] = {
         {"call": Call.INDEX_LOGITS, "q": (2, 1, 1), "kv": (100, 3, 700)},
     ),
 }
-"""Cases of each role, from small to large."""
+"""Cases of each role whose bits are compared, from small to large."""
 _CHANGES: Mapping[Question, tuple[str, str, tuple[Any, ...]]] = {
     Question.SPLITS: ("maxima {} times as large", "inflate", (2, 16, 100)),
     Question.CHUNKING: ("a workspace of {} tokens", "workspace", (64, 128, 1024)),
@@ -61,10 +64,30 @@ _CHANGES: Mapping[Question, tuple[str, str, tuple[Any, ...]]] = {
 }
 """Fields that leave a case's operands as they are: what a change is called, the field, and other values of it."""
 _OF_LAYERS = (Question.CHUNKING, Question.PHASE, Question.RANKS)
+DATA = ("normal", "needle", "hot_tail", "outliers", "large_logits", "tiny_values")
+_FORMS: tuple[dict[str, Any], ...] = ({"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"cache": "fp8"})
+_MEASURED: Mapping[Role, tuple[dict[str, Any], ...]] = {
+    Role.PREFILL: ({"q": (65, 9), "heads": 4}, {"call": Call.CONTEXT_CHUNK, "q": (5, 9), "kv": (300, 64), "heads": 4}),
+    Role.DECODE: ({"call": Call.DECODE, "q": (1, 1, 1), "kv": (1000, 64, 5), "page": 64},),
+    Role.LAYER: ({"call": Call.LAYER, "q": (9, 1), "kv": (40, 130), "decodes": 1},),
+    Role.SPARSE: ({**_SPARSE, "q": (1, 1), "kv": (700, 64), "topk": 512},),
+    Role.INDEXER: ({"call": Call.INDEX_LOGITS, "q": (1, 1), "kv": (200, 700)},),
+}
+"""Cases of each role whose errors are measured, for every form and data."""
+_QUANTILES = (0.5, 0.99, 1.0)
+_MOST = 1e9  # larger errors, and what is no number, are told as this
+
+
+def begun(subject: Subject, context: Context, case: Case) -> Trial:
+    """A trial of a case; a Nonconformance if it is not supported."""
+    subject.executor.begin()
+    trial = Trial(subject, case, context)
+    trial.require_support()
+    return trial
 
 
 def bases(role: Role) -> tuple[Case, ...]:
-    return tuple(Case.of(capability="batch_invariance", **fields) for fields in _FIELDS[role])
+    return tuple(Case.of(capability="batch_invariance", **fields) for fields in _ASKED[role])
 
 
 @dataclass(frozen=True)
@@ -141,7 +164,7 @@ def _through_a_graph(backend: Any, problem: Problem) -> Any:
 
 def bitwise(subject: Subject, context: Context) -> tuple[BitwiseAnswer, ...]:
     """All questions to all roles of a backend that can run here, with outputs of floating point."""
-    roles = [ROLES[role] for role in subject.declarations if role in _FIELDS]
+    roles = [ROLES[role] for role in subject.declarations if role in _ASKED]
     return tuple(_answer(subject, context, role, question) for role in roles for question in Question)
 
 
@@ -167,9 +190,7 @@ def _compared(subject: Subject, context: Context, case: Case, question: Question
 
     It is a Nonconformance if the case is unsupported or a call failed.
     """
-    subject.executor.begin()
-    trial, count = Trial(subject, case, context), 0
-    trial.require_support()
+    trial, count = begun(subject, context, case), 0
     first = _values(trial, Variant("", trial.problem))
     for variant in variants(trial, question):
         count += 1
@@ -223,3 +244,53 @@ def _smallest(subject: Subject, context: Context, case: Case, question: Question
         else:
             break
     return case, seen
+
+
+def accuracy(subject: Subject, context: Context) -> tuple[ErrorSpread, ...]:
+    """Of every role of numbers with a budget that can run here, dtype and regime, as far as the backend supports it."""
+    asked = product([ROLES[role] for role in subject.declarations if role in _MEASURED], _FORMS, DATA)
+    found = (_spread(subject, context, role, form, data) for role, form, data in asked)
+    return tuple(each for each in found if each)
+
+
+def _spread(subject: Subject, context: Context, role: Role, form: dict[str, Any], data: str) -> ErrorSpread | None:
+    """Of all elements of the cases of one role, dtype and regime together; None where none is supported."""
+    parts = []
+    for fields in _MEASURED[role]:
+        try:
+            case = Case.of(capability="weights", data=data, **fields, **form)
+        except (CaseError, TypeError):  # a role without a cache, or one that has no such layout
+            break
+        with suppress(Nonconformance):
+            parts.append(_errors(subject, context, case))
+    if not parts:
+        return None
+    budget, ulp = (torch.cat(errors) for errors in zip(*parts, strict=True))
+    dtype = f"{case.dtype}, {form['cache']} cache" if "cache" in form else case.dtype
+    return ErrorSpread(role, dtype, data, len(parts), len(budget), _quantiles(budget), _quantiles(ulp))
+
+
+def _errors(subject: Subject, context: Context, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n] each, of the elements that may have an error: in units of the budget, and of the last place.
+
+    It is a Nonconformance if the case is unsupported or its call failed.
+    """
+    trial = begun(subject, context, case)
+    expectation = trial.context.expect(trial.problem)
+    seen = trial.run(trial.backend, trial.problem)
+    measured = measure(trial.problem, expectation, seen, trial.declaration) if not seen.error else []
+    if not measured:
+        raise Nonconformance(trial.verdict)
+    output, dtype = measured[0], torch.float32 if case.role is Role.INDEXER else trial.problem.output_dtype
+    form = torch.finfo(dtype)
+    error, counted = (output.got - output.golden).abs(), output.allowed > 0
+    # What the last bit of each number is worth in its dtype; the least there is below the dtype's range.
+    _, exponent = output.golden.abs().clamp(min=form.tiny).frexp()
+    last_place = torch.exp2((exponent - 1).double()) * form.eps
+    return (error / output.allowed)[counted].cpu(), (error / last_place)[counted].cpu()
+
+
+def _quantiles(errors: torch.Tensor) -> tuple[float, float, float]:
+    ordered = errors.nan_to_num(nan=_MOST, posinf=_MOST).clamp(max=_MOST).sort().values
+    median, tail, worst = (float(ordered[round(share * (len(ordered) - 1))]) for share in _QUANTILES)
+    return median, tail, worst
