@@ -30,6 +30,7 @@ from mla_conformance.report.terminal import columns, counted, near, put, say, sh
 from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
+_SOME = 10  # one in so many records has to be there before their pace says what is left: the first load and warm up
 
 
 def run_and_report(
@@ -103,7 +104,7 @@ def _header(run: Run) -> Iterator[str]:
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
-    """Have the run know its backends, and begin its folder; a message and an exit status if it is not to be."""
+    """Have the run know its backends and begin its folder; or a message and an exit status."""
     began = time.monotonic()
     try:
         with live(lambda: f"starting processes, describing backends · {clock(time.monotonic() - began)}"):
@@ -194,17 +195,11 @@ def _say_wrapped(*texts: str) -> None:
             say(line)
 
 
-_PER_SECOND = 4
-_SOME = 10
-"""One in so many records has to be there before their pace says what is left: the first ones load and warm up."""
-
-
 @dataclass
 class Progress:
-    """Counts what is judged, of so many records; failures are told by their causes, at the end.
+    """Counts what is judged; failures are told by their causes, at the end. Without a live line it has ``parts`` lines.
 
-    Where no line is live, a whole run has as many lines as it has parts. What comes behind the verdicts takes longer:
-    the first failure is shown meanwhile.
+    What comes behind the verdicts takes longer: the first failure is shown meanwhile.
     """
 
     total: int
@@ -261,7 +256,7 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """A time as m:ss, from an hour on as h:mm:ss."""
+    """As m:ss, from an hour on as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
@@ -287,7 +282,7 @@ def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     with Live(
         console=console,
         get_renderable=drawn,
-        refresh_per_second=_PER_SECOND,
+        refresh_per_second=4,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,

@@ -30,14 +30,12 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
-_FACTS = "        "
 _NO_GPU = "they need a GPU, and some of them packages as well"
 _LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
 _VALUES = " " * 19  # before the column in which facts stand
 
 
 def list_backends(options: argparse.Namespace) -> int:
-    """Which backends can run here, and what the others lack; of those that are named every reason."""
     names = known_names()
     for name in options.names:
         if name not in names:
@@ -64,7 +62,6 @@ def list_backends(options: argparse.Namespace) -> int:
 
 
 def list_capabilities(options: argparse.Namespace) -> int:
-    """A line for every capability and one for every tier, or else what the options ask for."""
     if options.backend is not None:
         return _list_declared(options.backend, options.device)
     if options.excluded:
@@ -80,7 +77,6 @@ def list_capabilities(options: argparse.Namespace) -> int:
 
 
 def _list_declared(reference: str, device: str | None) -> int:
-    """The part of each role's space that a backend declares, with triples and refused classes, and its fitted cases."""
     from mla_conformance.engine.machine import find_device  # with torch, as the others
     from mla_conformance.trials.explore import region_of
     from mla_conformance.trials.subject import Subject
@@ -136,9 +132,9 @@ def list_models(options: argparse.Namespace) -> int:
                 *_selection(profile),
                 f"cache {', '.join(profile.cache_layouts)}",
             ]
-            for line in side_by_side(summary, " · ", columns(), further=_FACTS):
+            for line in side_by_side(summary, " · ", columns(), further=" " * 8):
                 say(line)
-            say_wrapped(f"{_FACTS}{stored.published}: {_confirmed(stored)}", 2 * _FACTS)
+            say_wrapped(f"{' ' * 8}{stored.published}: {_confirmed(stored)}", " " * 16)
     return 0
 
 
@@ -187,11 +183,9 @@ def _selection(profile: ModelProfile) -> list[str]:
 
 
 def print_completion(options: argparse.Namespace) -> int:
-    """The script for a shell, with the backends, capabilities and tiers that are known here."""
     import shtab
 
     backends = [backend.name for backend in known_backends()]
-    # What can stand behind options.
     known = {"backend": backends, "require": backends, "capability": list(CAPABILITIES)}
     for _, command in commands_of(options.parser):
         for action in command._actions:

@@ -19,8 +19,7 @@ from mla_conformance.backends.foreign import LINE, MESSAGE, cut
 
 _HALF = 600  # characters at each end of a reason that are always printed
 _lost: list[OSError] = []
-_COMMAND = re.compile(r"#(?=#\w*\[)")
-"""What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
+_COMMAND = re.compile(r"#(?=#\w*\[)")  # what CI systems obey wherever it stands: ``##[name]``, ``##vso[name]``
 _COMMAND_LINE = re.compile(r"^(\s*):(?=:)")  # what GitHub reads as one where a line begins with it: ``::name::``
 
 

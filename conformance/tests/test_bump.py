@@ -10,9 +10,8 @@ from zipfile import ZipFile
 
 import pytest
 
-from mla_conformance.bump.environment import Environment
 from mla_conformance.bump.outcome import Bump, JudgedVersion, bump_lines, bump_markdown
-from mla_conformance.bump.version import Found, Pin, find, two_versions
+from mla_conformance.bump.version import Environment, Found, Pin, find, two_versions
 from mla_conformance.cases.case import Case
 from mla_conformance.cli import main
 from mla_conformance.files.whole import InputError

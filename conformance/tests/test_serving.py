@@ -19,8 +19,7 @@ from mla_conformance.models.stored import find_model
 from mla_conformance.report.json_report import report_json, to_text
 from mla_conformance.report.summary import BackendSummary, Counts, RunSummary, summarise
 from mla_conformance.scoreboard.board import Board, Entry, profiles
-from mla_conformance.scoreboard.serving import kind_of, models, served
-from mla_conformance.scoreboard.site import page
+from mla_conformance.scoreboard.site import kind_of, models, page, served
 from mla_conformance.tests.test_browser import BROWSER, FRAME, seen_in
 from mla_conformance.version import SUITE_VERSION
 
