@@ -154,7 +154,7 @@ Write = Callable[..., Path]
     ],
 )
 def test_the_status_stands_where_nobody_reads(write_report: Write, line: str, status: int, why: str) -> None:
-    asked = ["bash", "-c", line, COMMAND, write_report("a.json", [FAILED])]
+    asked = ["bash", "-c", line, str(COMMAND), str(write_report("a.json", [FAILED]))]
     done = subprocess.run(asked, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (status, f"mla-conformance: standard output cannot be written: {why}\n")
 
