@@ -48,9 +48,7 @@ def bump(options: argparse.Namespace) -> int:
         environments[-1].require_installed()
     names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
     found = Bump(*(_judged(environment, names, options) for environment in environments))
-    for line in bump_lines(found):
-        say(line)
-    say(f"reports {out / _SIDES[0]} {out / _SIDES[1]}")
+    say(*bump_lines(found), f"reports {out / _SIDES[0]} {out / _SIDES[1]}")
     if options.markdown:
         write_output(options.markdown, bump_markdown(found))
     return found.exit_status

@@ -26,8 +26,6 @@ from mla_conformance.engine.supervisor import Stopped, heeded
 from mla_conformance.files.whole import InputError, decode
 from mla_conformance.report.terminal import say
 
-_SHOWN = 8  # lines that are shown of what a process says that fails
-
 
 @dataclass(frozen=True)
 class Pin:
@@ -192,8 +190,7 @@ class Environment:
 def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str) -> None:
     """Show the end of what a process that failed has to say, and raise what it means."""
     if finished.returncode:
-        for line in finished.stderr.strip().splitlines()[-_SHOWN:]:
-            say(line, error=True)
+        say(*finished.stderr.strip().splitlines()[-8:], error=True)
         raise InputError(f"{otherwise} with status {finished.returncode}")
 
 

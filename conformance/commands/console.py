@@ -64,8 +64,7 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        for line in outcome_lines(summary, columns(), run.request.is_usual, detail):
-            say(line)
+        say(*outcome_lines(summary, columns(), run.request.is_usual, detail))
         if not is_quiet:
             _say_wrapped(closing_line(summary))
             if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
@@ -77,8 +76,7 @@ def run_and_report(
                 say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
         if keep_report and (not is_quiet or summary.exit_status):
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
-    for message in filter(None, (broken, unwritten)):
-        say(f"mla-conformance: {message}", error=True)
+    say(*(f"mla-conformance: {message}" for message in (broken, unwritten) if message), error=True)
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
 
 
@@ -191,8 +189,7 @@ def _write_step_summary(path: str, summary: RunSummary) -> None:
 
 def _say_wrapped(*texts: str) -> None:
     for text in texts:
-        for line in side_by_side(text.split(" · "), " · ", columns()):
-            say(line)
+        say(*side_by_side(text.split(" · "), " · ", columns()))
 
 
 @dataclass
@@ -240,8 +237,7 @@ class Progress:
         self._phase, self._now = what, ""
         self._at_pace, self._since = 0, time.monotonic()
         if self.parts and self.tell is say:
-            for line in f"… {self.line}".splitlines():
-                say(line)
+            say(*f"… {self.line}".splitlines())
             self._failure = ""
 
     @property

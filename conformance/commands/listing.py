@@ -55,8 +55,7 @@ def list_backends(options: argparse.Namespace) -> int:
     for reasons, group in sorted(lacking.items(), key=lambda each: (bool(each[0]), -len(each[1]))):
         state = f"unavailable: {reasons}" if reasons else "available"
         say_wrapped(f"{len(group)} {state}:", "    ")
-        for line in side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "):
-            say(line)
+        say(*side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "))
     say("what one of them needs: mla-conformance backends NAME")
     return 0
 
@@ -65,14 +64,12 @@ def list_capabilities(options: argparse.Namespace) -> int:
     if options.backend is not None:
         return _list_declared(options.backend, options.device)
     if options.excluded:
-        for line in excluded_lines():
-            say(line)
+        say(*excluded_lines())
         return 0
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
-    for line in tier_lines():
-        say(line)
+    say(*tier_lines())
     return 0
 
 
@@ -104,8 +101,7 @@ def _list_declared(reference: str, device: str | None) -> int:
             lines += tiers.wrapped(said, 2)
         if refused := [(name, label) for name, label in space.values if label not in region.classes[name]]:
             lines += tiers.wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", 2)
-        for line in lines:
-            say(line)
+        say(*lines)
     return 0
 
 
@@ -132,8 +128,7 @@ def list_models(options: argparse.Namespace) -> int:
                 *_selection(profile),
                 f"cache {', '.join(profile.cache_layouts)}",
             ]
-            for line in side_by_side(summary, " · ", columns(), further=" " * 8):
-                say(line)
+            say(*side_by_side(summary, " · ", columns(), further=" " * 8))
             say_wrapped(f"{' ' * 8}{stored.published}: {_confirmed(stored)}", " " * 16)
     return 0
 

@@ -46,8 +46,7 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
             _say(f"{check} {backend.name}: {chosen.what}")
         watch = Watch(tool, check, backend.reference, "cuda", options.timeout or GPU_TIMEOUT)
         found = watch.calls([case.id for case in chosen.cases], chosen.most)
-        for text in lines(watch, backend, found):
-            _say(text)
+        _say(*lines(watch, backend, found))
         watched = [each for each in found.cases if not each.unavailable]
         if watched and records:
             write_sanitized(records, _kernel(watch, backend, found))
@@ -57,8 +56,9 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
     return 1 if 1 in statuses else max(statuses)
 
 
-def _say(text: str) -> None:
-    say(text) if text.lstrip().startswith("replay: ") else say_wrapped(text)
+def _say(*texts: str) -> None:
+    for text in texts:
+        say(text) if text.lstrip().startswith("replay: ") else say_wrapped(text)
 
 
 def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[str]:

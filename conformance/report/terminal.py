@@ -39,8 +39,9 @@ def shown_lines(text: str, limit: int = LINE) -> str:
     return "\n".join(map(shown_line, cut(text, limit).split("\n")))
 
 
-def say(line: str, error: bool = False) -> None:
-    put(painted(shown_line(line), sys.stderr if error else sys.stdout), error)
+def say(*lines: str, error: bool = False) -> None:
+    for line in lines:
+        put(painted(shown_line(line), sys.stderr if error else sys.stdout), error)
 
 
 def refuse(program: str, reason: str) -> None:
@@ -128,8 +129,7 @@ def columns() -> int:
 
 
 def say_wrapped(text: str, further: str = "") -> None:
-    for line in wrapped(text, columns(), further=further):
-        say(line)
+    say(*wrapped(text, columns(), further=further))
 
 
 _STYLES = {

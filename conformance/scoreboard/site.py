@@ -79,8 +79,7 @@ def scoreboard(options: argparse.Namespace) -> int:
         write_output(options.out / "badges" / name, text)
     write_output(options.out / "scoreboard.sarif", to_text(sarif(board.newest)))
     write_output(options.out / "index.html", page(board))
-    for each in board.refused:
-        say(f"{each.source}: not shown: {each.why}", error=True)
+    say(*(f"{each.source}: not shown: {each.why}" for each in refused), error=True)
     old = sum(bool(entry.old) for entry in entries)
     say(f"wrote {options.out / 'index.html'}: {len(entries)} records, {old} of them outdated, {len(refused)} not shown")
     return 1 if refused else 0
