@@ -18,9 +18,6 @@ from mla_conformance.engine.supervisor import RunError, Stopped
 from mla_conformance.files.whole import InputError
 from mla_conformance.report.terminal import refuse
 
-_BROKEN = 3
-_INTERRUPTED = 130
-
 
 def command() -> NoReturn:
     try:
@@ -52,11 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE
     except RunError as error:
         refuse(NAME, str(error))
-        return _BROKEN
+        return 3
     except Stopped as stop:
         refuse(NAME, f"ended by {stop}")
         return stop.exit_status
     except KeyboardInterrupt:
         refuse(NAME, "interrupted")
-        return _INTERRUPTED
+        return 130
     return status

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -20,11 +20,11 @@ from mla_conformance.backends.layer.context_parallel import DistributedGroup
 from mla_conformance.backends.references import BackendReferenceError, parse_reference
 from mla_conformance.cases.case import Case
 from mla_conformance.engine.machine import device_facts, find_device
-from mla_conformance.judging.record import Record
 from mla_conformance.judging.verdict import Check, Status
 from mla_conformance.problems.memory import storage_bytes
 from mla_conformance.problems.operands import TORCH_DTYPES
 from mla_conformance.report.terminal import say
+from mla_conformance.roles.layer.call import LayerCall
 from mla_conformance.roles.layer.case import LayerCase
 from mla_conformance.roles.layer.role import Layer
 from mla_conformance.trials.judge_one import judge_one
@@ -32,10 +32,6 @@ from mla_conformance.trials.subject import Subject
 from mla_conformance.trials.trial import Context
 from mla_conformance.vocabulary.capabilities import find_capability
 
-if TYPE_CHECKING:
-    from mla_conformance.roles.layer.call import LayerCall
-
-_PATIENCE = timedelta(minutes=3)
 _PASSED, _FAILED, _USAGE, _NOTHING = range(4)
 
 
@@ -46,10 +42,10 @@ class OwnRank:
         self._group = DistributedGroup()
         self._layer = Layer(backend, case, dtype, device, self._group)
 
-    def prepare(self, parts: Sequence["LayerCall"]) -> None:
+    def prepare(self, parts: Sequence[LayerCall]) -> None:
         parts[self._group.rank].prepare(self._layer)
 
-    def forward(self, parts: Sequence["LayerCall"]) -> list[Any]:
+    def forward(self, parts: Sequence[LayerCall]) -> list[Any]:
         """The result of every rank, and in every process what each of them wrote."""
         own = parts[self._group.rank].invoke(self._layer, None)
         for part in parts:
@@ -85,21 +81,18 @@ def judge_ranks(reference: str, device: torch.device) -> int:
             continue
         record = judge_one(subject, case, context)
         counts[record.status] += 1
+        said = f"{record.status}: {case.id}: {record.message}"
+        if record.status is Status.PASS:
+            said = f"pass, {max(record.shares.values()):.2f} of budget: {case.id}"
         if record.check == Check.CALL:
-            say(f"rank {torch.distributed.get_rank()}: {_line(record)}")
+            say(f"rank {torch.distributed.get_rank()}: {said}")
             return _FAILED
-        _say(_line(record))
+        _say(said)
     _say(", ".join(f"{number} {status}" for status, number in counts.items()) or f"no case has {world} ranks")
     judged = counts.total() - counts[Status.UNSUPPORTED] - counts[Status.UNAVAILABLE]
     if not judged:
         return _NOTHING
     return _PASSED if counts[Status.PASS] == judged else _FAILED
-
-
-def _line(record: Record) -> str:
-    if record.status is Status.PASS:
-        return f"pass, {max(record.shares.values()):.2f} of budget: {record.case}"
-    return f"{record.status}: {record.case}: {record.message}"
 
 
 def _say(line: str) -> None:
@@ -118,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         device = find_device("cuda") or device
-    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=3))
     try:
         return judge_ranks(options.backend, device)
     except BackendReferenceError as error:

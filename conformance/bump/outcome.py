@@ -1,5 +1,8 @@
-"""What a new version changes: the changes between two runs, whether they speak against it, and that for people."""
+"""``bump``: two environments, a run of ``certify`` in each, and what the new version changes, in words for people."""
 
+import argparse
+import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,25 +10,88 @@ from itertools import groupby
 
 from packaging.utils import canonicalize_name
 
-from mla_conformance.bump.version import Pin
-from mla_conformance.files.whole import InputError
+from mla_conformance.backends.references import parse_reference
+from mla_conformance.bump.version import Environment, Pin, two_versions
+from mla_conformance.engine.folder import RUNS
+from mla_conformance.files.whole import InputError, write_output
 from mla_conformance.judging.verdict import Status
 from mla_conformance.report.ci_views import inline
 from mla_conformance.report.differences import DRIFT, Change, compare, differing
+from mla_conformance.report.json_report import load_report
 from mla_conformance.report.summary import BackendSummary, RunSummary
-from mla_conformance.report.terminal import counted
+from mla_conformance.report.terminal import counted, say
 from mla_conformance.speed.times import Speed, columns_of
 
+_SIDES = "before", "after"
+_JUDGED = (0, 1, 3)  # the statuses with which ``certify`` leaves a report
 _REGRESSED, _NOTHING_JUDGED = 1, 3
 _SHOWN = 20  # changes of a kind that are shown; the others stand in the two reports
 
 
+def bump(options: argparse.Namespace) -> int:
+    pins = two_versions(options.before, options.after)
+    if not options.backend:
+        raise InputError(f"--backend: expected the backends that stand on {pins[0].name}, got none")
+    _require_device(options)
+    out = options.out or RUNS / f"bump-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise InputError(f"--out {out}: expected a new or an empty folder")
+    except OSError as error:
+        raise InputError(f"--out {out}: expected a writable folder: {error.strerror}") from error
+    # Both before anything is judged: a version that cannot be installed is known at once.
+    environments = []
+    for side, pin in zip(_SIDES, pins, strict=True):
+        say(f"installing {pin}")
+        environments.append(Environment.make((out / side).resolve() / "environment", pin, options.find_links))
+        environments[-1].require_installed()
+    names = list(dict.fromkeys([pins[0].name, *environments[0].added, *environments[1].added]))
+    found = Bump(*(_judged(environment, names, options) for environment in environments))
+    say(*bump_lines(found), f"reports {out / _SIDES[0]} {out / _SIDES[1]}")
+    if options.markdown:
+        write_output(options.markdown, bump_markdown(found))
+    return found.exit_status
+
+
+def _require_device(options: argparse.Namespace) -> None:
+    """Refuse a backend that has no kernel for the device here, before minutes of installing."""
+    from mla_conformance.backends.kernel import get_device_capability
+    from mla_conformance.backends.loading import unavailable_reasons  # with torch
+    from mla_conformance.engine.machine import find_device
+
+    device = find_device(options.device or "")
+    if device is None:
+        raise InputError(f"--device {options.device}: torch finds no such device here; nothing was installed")
+    for backend in map(parse_reference, options.backend):
+        found = [unavailable_reasons(backend, get_device_capability(device), each.role) for each in backend.members()]
+        lacking = [next((each for each in reasons if "compute capability" in each), "") for reasons in found]
+        if lacking and all(lacking):
+            raise InputError(f"--backend {backend.name}: {lacking[0]}; nothing was installed")
+
+
+def _judged(environment: Environment, names: Sequence[str], options: argparse.Namespace) -> "JudgedVersion":
+    """One version, judged by ``certify`` in the folder that holds its environment."""
+    pin, folder = environment.pin, environment.folder.parent
+    say(f"judging with {pin}")
+    asked = {"backend": options.backend, "capability": options.capability}
+    asked |= {name: [value] for name in ("tier", "device", "cases") if (value := getattr(options, name))}
+    selection = [f"--{name}={value}" for name, values in asked.items() for value in values]
+    selection += ["--speed"] if options.speed else []
+    status = environment.run("mla_conformance", "certify", *selection, "--out", str(folder)).returncode
+    if status not in _JUDGED:
+        raise InputError(f"certify with {pin} ended with status {status}")
+    versions = {name: found.version for name, found in environment.find(names).items()}
+    judged = JudgedVersion(pin, load_report(folder), versions)
+    judged.require_loaded()
+    return judged
+
+
 @dataclass(frozen=True)
 class JudgedVersion:
-    pin: Pin  # the library and its version
-    run: RunSummary  # what was found
-    # of it and of what was installed for either version, as they are found here; empty if one is not
-    versions: dict[str, str]
+    pin: Pin
+    run: RunSummary
+    versions: dict[str, str]  # of what was installed for either version, as it is found here; empty if it is not
 
     def require_loaded(self) -> None:
         """Make sure that every backend that was judged says that it stands on this version."""
@@ -41,12 +107,12 @@ class JudgedVersion:
 
 @dataclass(frozen=True)
 class Bump:
-    before: JudgedVersion  # the old version
-    after: JudgedVersion  # the new one
+    before: JudgedVersion
+    after: JudgedVersion
 
     @cached_property
-    def pairs(self) -> tuple[tuple[BackendSummary, BackendSummary], ...]:
-        return tuple(zip(self.before.run.backends, self.after.run.backends, strict=True))
+    def pairs(self) -> list[tuple[BackendSummary, BackendSummary]]:
+        return list(zip(self.before.run.backends, self.after.run.backends, strict=True))
 
     @cached_property
     def unjudged(self) -> dict[str, str]:
@@ -65,91 +131,80 @@ class Bump:
         return found
 
     @cached_property
-    def changes(self) -> tuple[Change, ...]:
-        """What changed, regressions first; without a backend that the old version cannot run."""
+    def kinds(self) -> list[list[Change]]:
+        """What changed, kind by kind, regressions first; without a backend that the old version cannot run."""
         unknown = {old.name for old, _ in self.pairs if old.reasons}
-        return tuple(change for change in compare(self.before.run, self.after.run) if change.backend not in unknown)
+        changes = (each for each in compare(self.before.run, self.after.run) if each.backend not in unknown)
+        return [list(group) for _, group in groupby(changes, key=lambda change: change.kind)]
 
     @property
     def exit_status(self) -> int:
         """0: no regression; 1: something is worse; 3: of some backend nothing, or not everything, could be judged."""
-        regressed = any(change.regression for change in self.changes)
+        regressed = any(changes[0].regression for changes in self.kinds)
         return _REGRESSED if regressed else _NOTHING_JUDGED if self.unjudged else 0
 
-    @cached_property
-    def alike(self) -> tuple[int, int]:
-        """How many cases pass with both versions, and how many fail with both, before any expectation."""
-        passing = failing = 0
+    @property
+    def sentence(self) -> str:
+        passing = failing = 0  # with both versions, before any expectation
         for old, new in self.pairs:
             before, after = ({record.key: record.as_judged for record in each.records} for each in (old, new))
             both = [(before[key], after[key]) for key in before.keys() & after.keys()]
             passing += sum(was.status is now.status is Status.PASS for was, now in both)
             failing += sum(was.failed and now.failed for was, now in both)
-        return passing, failing
+        alike = f"pass with both: {counted(passing, 'case')}" + (f", fail with both: {failing}" if failing else "")
+        if not self.exit_status:
+            rest = f"none newly fails, is missing or uses over {DRIFT} more of its error budget"
+            return f"no regression · {alike} · {rest}"
+        kinds = [f"{len(changes)} {changes[0].kind}" for changes in self.kinds]
+        verdict = "REGRESSED" if self.exit_status == _REGRESSED else "NOT JUDGED"
+        return " · ".join([verdict, *kinds, alike, *(f"{name} could not be compared" for name in self.unjudged)])
+
+    @property
+    def installed(self) -> list[tuple[str, str, str]]:
+        """The library first, then whatever else of what was installed for it is not the same with both."""
+        found = differing(self.before.versions, self.after.versions)
+        return [(name, old or "none", new or "none") for name, old, new in found]
+
+    @property
+    def times(self) -> list[tuple[str, str, str, str]]:
+        """Of each backend that was timed the shapes of the table, with both versions; they decide nothing."""
+        rows = []
+        for pair in self.pairs:
+            timed = [each.speed or Speed() for each in pair]
+            for shape in columns_of([(each.name, speed) for each, speed in zip(pair, timed, strict=True)]):
+                before, after = (str(found.best) if (found := speed.of(shape)) else "no time" for speed in timed)
+                rows.append((pair[0].name, shape, before, after))
+        return rows
 
 
 def bump_lines(bump: Bump) -> Iterator[str]:
     """The verdict, last, and before it everything that it follows from."""
-    yield from (f"{name} {before} → {after}" for name, before, after in _versions(bump))
-    for old, new in bump.pairs:
-        yield f"{old.name} {_counts(old)} → {_counts(new)}"
-    yield from (f"{name} {shape} {before} → {after}" for name, shape, before, after in _times(bump))
-    for changes, hidden in _by_kind(bump):
-        yield from (change.line for change in changes)
-        yield from [f"  … and {hidden} more {changes[0].kind}"] if hidden else []
+    yield from (f"{name} {before} → {after}" for name, before, after in bump.installed)
+    yield from (f"{old.name} {_counts(old)} → {_counts(new)}" for old, new in bump.pairs)
+    yield from (f"{name} {shape} {before} → {after}" for name, shape, before, after in bump.times)
+    for changes in bump.kinds:
+        yield from (change.line for change in changes[:_SHOWN])
+        if hidden := len(changes[_SHOWN:]):
+            yield f"  … and {hidden} more {changes[0].kind}"
     yield from (f"? {name}: {why}" for name, why in bump.unjudged.items())
-    yield sentence(bump)
+    yield bump.sentence
 
 
 def bump_markdown(bump: Bump) -> str:
     """The same, the verdict first."""
     old, new = bump.before.pin, bump.after.pin
     title = inline(f"{old.name} {old.version} → {new.version}")
-    lines = [f"## MLA conformance: {title}", "", inline(sentence(bump)), ""]
-    lines += _table(["installed", "before", "after"], _versions(bump))
+    lines = [f"## MLA conformance: {title}", "", inline(bump.sentence), ""]
+    lines += _table(["installed", "before", "after"], bump.installed)
     lines += _table(["backend", "before", "after"], [(old.name, _counts(old), _counts(new)) for old, new in bump.pairs])
-    if times := _times(bump):
+    if times := bump.times:
         lines += _table(["backend", "time", "before", "after"], times)
-    for changes, hidden in _by_kind(bump):
-        lines += [f"### {'❌' if changes[0].regression else '➖'} {changes[0].kind} ({len(changes) + hidden})", ""]
-        lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes])
+    for changes in bump.kinds:
+        lines += [f"### {'❌' if changes[0].regression else '➖'} {changes[0].kind} ({len(changes)})", ""]
+        lines += _table(["backend", "case", "what"], [(c.backend, c.key, c.detail) for c in changes[:_SHOWN]])
     lines += _table(["not judged", "why"], bump.unjudged.items()) if bump.unjudged else []
     facts = " · ".join(f"{name} {value}" for name, value in bump.after.run.environment.items() if value)
     return "\n".join([*lines, f"<sub>{inline(facts)}</sub>", ""])
-
-
-def sentence(bump: Bump) -> str:
-    passing, failing = bump.alike
-    alike = f"pass with both: {counted(passing, 'case')}" + (f", fail with both: {failing}" if failing else "")
-    if not bump.exit_status:
-        return f"no regression · {alike} · none newly fails, is missing or uses over {DRIFT} more of its error budget"
-    kinds = [f"{len(changes) + hidden} {changes[0].kind}" for changes, hidden in _by_kind(bump)]
-    verdict = "REGRESSED" if bump.exit_status == _REGRESSED else "NOT JUDGED"
-    return " · ".join([verdict, *kinds, alike, *(f"{name} could not be compared" for name in bump.unjudged)])
-
-
-def _by_kind(bump: Bump) -> Iterator[tuple[list[Change], int]]:
-    """The first changes of each kind, and how many more there are."""
-    for _, group in groupby(bump.changes, key=lambda change: change.kind):
-        changes = list(group)
-        yield changes[:_SHOWN], len(changes[_SHOWN:])
-
-
-def _versions(bump: Bump) -> list[tuple[str, str, str]]:
-    """The library first, then whatever else of what was installed for it is not the same with both."""
-    found = differing(bump.before.versions, bump.after.versions)
-    return [(name, old or "none", new or "none") for name, old, new in found]
-
-
-def _times(bump: Bump) -> list[tuple[str, str, str, str]]:
-    """Of each backend that was timed the shapes of the table, with both versions; they decide nothing."""
-    rows = []
-    for pair in bump.pairs:
-        timed = [each.speed or Speed() for each in pair]
-        for shape in columns_of([(each.name, speed) for each, speed in zip(pair, timed, strict=True)]):
-            before, after = (str(found.best) if (found := speed.of(shape)) else "no time" for speed in timed)
-            rows.append((pair[0].name, shape, before, after))
-    return rows
 
 
 def _counts(backend: BackendSummary) -> str:

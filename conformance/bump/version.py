@@ -1,12 +1,19 @@
-"""A library in one exact version: as a person names it, ``flashinfer-python==0.6.13``, and as an environment has it.
+"""A library in one exact version: as a person names it, ``flashinfer-python==0.6.13``, and in its own environment.
 
 ``python -m mla_conformance.bump.version NAME...`` prints what that Python finds of these distributions.
 """
 
+import contextlib
+import os
+import signal
+import site
+import subprocess
 import sys
+import sysconfig
+import venv
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,7 +22,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import NormalizedName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from mla_conformance.files.whole import InputError
+from mla_conformance.engine.supervisor import Stopped, heeded
+from mla_conformance.files.whole import InputError, decode
+from mla_conformance.report.terminal import say
 
 
 @dataclass(frozen=True)
@@ -56,28 +65,133 @@ def two_versions(before: str, after: str) -> tuple[Pin, Pin]:
 
 
 class Found(msgspec.Struct, frozen=True):
-    version: str = ""  # of it; empty if it is not installed
+    version: str = ""  # empty if it is not installed
     elsewhere: dict[str, str] = {}  # its modules that an import would take from another place, each with that place
 
 
 def find(names: Sequence[str]) -> dict[str, Found]:
-    found = {}
+    found = dict.fromkeys(names, Found())
     for name in names:
-        try:
-            installed = distribution(name)
-        except PackageNotFoundError:
-            found[name] = Found()
-            continue
-        elsewhere = {}
-        for file in installed.files or ():
-            top, *rest = file.parts
-            if rest == ["__init__.py"] or (not rest and file.suffix == ".py"):  # modules and packages at its top
-                module, spec = Path(top).stem, find_spec(Path(top).stem)
-                origin = str(Path(spec.origin).resolve()) if spec and spec.origin else ""
-                if origin != str(Path(str(installed.locate_file(file))).resolve()):
-                    elsewhere[module] = origin
-        found[name] = Found(installed.version, elsewhere)
+        with contextlib.suppress(PackageNotFoundError):
+            installed, elsewhere = distribution(name), {}
+            for file in installed.files or ():
+                top, *rest = file.parts
+                if rest == ["__init__.py"] or (not rest and file.suffix == ".py"):  # modules and packages at its top
+                    module, spec = Path(top).stem, find_spec(Path(top).stem)
+                    origin = str(Path(spec.origin).resolve()) if spec and spec.origin else ""
+                    if origin != str(Path(str(installed.locate_file(file))).resolve()):
+                        elsewhere[module] = origin
+            found[name] = Found(installed.version, elsewhere)
     return found
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment whose packages come first, and behind them those that this process sees.
+
+    What a version needs is therefore taken from here if it fits, torch above all, and is installed beside it otherwise.
+    """
+
+    folder: Path
+    pin: Pin  # the library and its version
+
+    @staticmethod
+    def make(folder: Path, pin: Pin, wheels: Path | None) -> "Environment":
+        """A new one in a folder that does not exist; pip looks among ``wheels`` alone, or in its index without any."""
+        made = Environment(folder, pin)
+        try:
+            venv.EnvBuilder(symlinks=True).create(folder)
+            if find_spec("pip") is None:
+                pip = made.run("ensurepip", "--default-pip", capture=True)
+                _require_success(pip, f"{folder} gets no pip, ensurepip failed")
+            # Its Python looks, behind its own packages, where this one looks, ``.pth`` files included.
+            own = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+            places = [place for place in (*own, *site.getsitepackages()) if Path(place).is_dir()]
+            lines = [f"import site; site.addsitedir({place!r})\n" for place in places]
+            (made._packages / "mla-conformance-layer.pth").write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{folder}: no virtual environment can be made: {error}") from error
+        options = ["--disable-pip-version-check", "--no-input"]
+        options += ["--no-index", "--find-links", str(wheels)] if wheels else []
+        pip = made.run("pip", "install", *options, pin.requirement, capture=True)
+        _require_success(pip, f"{pin} is not installed, pip failed")
+        return made
+
+    def run(self, module: str, *arguments: str, capture: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run a module by the environment's Python, which finds programs as if the environment were activated.
+
+        What it prints is kept or shown. Stopped by a signal, it and whatever is in its process group was sent that as
+        well, and nothing of it is left.
+        """
+        command = [str(self.python), "-P", "-m", module, *arguments]
+        programs = os.pathsep.join([str(self.python.parent), os.environ.get("PATH", os.defpath)])
+        reported, running = list[int](), list[int]()
+
+        def send(number: int) -> None:
+            for group in running:
+                with contextlib.suppress(ProcessLookupError):  # all of it has ended
+                    os.killpg(group, number)
+
+        def forward(number: int, _: object) -> None:
+            reported.append(number)
+            send(number)
+
+        to = subprocess.PIPE if capture else None
+        with heeded(forward):
+            # In a session of its own, or a terminal's Ctrl-C would reach it twice.
+            with subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=to,
+                stderr=to,
+                encoding="utf-8",
+                errors="replace",
+                env={**os.environ, "PATH": programs, "VIRTUAL_ENV": str(self.folder)},
+                start_new_session=True,
+            ) as process:
+                running.append(process.pid)
+                for number in tuple(reported):  # while it was started
+                    send(number)
+                printed, said = process.communicate()
+            if reported:
+                send(signal.SIGKILL)
+                raise Stopped(reported[0])
+        return subprocess.CompletedProcess(command, process.returncode, printed, said)
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        return tuple(sorted(canonicalize_name(each.name) for each in distributions(path=[str(self._packages)])))
+
+    def find(self, names: Sequence[str]) -> dict[str, Found]:
+        asked = self.run("mla_conformance.bump.version", *names, capture=True)
+        _require_success(asked, f"{self.python} failed to list what it finds")
+        return decode(asked.stdout, dict[str, Found], str(self.python))
+
+    def require_installed(self) -> None:
+        """Make sure that an import takes the version that was asked for."""
+        found = self.find([self.pin.name])[self.pin.name]
+        if not self.pin.admits(found.version):
+            raise InputError(f"expected {self.pin} in {self.folder}, got {found.version or 'none'}")
+        for module, place in found.elsewhere.items():
+            raise InputError(
+                f"expected import {module} to take {self.pin} of {self.folder}, got {place or 'nothing'}; "
+                "PYTHONPATH comes before what is installed"
+            )
+
+    @property
+    def _packages(self) -> Path:
+        return Path(sysconfig.get_path("purelib", "venv", {"base": str(self.folder)}))
+
+
+def _require_success(finished: subprocess.CompletedProcess[str], otherwise: str) -> None:
+    """Show the end of what a process that failed has to say, and raise what it means."""
+    if finished.returncode:
+        say(*finished.stderr.strip().splitlines()[-8:], error=True)
+        raise InputError(f"{otherwise} with status {finished.returncode}")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,6 @@ from mla_conformance.report.summary import BackendOutcome, RunSummary
 from mla_conformance.report.terminal import say
 from mla_conformance.vocabulary.case_files import read_cases
 
-_OF_THE_LIST = ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "submission", "record")
-"""Options that choose from the list of all cases, or are about all of it."""
-
 
 def certify(options: argparse.Namespace) -> int:
     began = time.monotonic()
@@ -51,9 +48,9 @@ def certify(options: argparse.Namespace) -> int:
             raise InputError("--role: expected --backend with a kernel of this role")
     if options.submission:
         require_records(options.submission)
-    plan = _recorded(options.resume) if options.resume else None
-    if plan:
-        request = _resumed(options, plan)
+    plan = None
+    if options.resume:
+        request, plan = _resumed(options)
     else:
         if options.all and options.backend:
             raise InputError("--all: cannot be combined with --backend, which names what is judged")
@@ -107,7 +104,8 @@ def _new(options: argparse.Namespace, named: list[str]) -> RunRequest:
 
 
 def _deployed(options: argparse.Namespace, named: list[str]) -> RunRequest:
-    _refuse(options, _OF_THE_LIST, "{}: cannot be combined with --model or --config, which choose the cases")
+    of_all = ("capability", "tier", "explore", "cases", "shard", "durations", "certificate", "submission", "record")
+    _refuse(options, of_all, "{}: cannot be combined with --model or --config, which choose the cases")
     profile = read_config(options.config) if options.config else find_model(options.model)
     deployment = Deployment.of(profile, options.tp or 1, options.kv_cache or "auto")
     cases = [case.id for case in cases_of(profile, deployment)]
@@ -115,18 +113,15 @@ def _deployed(options: argparse.Namespace, named: list[str]) -> RunRequest:
     return replace(request, deployment=deployment)
 
 
-def _recorded(folder: Path) -> Plan:
+def _resumed(options: argparse.Namespace) -> tuple[RunRequest, Plan]:
+    """The interrupted run; what was not given again is what the journal says."""
     try:
-        journal = Journal(folder / JOURNAL_NAME)
-        return Plan.recorded(journal)
+        journal = Journal(options.resume / JOURNAL_NAME)
+        plan = Plan.recorded(journal)
     except JournalError as error:
         raise InputError(f"--resume: {error}") from error
     except OSError as error:
         raise InputError(f"--resume: {journal.path}: cannot be read: {error.strerror}") from error
-
-
-def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
-    """The interrupted run; what was not given again is what the journal says."""
     why = "--resume: cannot be combined with {}; the journal says what to judge"
     _refuse(options, ("all", "cases", "shard", "model", "config"), why)
     request = RunRequest.of(
@@ -140,7 +135,7 @@ def _resumed(options: argparse.Namespace, plan: Plan) -> RunRequest:
     )
     if plan.shard and not set(plan.shard.cases) <= set(request.case_ids):
         raise InputError(f"--resume {options.resume}: its journal was changed: the shard has cases that are not listed")
-    return replace(request, shard=plan.shard, deployment=plan.deployment)
+    return replace(request, shard=plan.shard, deployment=plan.deployment), plan
 
 
 @dataclass
@@ -163,12 +158,10 @@ class Issuing:
         return ""
 
     def write(self, run: RunSummary, status: int, loaded: Mapping[str, str] = MappingProxyType({})) -> int:
-        """Write what a finished run is worth, whose backend has loaded these files; the exit status.
-
-        What could not be judged, which leaves a run incomplete, is named by what is issued.
-        """
+        """Write what a finished run is worth, whose backend has loaded these files; the exit status."""
         if self.pins is None:
             return status
+        # What could not be judged, which leaves a run incomplete, is named by what is issued.
         if status and not (status == BROKEN and run.backends[0].outcome is BackendOutcome.UNAVAILABLE):
             say(f"mla-conformance: no {self.kind}: the run failed or is incomplete", error=True)
             return status

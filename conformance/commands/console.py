@@ -30,6 +30,7 @@ from mla_conformance.report.terminal import columns, counted, near, put, say, sh
 from mla_conformance.vocabulary.arrays import SPACES
 
 BROKEN = 3
+_SOME = 10  # one in so many records has to be there before their pace says what is left: the first load and warm up
 
 
 def run_and_report(
@@ -63,8 +64,7 @@ def run_and_report(
     if as_json:
         put(json.dumps(report_json(summary), indent=1))
     else:
-        for line in outcome_lines(summary, columns(), run.request.is_usual, detail):
-            say(line)
+        say(*outcome_lines(summary, columns(), run.request.is_usual, detail))
         if not is_quiet:
             _say_wrapped(closing_line(summary))
             if left_out := set(known_backends()) - set(run.request.backends) if run.request.is_usual else ():
@@ -76,8 +76,7 @@ def run_and_report(
                 say("judged on a CPU; verdicts on GPUs: mla-conformance scoreboard --out site")
         if keep_report and (not is_quiet or summary.exit_status):
             say(f"report {near(report.with_name(PAGE_NAME))}, and {report.name} beside it, SHA-256 {digest or 'none'}")
-    for message in filter(None, (broken, unwritten)):
-        say(f"mla-conformance: {message}", error=True)
+    say(*(f"mla-conformance: {message}" for message in (broken, unwritten) if message), error=True)
     return status or summary.exit_status or (BROKEN if broken or unwritten else 0)
 
 
@@ -103,7 +102,7 @@ def _header(run: Run) -> Iterator[str]:
 
 
 def _prepare(run: Run, resumed: Plan | None, check: Callable[[Run], str] | None) -> tuple[str, int] | None:
-    """Have the run know its backends, and begin its folder; a message and an exit status if it is not to be."""
+    """Have the run know its backends and begin its folder; or a message and an exit status."""
     began = time.monotonic()
     try:
         with live(lambda: f"starting processes, describing backends · {clock(time.monotonic() - began)}"):
@@ -190,21 +189,14 @@ def _write_step_summary(path: str, summary: RunSummary) -> None:
 
 def _say_wrapped(*texts: str) -> None:
     for text in texts:
-        for line in side_by_side(text.split(" · "), " · ", columns()):
-            say(line)
-
-
-_PER_SECOND = 4
-_SOME = 10
-"""One in so many records has to be there before their pace says what is left: the first ones load and warm up."""
+        say(*side_by_side(text.split(" · "), " · ", columns()))
 
 
 @dataclass
 class Progress:
-    """Counts what is judged, of so many records; failures are told by their causes, at the end.
+    """Counts what is judged; failures are told by their causes, at the end. Without a live line it has ``parts`` lines.
 
-    Where no line is live, a whole run has as many lines as it has parts. What comes behind the verdicts takes longer:
-    the first failure is shown meanwhile.
+    What comes behind the verdicts takes longer: the first failure is shown meanwhile.
     """
 
     total: int
@@ -245,8 +237,7 @@ class Progress:
         self._phase, self._now = what, ""
         self._at_pace, self._since = 0, time.monotonic()
         if self.parts and self.tell is say:
-            for line in f"… {self.line}".splitlines():
-                say(line)
+            say(*f"… {self.line}".splitlines())
             self._failure = ""
 
     @property
@@ -261,7 +252,7 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """A time as m:ss, from an hour on as h:mm:ss."""
+    """As m:ss, from an hour on as h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
@@ -287,7 +278,7 @@ def live(line: Callable[[], str]) -> Iterator[Callable[[str], None]]:
     with Live(
         console=console,
         get_renderable=drawn,
-        refresh_per_second=_PER_SECOND,
+        refresh_per_second=4,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,

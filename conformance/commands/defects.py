@@ -25,8 +25,7 @@ def run_defects(options: argparse.Namespace) -> int:
         write_json(options.out, msgspec.to_builtins(report))
     if page:
         page.write(markdown(report))
-    for line in terminal_lines(report):
-        say(line)
+    say(*terminal_lines(report))
     return 0 if report.holds else 1
 
 

@@ -111,7 +111,6 @@ def _looks_like(found: Reproduced) -> str:
 
 
 def _write_issue(options: argparse.Namespace) -> int:
-    """Of a cause in a run's report, in a record, or in all records of a file."""
     if options.case or options.backend:
         raise InputError("export: --issue cannot be combined with a case or --backend; the report names both")
     if is_report(options.issue):

@@ -30,14 +30,12 @@ from mla_conformance.vocabulary.arrays import SPACES
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 from mla_conformance.vocabulary.tiers import excluded_lines, tier_lines
 
-_FACTS = "        "
 _NO_GPU = "they need a GPU, and some of them packages as well"
 _LACKS_GPU = re.compile(r"needs (a CUDA device|compute capability .*this device has none)").match
 _VALUES = " " * 19  # before the column in which facts stand
 
 
 def list_backends(options: argparse.Namespace) -> int:
-    """Which backends can run here, and what the others lack; of those that are named every reason."""
     names = known_names()
     for name in options.names:
         if name not in names:
@@ -57,30 +55,25 @@ def list_backends(options: argparse.Namespace) -> int:
     for reasons, group in sorted(lacking.items(), key=lambda each: (bool(each[0]), -len(each[1]))):
         state = f"unavailable: {reasons}" if reasons else "available"
         say_wrapped(f"{len(group)} {state}:", "    ")
-        for line in side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "):
-            say(line)
+        say(*side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "))
     say("what one of them needs: mla-conformance backends NAME")
     return 0
 
 
 def list_capabilities(options: argparse.Namespace) -> int:
-    """A line for every capability and one for every tier, or else what the options ask for."""
     if options.backend is not None:
         return _list_declared(options.backend, options.device)
     if options.excluded:
-        for line in excluded_lines():
-            say(line)
+        say(*excluded_lines())
         return 0
     for capability in CAPABILITIES.values():
         count = f"{len(capability.cases):>3} cases"
         say_wrapped(f"{capability.name:<18} {count} · SPEC {capability.clause} · {capability.definition}", _VALUES)
-    for line in tier_lines():
-        say(line)
+    say(*tier_lines())
     return 0
 
 
 def _list_declared(reference: str, device: str | None) -> int:
-    """The part of each role's space that a backend declares, with triples and refused classes, and its fitted cases."""
     from mla_conformance.engine.machine import find_device  # with torch, as the others
     from mla_conformance.trials.explore import region_of
     from mla_conformance.trials.subject import Subject
@@ -108,8 +101,7 @@ def _list_declared(reference: str, device: str | None) -> int:
             lines += tiers.wrapped(said, 2)
         if refused := [(name, label) for name, label in space.values if label not in region.classes[name]]:
             lines += tiers.wrapped(f"refused on {found.type}: {', '.join(map('='.join, refused))}", 2)
-        for line in lines:
-            say(line)
+        say(*lines)
     return 0
 
 
@@ -136,9 +128,8 @@ def list_models(options: argparse.Namespace) -> int:
                 *_selection(profile),
                 f"cache {', '.join(profile.cache_layouts)}",
             ]
-            for line in side_by_side(summary, " · ", columns(), further=_FACTS):
-                say(line)
-            say_wrapped(f"{_FACTS}{stored.published}: {_confirmed(stored)}", 2 * _FACTS)
+            say(*side_by_side(summary, " · ", columns(), further=" " * 8))
+            say_wrapped(f"{' ' * 8}{stored.published}: {_confirmed(stored)}", " " * 16)
     return 0
 
 
@@ -187,11 +178,9 @@ def _selection(profile: ModelProfile) -> list[str]:
 
 
 def print_completion(options: argparse.Namespace) -> int:
-    """The script for a shell, with the backends, capabilities and tiers that are known here."""
     import shtab
 
     backends = [backend.name for backend in known_backends()]
-    # What can stand behind options.
     known = {"backend": backends, "require": backends, "capability": list(CAPABILITIES)}
     for _, command in commands_of(options.parser):
         for action in command._actions:

@@ -32,9 +32,6 @@ _FIRST = """to begin with:
   mla-conformance --help                                       all commands"""
 _WIDTH = 79
 _HOW_OFTEN = {"": "{}", "?": "[{}]", "+": "{} ...", "*": "[{} ...]"}
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
-_LONGEST = 366 * 24 * 3600.0
-_WORKERS_PER_CORE = 4  # more would only wait for each other, until a machine has no memory left for them
 
 
 class Option:
@@ -45,8 +42,8 @@ class Option:
         *names, last = usage.split()
         is_flag = last.startswith("-")
         self.names = (*names, last) if is_flag else tuple(names)
-        self.settings: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": last}
-        self.settings |= {"help": help_text, **settings}  # what else ``add_argument`` is told
+        kind: dict[str, Any] = {"action": "store_true"} if is_flag else {"metavar": last}
+        self.settings = {**kind, "help": help_text, **settings}
         self.only_with = tuple(only_with.split())  # options without any of which it means nothing
 
 
@@ -77,10 +74,9 @@ class Command:
 
 
 def seconds(text: str) -> float:
-    """A positive time in seconds, or with a unit: ``90``, ``90s``, ``40m``, ``2h``."""
     found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([smh]?)", text)
-    value = float(found[1]) * _UNITS[found[2] or "s"] if found else 0.0
-    if not 0 < value <= _LONGEST:
+    value = float(found[1]) * {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[found[2]] if found else 0.0
+    if not 0 < value <= 366 * 24 * 3600.0:
         raise InputError(f"expected a positive time such as 90, 90s, 40m or 2h, of a year at most, got {text!r}")
     return value
 
@@ -99,7 +95,7 @@ class Number:
 
 
 count = Number(1)
-workers = Number(1, _WORKERS_PER_CORE * machine_cores())
+workers = Number(1, 4 * machine_cores())  # more would wait for each other, until a machine has no memory left for them
 
 
 def drift(text: str) -> float:
@@ -221,7 +217,6 @@ def _say_how_to_begin(options: argparse.Namespace) -> int:
 
 
 def _carry_out(command: Command, parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    """Import what carries a command out, and have it do so."""
     usual = ((name, parser.get_default(name)) for name in vars(options))
     given = {f"--{name.replace('_', '-')}" for name, default in usual if getattr(options, name) != default}
     for option in chain(*command.options):

@@ -29,7 +29,6 @@ from mla_conformance.vocabulary.case_files import read_case, write_case
 
 _T = TypeVar("_T")
 PROBABILITY = 0.95  # with which a race is said to be found
-_PATIENCE = 4  # how much longer than the case itself simpler ones are repeated
 
 
 def replay(options: argparse.Namespace) -> int:
@@ -101,7 +100,6 @@ def case_id(text: str) -> str:
 
 
 def _prepared(run: Run) -> tuple[BackendFacts, Case]:
-    """The backend and the case of a run of one, once it is prepared."""
     run.prepare()
     (facts,), (case,) = run.facts, run.request.cases
     if facts.reasons:
@@ -147,8 +145,8 @@ def _repeat(run: Run, calls: int) -> int:
         try:
             facts, smallest = _prepared(run)
             found = repeated(smallest, calls)
-            # One step after the other; a rare difference may not show in a case that has it.
-            ends_at = time.monotonic() + (_PATIENCE * found.seconds if found and found.breaks else 0)
+            # Four times as long at most, step by step; a rare difference may not show in a case that has it.
+            ends_at = time.monotonic() + (4 * found.seconds if found and found.breaks else 0)
             candidates = simpler(smallest)
             while found and time.monotonic() < ends_at and (candidate := next(candidates, None)):
                 if (again := repeated(candidate, found.calls)) and again.breaks:

@@ -47,10 +47,9 @@ def diff(options: argparse.Namespace) -> int:
     if said := suites_differ(before, after):
         say(said)
     changes = compare(before, after, options.drift)
-    for change in changes:
-        say(change.line)
     regressions = sum(change.regression for change in changes)
-    say(f"{counted(regressions, 'regression')}, {counted(len(changes) - regressions, 'other change')}")
+    closing = f"{counted(regressions, 'regression')}, {counted(len(changes) - regressions, 'other change')}"
+    say(*(change.line for change in changes), closing)
     return 1 if regressions else 0
 
 
@@ -82,8 +81,7 @@ def gate(options: argparse.Namespace) -> int:
     )
     rows = found.rows()
     blocked = any(map(found.blocks, rows))
-    for line in gate_lines(found, rows, blocked):
-        say(line)
+    say(*gate_lines(found, rows, blocked))
     return 1 if blocked else 0
 
 

@@ -27,14 +27,11 @@ from mla_conformance.traits.sanitizer import Tool, ToolUnavailable, Watch, Watch
 from mla_conformance.version import SUITE_VERSION, __version__
 from mla_conformance.vocabulary.capabilities import find_capability
 
-MOST = 8
-"""Cases of a backend: a tool makes calls some hundred times slower, and a process for it takes seconds to begin."""
-_OF_A_ROLE = 2
-_SMALL = "memory_bounds"  # the capability whose cases are taken where nothing else says which
+MOST = 8  # cases: a tool makes calls some hundred times slower, and a process for it takes seconds to begin
 
 
 def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
-    """Carry it out; the exit status is that of a run that judged nothing wherever the tool could not watch."""
+    """The exit status is that of a run that judged nothing wherever the tool could not watch."""
     try:
         if request.device == "cpu":
             raise ToolUnavailable("compute-sanitizer watches a GPU, not a CPU: omit --device cpu")
@@ -49,8 +46,7 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
             _say(f"{check} {backend.name}: {chosen.what}")
         watch = Watch(tool, check, backend.reference, "cuda", options.timeout or GPU_TIMEOUT)
         found = watch.calls([case.id for case in chosen.cases], chosen.most)
-        for text in lines(watch, backend, found):
-            _say(text)
+        _say(*lines(watch, backend, found))
         watched = [each for each in found.cases if not each.unavailable]
         if watched and records:
             write_sanitized(records, _kernel(watch, backend, found))
@@ -60,8 +56,9 @@ def sanitize(request: RunRequest, options: argparse.Namespace) -> int:
     return 1 if 1 in statuses else max(statuses)
 
 
-def _say(text: str) -> None:
-    say(text) if text.lstrip().startswith("replay: ") else say_wrapped(text)
+def _say(*texts: str) -> None:
+    for text in texts:
+        say(text) if text.lstrip().startswith("replay: ") else say_wrapped(text)
 
 
 def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[str]:
@@ -89,9 +86,7 @@ def lines(watch: Watch, backend: BackendReference, found: Watched) -> Iterator[s
 
 
 def _kernel(watch: Watch, backend: BackendReference, found: Watched) -> SanitizedKernel:
-    """As its record's line holds it, with places as another machine finds them."""
-
-    def placed(place: str) -> str:
+    def placed(place: str) -> str:  # as another machine finds it
         path, colon, line = place.rpartition(":")
         return place_of(Path(path), backend.file) + colon + line if path else place
 
@@ -149,9 +144,9 @@ def choose(request: RunRequest, named: bool, records: Path | None, backend: str)
         said = counted(len(found), "set"), min(MOST, len(found))
         what = f"a case for {said[1]} of {said[0]} of kernels that a profiler saw for suite {record.suite}"
         return ChosenCases(tuple(found[:MOST]), what=what)
-    names = request.capabilities if named else (_SMALL,)
+    names = request.capabilities if named else ("memory_bounds",)
     small = (case for name in names for case in sorted(request.cases_of(name), key=work_of))
-    return ChosenCases(tuple(small), _OF_A_ROLE)
+    return ChosenCases(tuple(small), most=2)
 
 
 def _variants(record: Certificate, cases_of: Callable[[str], Sequence[Case]]) -> list[Case]:

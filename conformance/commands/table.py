@@ -296,7 +296,7 @@ COMMANDS = (
     Command(
         "bump",
         "judge two versions of a library, and list what the new one changes",
-        "mla_conformance.commands.bump:bump",
+        "mla_conformance.bump.outcome:bump",
         Option("before NAME==OLD", "as flashinfer-python==0.6.13"),
         Option("after NAME==NEW", "as flashinfer-python==0.7.2.post1"),
         *_SELECTION,

@@ -119,11 +119,9 @@ def _verify(source: str, kept: KeptRecord, signed: tuple[str, str | None, str], 
     if again and not against:
         backend = parse_reference(options.backend or certificate.reference)
         take(rerun(certificate, options.rerun, backend, options.device, salt))
-    for sentence in reported:
-        say(f"{source}: {sentence}")
-    for sentence in against:
-        say(f"{source}: {sentence}", error=True)
+    say(*(f"{source}: {sentence}" for sentence in reported))
     if against:
+        say(*(f"{source}: {sentence}" for sentence in against), error=True)
         return 1
     counts, judged_again = certificate.counts, min(options.rerun, len(judged_cases(certificate)))
     waived = f", {counts.waived} known to fail" if counts.waived else ""

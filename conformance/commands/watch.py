@@ -104,8 +104,7 @@ class _Watch:
         outcome = BackendOutcome.NOT_RUN if counts.not_run else BackendOutcome.PASS
         told = filter(None, [*of_cases(counts), worst_error(records), clock(time.monotonic() - progress.began)])
         self._say(SIGN[BackendOutcome.FAIL if counts.failed else outcome], " · ".join(told))
-        for line in cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records)),)), columns()):
-            say(line)
+        say(*cause_lines(RunSummary({}, (BackendSummary(facts, summarise(records)),)), columns()))
         if failed and self.run.explains:
             progress.phase(f"looking what {counted(len(failed), 'failure')} are like, for up to a minute each kind")
             with live(lambda: progress.line):

@@ -34,7 +34,7 @@ from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, Reported
 <<<<<<< HEAD
 from mla_conformance.diagnosis.reach import heat_of, with_reach
 =======
-from mla_conformance.diagnosis.heat import heat_of
+from mla_conformance.diagnosis.reach import heat_of
 from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving import remote
 >>>>>>> engine

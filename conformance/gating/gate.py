@@ -61,8 +61,7 @@ _CHANGES = {
 }
 """What the gate shows of the changes since the baseline; what fails newly it shows among the failures."""
 _INFORMATION = (GateFinding.TOO_LARGE, GateFinding.NEWLY_PASSING, GateFinding.DRIFTED)
-_SHOWN = 20
-_NAME = 100  # bytes of a name that are shown
+_SHOWN, _NAME = 20, 100  # findings of a kind, and bytes of a name
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,12 @@ class Gate:
     expectations: Expectations  # known failures
     absent: Sequence[str] = ()  # reports that were named, but are not there
     required: Sequence[Required] = ()  # the backends that have to be judged
-    tier: Tier | None = None  # the tier of whose cases each backend needs a verdict; None takes whatever was selected
+    tier: Tier | None = None  # of whose cases each backend needs a verdict; None takes whatever was selected
     baseline: Sequence[RunSummary] = ()  # the reports of an earlier run to compare with
     must_pass: MustPass | None = None  # what has to be passed
-    # growth of an error, as a share of its budget, that blocks; None shows what grew without blocking
-    max_drift: float | None = None
+    max_drift: float | None = None  # growth of an error, as a share of its budget, that blocks; None only shows it
     suites: Sequence[str] = ()  # versions of the suite, beside the one that is installed, whose verdicts are taken
-    # questions that each backend has to answer with yes, in every role that they apply to
-    bitwise: Sequence[Question] = ()
+    bitwise: Sequence[Question] = ()  # what each backend has to answer with yes, in every role that it applies to
 
     def rows(self) -> list[GateRow]:
         for report in [*self.reports, *self.baseline][1:]:  # or verdicts say nothing about each other
@@ -122,7 +119,7 @@ class Gate:
         return row.finding not in _INFORMATION or (row.finding is GateFinding.DRIFTED and self.max_drift is not None)
 
     def _require_installed(self) -> None:
-        """The lists of tiers and of what must pass are of the suite that is installed here, and so are verdicts."""
+        """Tiers and must-pass lists are of the suite that is installed here, and so are verdicts."""
         wanted = {f"the {self.tier} tier": SUITE_VERSION} if self.tier else {}
         wanted |= {f"--must-pass {self.must_pass.name}": self.must_pass.suite} if self.must_pass else {}
         for report in self.reports:
@@ -139,7 +136,6 @@ class Gate:
                 )
 
     def _missing(self) -> Iterator[GateRow]:
-        """Reports that were named, backends that were required, and shards whose siblings are there."""
         for name in self.absent:
             yield GateRow(GateFinding.MISSING, "*", name, "no such report: did its job end before it wrote one?")
         for required in self.required:
@@ -182,7 +178,6 @@ class Gate:
         return grouped(pairs, lambda pair: pair[1].name)
 
     def _bits(self, question: Question) -> Iterator[GateRow]:
-        """Backends of which nobody asked, and roles in which a row's bits are not the same."""
         for name, parts in self._parts.items():
             answers = [found for _, backend in parts for found in backend.traits.answers(question).values()]
             if not answers and not all(backend.reasons for _, backend in parts):
@@ -193,7 +188,6 @@ class Gate:
 
 
 def _of_record(record: Record, newly: Collection[tuple[str, str]]) -> Iterator[GateRow]:
-    """If it failed, or could not be judged, for want of memory for the most part."""
     if record.status is Status.UNEXPECTED_PASS:
         yield GateRow(GateFinding.UNEXPECTED_PASS, record.backend, record.case, record.expectation)
     elif record.failed:
@@ -218,7 +212,6 @@ def _traits(report: RunSummary) -> dict[str, str | None]:
 
 
 def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSummary:
-    """The run that all reports are of, as the expectations see its records."""
     joined: dict[str, dict[str, Record]] = {}
     known: dict[str, BackendFacts] = {}
     for report in reports:
@@ -239,7 +232,6 @@ def _joined(reports: Sequence[RunSummary], expectations: Expectations) -> RunSum
 
 
 def gate_lines(gate: Gate, rows: Sequence[GateRow], blocked: bool) -> Iterator[str]:
-    """One line per finding, the first of each kind, what the others are about, and the decision with its terms."""
     width, found = max((len(cut(row.backend, _NAME)) for row in rows), default=0), list[str]()
     for finding, group in groupby(rows, key=lambda row: row.finding):
         of_kind = list(group)

@@ -27,8 +27,7 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, is_due_on_gpu
 
 CORE = "core"
 SHIPPED = "shipped"  # the suite's own list, by name
-_CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "index_topk")
-"""The profiles of which at least one binds a backend."""
+_CORES = (CORE, "decode", "sparse_decode", "sparse_prefill", "index_logits", "index_topk")  # one at least binds
 
 
 def profile_of(case: Case) -> str:
@@ -73,11 +72,11 @@ class MustPass:
         found = MustPass.of_vocabulary()
         source = "mla_conformance.fixtures/mustpass.json"
         text = (files("mla_conformance.fixtures") / "mustpass.json").read_text(encoding="utf-8")
-        expected = decode(text, dict[str, str], source)
-        if expected.get(SUITE_VERSION) != found.digest:
+        expected = decode(text, dict[str, str], source).get(SUITE_VERSION)
+        if expected != found.digest:
             raise InputError(
-                f"{source}: expected digest {expected.get(SUITE_VERSION)} of the must-pass list of suite "
-                f"{SUITE_VERSION}, got {found.digest} from the vocabulary; a changed list needs a new version"
+                f"{source}: expected digest {expected} of the must-pass list of suite {SUITE_VERSION}, got "
+                f"{found.digest} from the vocabulary; a changed list needs a new version"
             )
         return found
 
@@ -160,10 +159,6 @@ class MustPass:
                     yield case, f"{profile}: {status or 'not in the report'}"
 
 
-_UNJUDGED = (Status.UNSUPPORTED, Status.UNAVAILABLE)
-_SHORTEST_DIGEST = 12
-
-
 @dataclass(frozen=True)
 class Required:
     """A backend that has to be judged: a registered one, a class of a package, or a file by its path and its bytes."""
@@ -187,11 +182,12 @@ class Required:
         if not meant:
             others = dict.fromkeys(backend.facts.reference for backend in reported)
             return "in no report" + (f", where its name stands for {', '.join(others)}" if others else "")
-        if all(record.status in _UNJUDGED for backend in meant for record in backend.records):
+        unjudged = (Status.UNSUPPORTED, Status.UNAVAILABLE)
+        if all(record.status in unjudged for backend in meant for record in backend.records):
             reasons = dict.fromkeys(reason for backend in meant for reason in backend.reasons)
             return f"unavailable: {'; '.join(reasons)}" if reasons else "nothing of it was judged"
         digests = [backend.facts.fingerprint.removeprefix("file ") for backend in meant] if self.digest else []
-        alike = all(len(each) >= _SHORTEST_DIGEST and self.digest.startswith(each) for each in digests)
+        alike = all(len(each) >= 12 and self.digest.startswith(each) for each in digests)
         return "" if alike else "the judged file differs from the one here"
 
     def _is_named_by(self, facts: BackendFacts) -> bool:

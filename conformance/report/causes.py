@@ -1,16 +1,14 @@
-"""Failures by their cause, or by what is seen of them: what one bug did to fifty cases is told once. No torch.
+"""Failures by their cause, or by what is seen of them, with the kind of cases and advice, where there is any. No torch.
 
-Told beside it is in which kind of cases a backend fails, by facts that its failures share and that most passes lack;
-what to do about a failure that nothing explains; and of a pytest run what is wrong with each function, in a few lines.
+What one bug did to fifty cases is told once; of a pytest run what is wrong with each function, in a few lines.
 """
 
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain, combinations, repeat
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -28,7 +26,7 @@ UNWANTED = f"{ENDED}--no-explain"
 CauseKind = Literal["likely", "further", "seen"]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cause:
     sentence: str  # what is wrong; the text of an exception where one was raised
     failures: tuple[Record, ...]  # at least one
@@ -37,42 +35,22 @@ class Cause:
     kind: CauseKind = "seen"
     only: str = ""  # the kind of cases that fail of it, where that tells them from most that pass
 
-    @cached_property
-    def example(self) -> Record:
-        """The failure of the simplest case; of failures that need others before them, one that tells which."""
+    def __post_init__(self) -> None:
+        # The failure of the simplest case; of failures that need others before them, one that tells which.
         conditional = [record for record in self.failures if record.confirmed]
-        return min(conditional or self.failures, key=simplicity)
-
-    @property
-    def capabilities(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(record.capability for record in self.failures))
-
-    @property
-    def clauses(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(record.clause for record in self.failures if record.clause))
-
-    @property
-    def used(self) -> tuple[float, float] | None:
-        """Least and largest error by its budget, of the failures whose error exceeds it; None if there is none."""
+        self.example = min(conditional or self.failures, key=simplicity)
+        self.capabilities = tuple(dict.fromkeys(record.capability for record in self.failures))
+        self.clauses = tuple(dict.fromkeys(record.clause for record in self.failures if record.clause))
         shares = [max(record.shares.values(), default=0.0) for record in self.failures]
         exceeding = [share for share in shares if 1 < share < math.inf]
-        return (min(exceeding), max(exceeding)) if exceeding else None
-
-    @property
-    def reserve(self) -> str:
-        """What is to be said behind its number of cases, where a likely cause stands beside it."""
-        return ", possibly the same bug" if self.kind == "further" else ""
-
-    @property
-    def extent(self) -> str:
-        """Use of the error budget and clauses, in words; empty if there is neither."""
+        # Least and largest error by its budget, of the failures whose error exceeds it.
+        self.used = (min(exceeding), max(exceeding)) if exceeding else None
+        # What is to be said behind its number of cases, where a likely cause stands beside it.
+        self.reserve = ", possibly the same bug" if self.kind == "further" else ""
         least, most = (f"{share:.3g}" for share in self.used) if self.used else ("", "")
         used = f", {least} to {most} × its budget" if least != most else f", {most} × its budget" if most else ""
-        return used + (f" (SPEC {', '.join(self.clauses)})" if self.clauses else "")
-
-    @property
-    def headline(self) -> str:
-        return self.sentence + self.extent
+        self.extent = used + (f" (SPEC {', '.join(self.clauses)})" if self.clauses else "")
+        self.headline = self.sentence + self.extent
 
 
 def grouped(found: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
@@ -84,10 +62,7 @@ def grouped(found: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
 
 
 def causes(records: Sequence[Record]) -> tuple[Cause, ...]:
-    """The causes of the failures among the records of one backend: likely ones first, then by their cases.
-
-    What a backend declares unsupported and runs comes last.
-    """
+    """Of one backend's failures: likely ones first, then by their cases; last what it declares unsupported and runs."""
     alike = grouped((record for record in records if record.failed), _key).values()
     said = {sentence: list(chain(*groups)) for sentence, groups in grouped(alike, _sentence).items()}
     named = {sentence for sentence, group in said.items() if any(map(_named, group))}
@@ -112,7 +87,7 @@ def _key(record: Record) -> tuple[str, str]:
 
 
 def _named(record: Record) -> str:
-    """The mistake that its numbers give away or that does the same; empty if there is none."""
+    """The mistake that its numbers give away or that does the same, if there is one."""
     return record.finding or (record.explanation if record.is_explained else "")
 
 
@@ -217,32 +192,26 @@ def symptom(record: Record) -> str:
 
 
 _FEWEST = 3  # failures that can have something in common which is no accident of a few cases
-_MEASURES = ("capability", "seed", "q", "kv", "kscale", "oscale", "workspace", "spare", "model")
-"""Fields whose single values are no kind of case."""
 _MOST_PASSING = 4  # one of so many passing cases may have what all failures have, and it is still told
 
 
 def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
-    """What the failures of one cause have in common, and how many such cases pass; empty if it tells them not apart.
+    """What the failures of one cause have in common, and how many such cases of its backend's records pass.
 
-    Told is only what decides by itself: a case that differs in that alone passes. The records tell what became of all
-    cases of the same backend.
+    Told is only what decides by itself: a case that differs in that alone passes. Empty if it tells them not apart.
     """
     if len(failures) < _FEWEST:
         return ""
     failing = [Case.parse(record.case) for record in failures]
-    least = {name: min(sizes) for name, *sizes in zip(_SIZES, *map(_sizes, failing), strict=True)}
-    shared = frozenset.intersection(*(_facts(case, least) for case in failing))
+    least = min(map(_keys, failing)), min(case.heads for case in failing)
+    common = _facts(failing[0], least)  # with the fields that decide each
+    shared = frozenset(common).intersection(*(_facts(case, least) for case in failing))
     roles = {case.role for case in failing}
     passed = (record for record in records if record.status is Status.PASS and record.capability != EXPLORED)
     right = [case for case in map(Case.parse, (record.case for record in passed)) if case.role in roles]
-    passing = [_facts(case, least) for case in right]
-    shared = frozenset(
-        fact
-        for fact in shared
-        if (others := [case for case, facts in zip(right, passing, strict=True) if fact not in facts])
-        and _decides(_FIELDS.get(fact.lstrip("0123456789 "), (fact.partition("=")[0],)), failing, others)
-    )
+    passing = [frozenset(_facts(case, least)) for case in right]
+    without = {fact: [case for case, facts in zip(right, passing, strict=True) if fact not in facts] for fact in shared}
+    shared = frozenset(fact for fact, others in without.items() if _decides(common[fact], failing, others))
     lacking = [facts & shared for facts in passing]
     # The fact, or the two, that fewest passing cases have, and how many; two where that is no more than half.
     found = []
@@ -259,7 +228,8 @@ def circumstances(failures: Sequence[Record], records: Iterable[Record]) -> str:
 
 def _decides(fields: Sequence[str], failing: Sequence[Case], passing: Sequence[Case]) -> bool:
     """Whether a failing case and a passing one differ in nothing but some of these fields, and what goes with them."""
-    aside = {"capability", "seed", *fields, *chain.from_iterable(map(_WITH.get, fields, repeat(())))}
+    along = {"cache": ("kscale", "scales"), "quant": ("oscale",)}  # fields that mean something only with others
+    aside = {"capability", "seed", *fields, *chain(*(along.get(name, ()) for name in fields))}
 
     def rest(case: Case) -> tuple[object, ...]:
         return case.role, *(getattr(case, name) for name in case.defaults() if name not in aside)
@@ -267,57 +237,45 @@ def _decides(fields: Sequence[str], failing: Sequence[Case], passing: Sequence[C
     return not {rest(case) for case in failing}.isdisjoint(map(rest, passing))
 
 
-_WITH = {"cache": ("kscale", "scales"), "quant": ("oscale",)}  # fields that mean something only with others
-_FIELDS = {
-    "keys or more": ("q", "kv"),
-    "heads or more": ("heads",),
-    "several requests": ("q", "kv"),
-    "several query tokens": ("q",),
-    "different query lengths": ("q",),
-    "an empty context": ("kv",),
-    "odd numbers of heads": ("heads",),
-    "heads between powers of two": ("heads",),
-}
-"""What decides of facts that are no single value of a field."""
-_SIZES = ("keys", "heads")
+_MEASURES = ("capability", "seed", "q", "kv", "kscale", "oscale", "workspace", "spare", "model")
+"""Fields whose single values are no kind of case."""
 
 
-def _sizes(case: Case) -> tuple[int, int]:
-    return max(map(sum, zip(case.q, case.kv or (0,) * len(case.q), strict=True))), case.heads
+def _keys(case: Case) -> int:
+    return max(map(sum, zip(case.q, case.kv or (0,) * len(case.q), strict=True)))
 
 
-def _facts(case: Case, least: Mapping[str, int]) -> frozenset[str]:
-    """What kind of case it is: its fields that have few values, what its lengths are like, and what it has at least."""
+def _facts(case: Case, least: tuple[int, int]) -> dict[str, Sequence[str]]:
+    """What kind of case it is, each fact with the fields that decide it; sizes by the least keys and heads."""
     values = {name: getattr(case, name) for name in case.defaults() if name not in _MEASURES}
-    named = (f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in values.items())
-    sizes = zip(_SIZES, _sizes(case), strict=True)
-    large = (f"{least[name]} {name} or more" for name, size in sizes if size >= least[name])
-    shapes = {
-        "several requests": len(case.q) > 1,
-        "several query tokens": max(case.q) > 1,
-        "different query lengths": len(set(case.q)) > 1,
-        "an empty context": 0 in case.kv,
-        "odd numbers of heads": case.heads % 2 == 1,
-        "heads between powers of two": bool(case.heads & (case.heads - 1)),
-    }
-    return frozenset((*named, *large, *(shape for shape, holds in shapes.items() if holds)))
+    shapes: tuple[tuple[str, bool, Sequence[str]], ...] = (
+        (f"{least[0]} keys or more", _keys(case) >= least[0], ("q", "kv")),
+        (f"{least[1]} heads or more", case.heads >= least[1], ("heads",)),
+        ("several requests", len(case.q) > 1, ("q", "kv")),
+        ("several query tokens", max(case.q) > 1, ("q",)),
+        ("different query lengths", len(set(case.q)) > 1, ("q",)),
+        ("an empty context", 0 in case.kv, ("kv",)),
+        ("odd numbers of heads", case.heads % 2 == 1, ("heads",)),
+        ("heads between powers of two", bool(case.heads & (case.heads - 1)), ("heads",)),
+    )
+    named = {f"{name}={int(each) if isinstance(each, bool) else each}": (name,) for name, each in values.items()}
+    return {**named, **{shape: fields for shape, holds, fields in shapes if holds}}
 
 
-_ALONE = "run this case alone, by its replay line: there it has the time to be compared with all of them"
 MOST_REQUESTS = 256  # cases of more requests are never compared
-_RIGHT_LSE = (
-    "the LSE is right, so scores, mask and scale are: look at V, at rescaling of the accumulator, or at the weights "
-    "with which splits are merged"
-)
 
 
 def advice(record: Record) -> str:
     """Where to look, or what to run; empty where something explains a failure or nothing more is known of it."""
-    if record.looks_like == UNCOMPARED:
-        return _ALONE if len(Case.parse(record.case).q) <= MOST_REQUESTS else ""
+    if record.looks_like == UNCOMPARED and len(Case.parse(record.case).q) <= MOST_REQUESTS:
+        return "run this case alone, by its replay line: there it has the time to be compared with all of them"
     # The judge says so of an LSE that was asked for, whose every row is within its budget.
-    right = record.check == Check.OUTPUT and "; the LSE is right" in record.message
-    return _RIGHT_LSE if right and record.looks_like == UNLIKE else ""
+    if record.check == Check.OUTPUT and "; the LSE is right" in record.message and record.looks_like == UNLIKE:
+        return (
+            "the LSE is right, so scores, mask and scale are: look at V, at rescaling of the accumulator, or at the "
+            "weights with which splits are merged"
+        )
+    return ""
 
 
 _MOST_CAUSES = 3
@@ -334,10 +292,7 @@ def simplest(records: Sequence[Record]) -> Record:
 
 
 def function_lines(name: str, records: Sequence[Record], passes_alone: bool) -> Iterator[str]:
-    """What is wrong with the function of a test, whose simplest failing case may pass in a process of its own.
-
-    Each of the records of its cases has the id of its test as reference.
-    """
+    """What is wrong with a test's function, whose simplest failure may pass alone; each reference is a test's id."""
     failing, found = tuple(record for record in records if record.failed), causes(records)
     likely = sum(cause.kind == "likely" for cause in found)
     head = f"{name}: {len(failing)} of {counted(len(records), 'case')} fail"

@@ -61,7 +61,6 @@ def _row(backend: BackendSummary) -> list[str]:
 
 
 def _example(cause: Cause) -> Iterator[str]:
-    """The kind of cases, the simplest one with what was seen, and what confirming it found."""
     example = cause.example
     if cause.only:
         yield cause.only
@@ -98,9 +97,6 @@ def _data(text: str) -> str:
     return shown_lines(text).replace("%", "%25").replace("\n", "%0A")
 
 
-_BROKEN = (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
-
-
 def junit(run: RunSummary) -> str:
     """The XML; a failure carries its replay line, and what was not judged is skipped with its reason."""
     root = ElementTree.Element("testsuites", name="mla-conformance")
@@ -112,7 +108,8 @@ def junit(run: RunSummary) -> str:
             tests.append(test := ElementTree.Element("testcase", place, time=f"{record.seconds:.3f}"))
             message = shown(record.message)
             if record.failed:
-                kind = "error" if record.status in _BROKEN else "failure"
+                broken = (Status.CRASH, Status.TIMEOUT, Status.HARNESS_ERROR)
+                kind = "error" if record.status in broken else "failure"
                 what = ElementTree.SubElement(test, kind, message=message, type=shown(record.check or record.status))
                 lines = (*map(cut, record.remarks), f"replay: {record.replay}", record.detail)
                 what.text = shown_lines("\n".join(filter(None, lines)))

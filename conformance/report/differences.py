@@ -1,8 +1,7 @@
 """What is other than before: the one rule for two runs, two reports, two records and two locks.
 
 Of runs that is what the kernels did, as judged, before any expectation. An error grew or shrank if the share of its
-budget that some rule used did, by more than a given share: 1 is the whole budget, so the limit means the same for every
-case.
+budget that some rule used did, by more than a given share, which means the same for every case.
 """
 
 from collections.abc import Iterator, Mapping
@@ -78,8 +77,8 @@ class Change:
 
     @property
     def line(self) -> str:
-        subject = f"{self.backend} {self.key}".rstrip()
-        return f"{'✘' if self.regression else '·'} {self.kind}: {subject} · {cut(self.detail)}"
+        sign = "✘" if self.regression else "·"
+        return f"{sign} {self.kind}: {f'{self.backend} {self.key}'.rstrip()} · {cut(self.detail)}"
 
 
 def compare(before: RunSummary, after: RunSummary, drift: float = DRIFT) -> list[Change]:

@@ -1,18 +1,17 @@
-"""The outcome of a run as one HTML page that needs no network, no script and no other file.
+"""The outcome of a run as one HTML page that needs no other file, and what all pages share: templates, cells, pictures.
 
-And what all pages have in common: templates in one look, texts escaped and cut, cells of matrices, and pictures. A heat
-map is SVG that takes the colours of the page it stands on, or has its own as a file.
+A heat map is SVG that takes the colours of the page it stands on, or has its own as a file.
 """
 
 import math
+import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from itertools import groupby
-from typing import NamedTuple
+from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -27,15 +26,12 @@ from mla_conformance.report.terminal import MESSAGE, counted, shown, shown_lines
 from mla_conformance.speed.times import remarks_of
 from mla_conformance.vocabulary.capabilities import CAPABILITIES
 
-_CLOSEST = 8
-
 
 @cache
 def pages(room: str) -> Environment:
     """The templates of a room, the package that holds them, and what these import; they take long to compile."""
-    loader = ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")])
     environment = Environment(
-        loader=loader,
+        loader=ChoiceLoader([PackageLoader(package, ".") for package in (room, "mla_conformance.report")]),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -48,9 +44,7 @@ def pages(room: str) -> Environment:
 
 @dataclass(frozen=True)
 class Cell:
-    """One capability of one backend: its outcome as a class of styles, a sign, figures and words."""
-
-    style: str
+    style: str  # class of styles
     sign: str
     counts: str
     note: str
@@ -84,14 +78,7 @@ def in_words(spread: ErrorSpread) -> str:
     return f"{budget} · {ulp} ulp"
 
 
-@dataclass(frozen=True)
-class AnswerCell:
-    style: str  # class of styles
-    text: str  # sign and roles
-    why: str  # counterexamples, or what keeps it from being asked
-
-
-def answer_cell(traits: Traits, question: Question) -> AnswerCell | None:
+def answer_cell(traits: Traits, question: Question) -> dict[str, str] | None:
     """The answer over all roles, with counterexamples; None where nobody asked."""
     answers = traits.answers(question)
     if not answers:
@@ -100,7 +87,7 @@ def answer_cell(traits: Traits, question: Question) -> AnswerCell | None:
     decisive = {role: each for role, each in answers.items() if each.answer is summed}
     why = "; ".join(f"{role}: {each.why}" for role, each in decisive.items() if summed is Answer.NO)
     roles = "" if summed is Answer.NOT_APPLICABLE else f" {', '.join(decisive)}"
-    return AnswerCell(_STYLE[summed], f"{ANSWER_SIGN[summed]}{roles}", why)
+    return {"style": _STYLE[summed], "text": f"{ANSWER_SIGN[summed]}{roles}", "why": why}
 
 
 def spread_rows(kernels: Sequence[tuple[str, Traits]]) -> list[tuple[str, list[ErrorSpread | None]]]:
@@ -139,7 +126,6 @@ _MARGIN, _LETTER = 24, 6  # pixels of a file: above the picture, and of a letter
 
 
 def words(heat_map: HeatMap) -> str:
-    """What the picture shows, for who sees none and for who does not know what it means."""
     several = "the worst of several in a cell; " if heat_map.cells < heat_map.heads * heat_map.rows else ""
     return (
         f"{heat_map.part}: {heat_map.wrong} of {counted(heat_map.cells, 'cell')} over their budget; "
@@ -179,13 +165,8 @@ def _pixels(heat_map: HeatMap) -> int:
 
 def _over(heat_map: HeatMap, digit: int) -> str:
     """The cells of this digit, neighbours in a line as one; nothing where there are none."""
-    runs = []
-    for y, line in enumerate(heat_map.lines):
-        x = 0
-        for each, group in groupby(line):
-            many = len(list(group))
-            runs += [f"M{x} {y}h{many}v1h-{many}z"] if each == str(digit) else []
-            x += many
+    found = ((y, run.span()) for y, line in enumerate(heat_map.lines) for run in re.finditer(f"{digit}+", line))
+    runs = [f"M{left} {y}h{right - left}v1h-{right - left}z" for y, (left, right) in found]
     further = f"up to 10^{digit} times the budget" if digit < BEYOND else "further over the budget, or no number"
     opacity = 0.5 + 0.5 * digit / BEYOND  # the least stands out from the ground, too
     path = f'<path class="over" d="{"".join(runs)}" fill="#a8071a" fill-opacity="{opacity:.2f}">'
@@ -217,7 +198,7 @@ def html(run: summary.RunSummary) -> str:
         refusals += [(backend, sorted(rows, key=lambda row: -row[1]))] if rows else []
     passes = (r for each in run_backends for r in each.records if r.status is Status.PASS and any(r.shares.values()))
     near = [(record, *max(record.shares.items(), key=lambda item: item[1])) for record in passes]  # rule and share
-    distributed = [(backend, distributions(backend)) for backend in run_backends]
+    budget = [(backend, found) for backend in run_backends if (found := distributions(backend))]
     page = pages("mla_conformance.report").get_template("page.html.j2")
     return page.render(
         run=run,
@@ -239,8 +220,8 @@ def html(run: summary.RunSummary) -> str:
         answers=answers(run) if run.deployment else [],
         unavailable=[backend for backend in run.backends if backend.reasons],
         matrix=matrix,
-        budget=[(backend, found) for backend, found in distributed if found],
-        closest=sorted(near, key=lambda case: -case[2])[:_CLOSEST],
+        budget=budget,
+        closest=sorted(near, key=lambda case: -case[2])[:8],
         anchor=lambda backend, capability: shown(f"{backend}-{capability}"),
         replay=lambda record: from_here(record).replay,
         picture=picture,
@@ -271,21 +252,12 @@ def _verdict(backend: summary.BackendSummary) -> str:
     return "; ".join([f"wrong, as expected, on {counts.waived:,} of {counted(counts.verdicts, 'case')}", *rest])
 
 
-RULES = {"element": "each element", "row": "each row", "lse": "each LSE"}
-BINS = 20
-
-
-class Distribution(NamedTuple):
-    title: str  # of the rule
-    words: str
-    bins: list[int]  # passed cases that the rule applied to, by the 20th part of its limit that they used
-
-
-def distributions(backend: summary.BackendSummary) -> list[Distribution]:
-    used, found = [record.shares for record in backend.records if record.status is Status.PASS], list[Distribution]()
-    for rule, title in RULES.items():
+def distributions(backend: summary.BackendSummary) -> list[dict[str, Any]]:
+    """For each rule the passed cases that it applied to, by the 20th part of its limit that they used."""
+    used, found = [record.shares for record in backend.records if record.status is Status.PASS], []
+    for rule, title in (("element", "each element"), ("row", "each row"), ("lse", "each LSE")):
         if shares := [share[rule] for share in used if share.get(rule)]:
             said = f"{len(shares)} cases, median {statistics.median(shares):.2f}, largest {max(shares):.2f}"
-            counts = Counter(min(int(share * BINS), BINS - 1) for share in shares)
-            found.append(Distribution(title, said, [counts[number] for number in range(BINS)]))
+            counts = Counter(min(int(share * 20), 19) for share in shares)
+            found.append({"title": title, "words": said, "bins": [counts[number] for number in range(20)]})
     return found

@@ -25,19 +25,9 @@ from mla_conformance.judging.record import EXPLORED, BackendFacts, Record, Said,
 from mla_conformance.judging.traits import NO_TRAITS, Traits
 from mla_conformance.judging.verdict import Status
 from mla_conformance.models.profile import Deployment
+from mla_conformance.report import summary
 from mla_conformance.report.causes import CauseKind
 from mla_conformance.report.differences import differences, differing
-from mla_conformance.report.summary import (
-    BackendOutcome,
-    BackendSummary,
-    Counts,
-    JudgedPairs,
-    Number,
-    RunSummary,
-    judged_pairs,
-    summarise,
-    worst,
-)
 from mla_conformance.report.terminal import shown
 from mla_conformance.speed.times import Speed
 from mla_conformance.version import SUITE_VERSION
@@ -66,9 +56,9 @@ class FailureForm(Said, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SampledForm(_Form, frozen=True, kw_only=True):
     """Judged rows, rows of the batch, and how many were drawn at random."""
 
-    rows: Number
+    rows: summary.Number
     of: Annotated[int, Meta(ge=1, le=2**53)]
-    drawn: Number
+    drawn: summary.Number
 
 
 class RecordForm(Said, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -77,16 +67,16 @@ class RecordForm(Said, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
     case: str
     status: Status
     seconds: Annotated[float, Meta(ge=0)]
-    evidence: Annotated[Number | None, Meta(description="Index into the backend's evidence.")] = None
+    evidence: Annotated[summary.Number | None, Meta(description="Index into the backend's evidence.")] = None
     capability: Annotated[Literal["", "explored"], Meta(description="Of drawn cases, which are in no list.")] = ""
     cases: Annotated[int, Meta(ge=1, le=2**53, description="How many drawn cases it stands for.")] = 1
     sampled: SampledForm | None = None
 
 
-class CapabilityForm(Counts, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CapabilityForm(summary.Counts, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One capability of one backend."""
 
-    status: BackendOutcome
+    status: summary.BackendOutcome
     error_budget_used: Share
     failures: tuple[FailureForm, ...]
 
@@ -114,15 +104,15 @@ class DeviationForm(_Form, frozen=True, kw_only=True):
 class PairsForm(_Form, frozen=True, kw_only=True):
     """Pairs of classes of a role's space."""
 
-    claimed: Annotated[Number, Meta(description="Of what the backend declares.")]
-    judged: Number
+    claimed: Annotated[summary.Number, Meta(description="Of what the backend declares.")]
+    judged: summary.Number
     not_judged: Annotated[tuple[str, ...], Meta(description="Those that were claimed and not judged.")]
 
 
 class BackendForm(_Form, frozen=True, kw_only=True):
     """One backend."""
 
-    status: BackendOutcome
+    status: summary.BackendOutcome
     reference: Annotated[str, Meta(description="What --backend takes.")]
     reasons: Annotated[tuple[str, ...], Meta(description="Why it is unavailable; empty if it was run.")]
     stopped: Annotated[str, Meta(description="Why the rest of its cases was not run, or empty.")]
@@ -166,13 +156,13 @@ def schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(ReportForm)}
 
 
-def report_json(run: RunSummary) -> dict[str, Any]:
+def report_json(run: summary.RunSummary) -> dict[str, Any]:
     """The report as plain data; the keys are part of the interface."""
     plain: dict[str, Any] = msgspec.to_builtins(report_form(run))
     return plain
 
 
-def report_form(run: RunSummary) -> ReportForm:
+def report_form(run: summary.RunSummary) -> ReportForm:
     return _form(
         ReportForm,
         run,
@@ -192,7 +182,7 @@ def _form(form: type[_F], *sources: Any, **own: Any) -> _F:
     return form(**{name: next(getattr(each, name) for each in sources if hasattr(each, name)) for name in names}, **own)
 
 
-def _backend(backend: BackendSummary) -> BackendForm:
+def _backend(backend: summary.BackendSummary) -> BackendForm:
     evidence, causes = backend.evidence, []
     for cause in backend.causes if backend.counts.failed else ():
         cases, example = tuple(record.case for record in cause.failures), cause.example
@@ -200,7 +190,7 @@ def _backend(backend: BackendSummary) -> BackendForm:
     places = {frozenset(each.items()): place for place, each in enumerate(evidence)}
     capabilities = {}
     for capability in backend.capabilities:
-        used = written(worst(share for record in capability.records for share in record.shares.values()))
+        used = written(summary.worst(share for record in capability.records for share in record.shares.values()))
         failures = tuple(_form(FailureForm, record) for record in capability.failures)
         own = {"status": capability.outcome, "error_budget_used": used, "failures": failures}
         capabilities[capability.name] = _form(CapabilityForm, capability.counts, **own)
@@ -254,7 +244,7 @@ def is_report(path: Path) -> bool:
         return False
 
 
-def load_report(path: Path) -> RunSummary:
+def load_report(path: Path) -> summary.RunSummary:
     """The run that a report file, or the one in a run's folder, tells of."""
     path = report_file(path)
     text = read_text(path)
@@ -271,7 +261,7 @@ def load_report(path: Path) -> RunSummary:
     except ValueError as error:
         raise InputError(f"{path}: malformed report: {error}") from error
     for backend in run.backends if report.suite == SUITE_VERSION else ():  # other suites have other spaces
-        if backend.pairs and dict(backend.pairs) != judged_pairs(backend.records, backend.facts.fitted):
+        if backend.pairs and dict(backend.pairs) != summary.judged_pairs(backend.records, backend.facts.fitted):
             raise InputError(
                 f"{path}: {backend.name}: the pairs that it says were judged do not follow from its records"
             )
@@ -289,7 +279,7 @@ class _Head(msgspec.Struct):
     schema: str = ""
 
 
-def _run_of(report: ReportForm, source: str) -> RunSummary:
+def _run_of(report: ReportForm, source: str) -> summary.RunSummary:
     shard, cases = report.shard, report.cases
     if shard and not 1 <= shard.index <= shard.count <= len(cases):
         raise ValueError(f"there is no shard {shard}")
@@ -310,10 +300,10 @@ def _run_of(report: ReportForm, source: str) -> RunSummary:
         for name, part in report.backends.items()
     )
     reported = {"suite": report.suite, **report.environment}
-    return RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
+    return summary.RunSummary(reported, backends, cases, shard, report.deployment, source, report.date, report.code)
 
 
-def _backend_of(name: str, part: BackendForm, cases: Sequence[str], salt: str, role: str) -> BackendSummary:
+def _backend_of(name: str, part: BackendForm, cases: Sequence[str], salt: str, role: str) -> summary.BackendSummary:
     if not _NAME.fullmatch(name):
         raise ValueError(f"expected a name such as MINE or MINE[variant] of a backend, got {_brief(name)}")
     records = list(_records(name, part, salt, role))
@@ -324,13 +314,13 @@ def _backend_of(name: str, part: BackendForm, cases: Sequence[str], salt: str, r
     if unmapped:
         raise ValueError(f"{name} has a heat map of {_brief(min(unmapped))}, which does not fail by a wrong number")
     drawn = [EXPLORED] if EXPLORED in part.capabilities else []
-    capabilities = () if part.reasons else summarise(records, (*cases, *drawn))
-    pairs = {role: JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
+    capabilities = () if part.reasons else summary.summarise(records, (*cases, *drawn))
+    pairs = {role: summary.JudgedPairs(**msgspec.structs.asdict(pairs)) for role, pairs in part.pairs.items()}
     deviations = tuple((deviation.library, deviation.adapter) for deviation in part.deviations)
     known = (each.name for each in fields(BackendFacts) if each.name in BackendForm.__struct_fields__)
     facts = BackendFacts(**{each: getattr(part, each) for each in known} | {"name": name, "deviations": deviations})
     about = part.stopped, part.traced, part.heat, pairs, part.traits, part.speed or None
-    return BackendSummary(facts, capabilities, *about)
+    return summary.BackendSummary(facts, capabilities, *about)
 
 
 def _records(name: str, part: BackendForm, salt: str, role: str) -> Iterator[Record]:
@@ -366,7 +356,7 @@ def _brief(value: Any) -> str:
     return shown(json.dumps(value, ensure_ascii=False), 80)
 
 
-def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
+def merge_shards(runs: Sequence[summary.RunSummary]) -> summary.RunSummary:
     for run in runs:
         if run.shard is None:
             raise InputError(f"{run.source}: expected the report of a shard (certify --shard I/N), got a whole run's")
@@ -383,12 +373,12 @@ def merge_shards(runs: Sequence[RunSummary]) -> RunSummary:
     parts = zip(*(run.backends for run in runs), strict=True)
     joined = tuple(_joined(part, first.cases) for part in parts)
     code = {place: digest for run in runs for place, digest in run.code.items()}
-    return RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)
+    return summary.RunSummary(first.environment, joined, first.cases, date=max(run.date for run in runs), code=code)
 
 
-def require_one_code(runs: Sequence[RunSummary]) -> None:
+def require_one_code(runs: Sequence[summary.RunSummary]) -> None:
     """Refuse runs in which one name stands for several codes: their verdicts do not add up."""
-    known: dict[tuple[str, str], tuple[str, RunSummary]] = {}
+    known: dict[tuple[str, str], tuple[str, summary.RunSummary]] = {}
     for run in runs:
         for backend in run.backends:
             facts = {"reference": backend.facts.reference, "fingerprint": backend.facts.fingerprint}
@@ -401,7 +391,7 @@ def require_one_code(runs: Sequence[RunSummary]) -> None:
                     )
 
 
-def _unlike(first: RunSummary, run: RunSummary) -> Iterator[tuple[str, object, object]]:
+def _unlike(first: summary.RunSummary, run: summary.RunSummary) -> Iterator[tuple[str, object, object]]:
     """What the shards of one list have in common and these have not, the most telling first: name, expected, found."""
     yield from differing(first.environment, run.environment)
     names = ([backend.name for backend in each.backends] for each in (first, run))
@@ -436,7 +426,7 @@ def _require_partition(shards: Sequence[tuple[str, Shard]], cases: Sequence[str]
         raise InputError(f"{len(absent)} cases of the list are in no shard, the first is {absent[0]}")
 
 
-def _joined(parts: Sequence[BackendSummary], cases: Sequence[str]) -> BackendSummary:
+def _joined(parts: Sequence[summary.BackendSummary], cases: Sequence[str]) -> summary.BackendSummary:
     position = {case: index for index, case in enumerate((*cases, *parts[0].facts.fitted))}
     records = sorted((record for part in parts for record in part.records), key=lambda record: position[record.case])
     first = parts[0]
@@ -445,7 +435,7 @@ def _joined(parts: Sequence[BackendSummary], cases: Sequence[str]) -> BackendSum
     stopped = "; ".join(dict.fromkeys(part.stopped for part in parts if part.stopped))
     traced = reduce(Traced.joined, (part.traced for part in parts))
     heat = {case: heat_map for part in parts for case, heat_map in part.heat.items()}
-    pairs = judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
+    pairs = summary.judged_pairs(records, first.facts.fitted) if any(part.pairs for part in parts) else {}
     traits = next((part.traits for part in parts if part.traits), NO_TRAITS)
-    capabilities = summarise(records, position)
-    return BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)
+    capabilities = summary.summarise(records, position)
+    return summary.BackendSummary(first.facts, capabilities, stopped, traced, heat, pairs, traits)

@@ -47,9 +47,7 @@ _BACKENDS = {
     Group.REFUSED: "unsupported",
     Group.UNTESTED: "cannot run here",
 }
-_PARTS: Mapping[str, str] = {Call.SPARSE_DECODE: "sparse decode", Call.SPARSE_PREFILL: "sparse prefill"}
-_OTHER_ROLES = tuple(f"{role} only" for role in ROLES)
-"""How what is said of a case ends whose role a backend does not have."""
+_OTHER_ROLES = tuple(f"{role} only" for role in ROLES)  # how what is said of a case of another role ends
 
 
 def closing_line(run: RunSummary) -> str:
@@ -77,16 +75,12 @@ def worst_of_passes(records: Iterable[Record]) -> float:
 
 def worst_error(records: Sequence[Record]) -> str:
     """How much of its budget the largest error of a passed case used; empty without a pass."""
-    passed = [record for record in records if record.status is Status.PASS]
-    share = worst(share for record in passed for share in record.shares.values())
-    return f"worst passing error {share:.2f} of its budget" if passed else ""
+    passed = any(record.status is Status.PASS for record in records)
+    return f"worst passing error {worst_of_passes(records):.2f} of its budget" if passed else ""
 
 
 def cause_lines(run: RunSummary, width: int) -> Iterator[str]:
-    """What is wrong with each backend, in lines of ``width`` columns; replay lines stay whole, for copying.
-
-    If there are several causes, each has its number among those of all backends.
-    """
+    """What is wrong with each backend; replay lines stay whole, to be copied. Causes count through all backends."""
     numbered, before = len(run.causes) > 1, 0
     for backend in run.backends:
         reported, hidden = backend.causes[:_MOST_CAUSES], backend.causes[_MOST_CAUSES:]
@@ -136,7 +130,8 @@ def from_here(record: Record) -> Record:
 def _part_of(case: str) -> str:
     """The part of an engine that a case is of: prefill, decode, layer, indexer, sparse decode or sparse prefill."""
     parsed = Case.parse(case)
-    return _PARTS.get(parsed.call, str(parsed.role))
+    is_sparse = parsed.call in (Call.SPARSE_DECODE, Call.SPARSE_PREFILL)
+    return parsed.call.replace("_", " ") if is_sparse else str(parsed.role)
 
 
 @dataclass(frozen=True)
@@ -144,42 +139,35 @@ class ModelAnswer:
     backend: BackendSummary
 
     @cached_property
-    def _records(self) -> dict[str, list[Record]]:
+    def _parts(self) -> dict[str, list[Record]]:
         return grouped(self.backend.records, lambda record: _part_of(record.case))
 
-    @cached_property
-    def parts(self) -> dict[str, Counts]:
-        return {part: Counts.of(records) for part, records in self._records.items()}
-
     @property
-    def covered(self) -> tuple[str, ...]:
-        return tuple(part for part, counts in self.parts.items() if counts.passed)
+    def covered(self) -> list[str]:
+        return [part for part, records in self._parts.items() if Counts.of(records).passed]
 
     @property
     def reported(self) -> str:
         if self.backend.reasons:
             return "; ".join(self.backend.reasons)
         judged, refused = [], {}
-        for part, counts in self.parts.items():
-            if not counts.verdicts:
-                refused[part] = self._reason(part)
-                continue
-            rest = counts.unsupported + counts.unavailable
-            why = f" ({rest} not: {self._reason(part)})" if rest else ""
-            judged.append(f"{part} {counts.passed}/{counts.verdicts}{why}")
+        for part, records in self._parts.items():
+            counts = Counts.of(records)
+            # Why cases have no verdict, in the words of most of them.
+            without = [record for record in records if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE)]
+            reason = Counter(record.message for record in without).most_common(1)[0][0] if without else ""
+            if counts.verdicts:
+                why = f" ({counts.unsupported + counts.unavailable} not: {reason})" if without else ""
+                judged.append(f"{part} {counts.passed}/{counts.verdicts}{why}")
+            else:
+                refused[part] = reason
         # Of parts of which nothing was judged those that it has a class for, or all parts if it has none.
         own = {part: reason for part, reason in refused.items() if not reason.endswith(_OTHER_ROLES)}
         told = [f"no {part}: {reason}" for part, reason in own.items()]
-        if len(refused) == len(self.parts) and not own:
+        if len(refused) == len(self._parts) and not own:
             told = [f"{reason}, which this model does not call" for reason in dict.fromkeys(refused.values())]
         waived = dict.fromkeys(record.expectation for record in self.backend.records if record.expectation)
         return " · ".join([*judged, *told, *waived, *filter(None, [self.backend.not_run])])
-
-    def _reason(self, part: str) -> str:
-        """Why cases of a part have no verdict, in the words of most of them."""
-        without = (Status.UNSUPPORTED, Status.UNAVAILABLE)
-        said = Counter(record.message for record in self._records[part] if record.status in without)
-        return said.most_common(1)[0][0]
 
 
 def answers(run: RunSummary) -> list[ModelAnswer]:
@@ -256,23 +244,18 @@ def _speed_lines(kernels: Kernels, width: int, detail: Detail) -> Iterator[str]:
 
 _TOUCHED = 0.01
 _SHOWN_KERNELS = 2
-_KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")
-"""The name of a kernel, without template arguments and parameters."""
+_KERNEL = re.compile(r"(?:void )?((?:\(anonymous namespace\)|[^<(])+)")  # without template arguments and parameters
 _DETAIL = "  "
 _UNROUNDED = {Role.TOPK, Role.PREPARE, Role.COMPRESS, Role.CACHE}  # roles in which no declared rounding class counts
 _JUDGED = (Status.PASS, Status.EXPECTED_FAILURE, *FAILED)
-_SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])
-"""In the order in which capabilities are listed."""
+_SIGNS = (SIGN[BackendOutcome.FAIL], FORESEEN, SIGN[BackendOutcome.NOT_RUN], SIGN[BackendOutcome.PASS])  # in this order
 ANSWER_SIGN = {Answer.YES: "✔", Answer.NO: "✘", Answer.NOT_APPLICABLE: "–"}
 
 
 def backend_lines(
     backend: BackendSummary, width: int, with_reasons: bool = False, detail: Detail = Detail.FULL
 ) -> Iterator[str]:
-    """A backend's counts, its capabilities by outcome, and what else is to be said; or why it is unavailable.
-
-    With reasons it is said why cases are unsupported or unavailable, if not in full of roles alone that it has.
-    """
+    """With reasons it is said why cases are unsupported or unavailable, if not in full of roles alone that it has."""
     sign = f"{backend.name} {backend.sign}"
     if backend.reasons:
         yield from wrapped(f"{sign} unavailable: {cut('; '.join(backend.reasons))}", width, further=2 * _DETAIL)
@@ -342,8 +325,7 @@ def _verdict(backend: BackendSummary, applicable: int) -> str:
 
 
 def _reasons(records: Iterable[Record]) -> Iterator[str]:
-    """Why cases have no verdict, the reason for most of them first."""
-    without = [record for record in records if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE)]
+    without = (record for record in records if record.status in (Status.UNSUPPORTED, Status.UNAVAILABLE))
     found = Counter((record.status, record.message) for record in without)
     for (status, reason), count in found.most_common(_MOST_REASONS):
         yield f"{counted(count, 'case')} {status}: {cut(reason) or 'no reason given'}"
@@ -352,10 +334,7 @@ def _reasons(records: Iterable[Record]) -> Iterator[str]:
 
 
 def judged_of_claimed(pairs: Mapping[str, JudgedPairs], records: Iterable[Record] = ()) -> str:
-    """How many pairs of classes a backend claims and how many were judged, over all roles, and one that was not.
-
-    Of its ``records`` those that a CPU was not asked for are counted.
-    """
+    """Over all roles, with a pair that was not judged, and how many of its ``records`` a CPU was not asked for."""
     whole = total(pairs)
     due = sum(record.status is Status.UNSUPPORTED and record.message.startswith(DUE_ON_GPU) for record in records)
     missing = f"; not judged, for example: {whole.not_judged[0]}" if whole.not_judged else ""
@@ -363,7 +342,7 @@ def judged_of_claimed(pairs: Mapping[str, JudgedPairs], records: Iterable[Record
 
 
 def declared(facts: BackendFacts) -> str:
-    """The rounding classes that a backend declares, all verified by the cases, and how many deviations."""
+    """The rounding classes that a backend declares, all verified by the cases."""
     found: dict[str, dict[str, list[str]]] = {}
     for key, value in facts.rounding.items():
         role, _, name = key.partition(": ")
@@ -388,7 +367,6 @@ def ran(traced: Traced) -> Iterator[str]:
 
 
 def traits_lines(traits: Traits) -> Iterator[str]:
-    """A line for each question, with counterexamples, and one for each role and dtype."""
     for question in Question if traits.bitwise else ():
         answers = traits.answers(question)
         reported = ", ".join(f"{role} {ANSWER_SIGN[each.answer]}" for role, each in answers.items())
@@ -402,7 +380,6 @@ def traits_lines(traits: Traits) -> Iterator[str]:
 
 
 def capability_lines(records: Sequence[Record], in_full: bool = True) -> Iterator[str]:
-    """What a bare list of records says of each backend, as at the end of a pytest run."""
     for name, group in grouped(records, lambda record: record.backend).items():
         summary = BackendSummary(BackendFacts(name), summarise(group))
         yield from backend_lines(summary, columns(), detail=Detail.FULL if in_full else Detail.USUAL)

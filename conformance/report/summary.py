@@ -1,7 +1,4 @@
-"""The outcome of a run, counted: per backend and capability, with the denominator. No torch.
-
-And how much "right" is said of: pairs of classes, claimed and judged; roles, and the page of their caches.
-"""
+"""The outcome of a run, counted with the denominator, and how much "right" is said of. No torch."""
 
 import math
 from collections import Counter
@@ -126,10 +123,6 @@ class CapabilitySummary:
     name: str  # the capability
     listed: int  # cases that the run's list holds for it; drawn ones are not among them
     records: tuple[Record, ...]  # what was run
-    counts: Counts = field(init=False)
-    failures: tuple[Record, ...] = field(init=False)  # what failed in whatever way, for a fault of the harness as well
-    outcome: BackendOutcome = field(init=False)
-    sign: str = field(init=False)  # of the outcome; what fails as expected does not hold
 
     def __post_init__(self) -> None:
         """A failure decides; then a case that was not run, or could not be judged; then whether anything was judged.
@@ -137,7 +130,7 @@ class CapabilitySummary:
         A case that is too large for the device by the suite's own estimate takes nothing from those that are not.
         """
         counts = self.counts = Counts.of(self.records, self.listed)
-        self.failures = tuple(record for record in self.records if record.failed)
+        self.failures = tuple(record for record in self.records if record.failed)  # for a fault of the harness as well
         if counts.failed:
             self.outcome = BackendOutcome.FAIL
         elif counts.not_run:
@@ -148,6 +141,7 @@ class CapabilitySummary:
             self.outcome = BackendOutcome.PASS
         else:
             self.outcome = BackendOutcome.UNAVAILABLE if counts.unavailable else BackendOutcome.UNSUPPORTED
+        # What fails as expected does not hold.
         self.sign = FORESEEN if self.outcome is BackendOutcome.PASS and counts.waived else SIGN[self.outcome]
 
 
@@ -163,23 +157,16 @@ class BackendSummary:
     pairs: Mapping[str, "JudgedPairs"] = field(default_factory=dict)
     traits: Traits = NO_TRAITS  # what was found beside verdicts, where that was asked for
     speed: Speed | None = None  # its times, if it is right and was timed
-    name: str = field(init=False)
-    reasons: tuple[str, ...] = field(init=False)  # why it is unavailable; empty if it was run
-    records: list[Record] = field(init=False)
-    counts: Counts = field(init=False)
-    not_run: str = field(init=False)  # how many cases have no verdict and why, in words; empty if all have one
-    evidence: list[dict[str, str]] = field(init=False)  # what the library says of its kernels, each once
-    outcome: BackendOutcome = field(init=False)  # unavailable, or the worst of the capabilities that apply
-    sign: str = field(init=False)  # of the outcome; what fails as expected does not hold
-    group: Group = field(init=False)  # for a deployed model; right only if something was judged and all of that held
 
     def __post_init__(self) -> None:
-        self.name, self.reasons = self.facts.name, self.facts.reasons
+        self.name, self.reasons = self.facts.name, self.facts.reasons  # why it is unavailable; empty if it was run
         self.records = [record for capability in self.capabilities for record in capability.records]
         counts = self.counts = sum((capability.counts for capability in self.capabilities), Counts())
         why = f": {self.stopped}" if self.stopped else ""
         self.not_run = f"{counts.not_run} NOT RUN{why}" if counts.not_run else ""
+        # What the library says of its kernels, each once.
         self.evidence = list({frozenset(r.evidence.items()): r.evidence for r in self.records if r.evidence}.values())
+        # Unavailable, or the worst of the capabilities that apply.
         outcomes = {capability.outcome for capability in self.capabilities}
         if any(pairs.not_judged for pairs in self.pairs.values()):
             outcomes.add(BackendOutcome.NOT_RUN)
@@ -188,6 +175,7 @@ class BackendSummary:
         self.outcome = BackendOutcome.UNAVAILABLE if self.reasons else found
         is_waived = self.outcome is BackendOutcome.PASS and counts.waived
         self.sign = FORESEEN if is_waived else SIGN[self.outcome]
+        # For a deployed model it is right only if something was judged and all of that held.
         right = Group.EMULATED if self.facts.emulated else Group.RIGHT
         self.group = Group.WAIVED if is_waived else _GROUPS.get(self.outcome, right)
         if self.reasons or not self.capabilities:
@@ -209,11 +197,6 @@ class RunSummary:
     date: str = ""  # ISO date on which it ended, or empty if the report does not tell
     # SHA-256, by place, of the modules that its backends loaded and no wheel holds
     code: Mapping[str, str] = field(default_factory=dict)
-    records: list[Record] = field(init=False)
-    counts: Counts = field(init=False)
-    judged_cases: tuple[str, ...] = field(init=False)
-    # 0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete
-    exit_status: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.records = [record for backend in self.backends for record in backend.records]
@@ -221,6 +204,7 @@ class RunSummary:
         self.judged_cases = self.shard.cases if self.shard else self.cases
         outcomes = {backend.outcome for backend in self.backends if not backend.reasons}
         is_whole = outcomes.isdisjoint({BackendOutcome.NOT_RUN, BackendOutcome.UNAVAILABLE})
+        # 0: all judged capabilities hold; 1: one failed; 3: nothing could be judged, or the run is incomplete
         self.exit_status = 0 if BackendOutcome.PASS in outcomes and is_whole else 3
         if BackendOutcome.FAIL in outcomes:
             self.exit_status = 1
@@ -286,8 +270,7 @@ def judged_pairs(records: Iterable[Record], fitted: Sequence[str]) -> dict[str, 
         declared, without = by_role[space.role], (Status.UNAVAILABLE, Status.HARNESS_ERROR)
         judged = Pairs(space, (row for held, status in declared if status not in without for row in held))
         of_cases = (*(held for held, _ in declared), *(held for role, held in rows if role is space.role))
-        every = Pairs(space, chain.from_iterable(of_cases))
-        if every:
+        if every := Pairs(space, chain.from_iterable(of_cases)):
             left = tuple(" · ".join(map("=".join, pair)) for pair in every - judged)
             found[str(space.role)] = JudgedPairs(len(every), len(judged), left)
     return found

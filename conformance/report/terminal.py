@@ -19,8 +19,7 @@ from mla_conformance.backends.foreign import LINE, MESSAGE, cut
 
 _HALF = 600  # characters at each end of a reason that are always printed
 _lost: list[OSError] = []
-_COMMAND = re.compile(r"#(?=#\w*\[)")
-"""What GitHub, Azure and TeamCity read as a command wherever it stands: ``##[name]``, ``##vso[name]``."""
+_COMMAND = re.compile(r"#(?=#\w*\[)")  # what CI systems obey wherever it stands: ``##[name]``, ``##vso[name]``
 _COMMAND_LINE = re.compile(r"^(\s*):(?=:)")  # what GitHub reads as one where a line begins with it: ``::name::``
 
 
@@ -40,8 +39,9 @@ def shown_lines(text: str, limit: int = LINE) -> str:
     return "\n".join(map(shown_line, cut(text, limit).split("\n")))
 
 
-def say(line: str, error: bool = False) -> None:
-    put(painted(shown_line(line), sys.stderr if error else sys.stdout), error)
+def say(*lines: str, error: bool = False) -> None:
+    for line in lines:
+        put(painted(shown_line(line), sys.stderr if error else sys.stdout), error)
 
 
 def refuse(program: str, reason: str) -> None:
@@ -129,8 +129,7 @@ def columns() -> int:
 
 
 def say_wrapped(text: str, further: str = "") -> None:
-    for line in wrapped(text, columns(), further=further):
-        say(line)
+    say(*wrapped(text, columns(), further=further))
 
 
 _STYLES = {

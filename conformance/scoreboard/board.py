@@ -29,7 +29,6 @@ from mla_conformance.certificate.certificate import (
 from mla_conformance.certificate.records import KeptRecord, is_records, read_records, suite_order
 from mla_conformance.certificate.verify import age, fitted_of, not_yet_judged, problems
 from mla_conformance.files.whole import InputError, convert
-from mla_conformance.judging.record import Record
 from mla_conformance.report import summary
 from mla_conformance.report.causes import grouped
 from mla_conformance.version import SUITE_VERSION
@@ -50,58 +49,42 @@ class RefusedRecord:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class KnownFailure:
     reason: str  # the sentence of the expectation that waives them, behind the place where it stands
-    findings: tuple[Finding, ...]  # at least one
+    findings: list[Finding]  # at least one
 
-    @property
-    def example(self) -> Finding:
-        return min(self.findings, key=lambda finding: (len(finding.case), finding.case))
-
-    @property
-    def links(self) -> list[str]:
-        return [link.rstrip(".,;:") for link in _LINK.findall(self.reason)]
+    def __post_init__(self) -> None:
+        self.example = min(self.findings, key=lambda finding: (len(finding.case), finding.case))
+        self.links = [link.rstrip(".,;:") for link in _LINK.findall(self.reason)]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     record: Shown  # what of it is shown
     old: str  # why it counts for nothing here, and how to renew it; empty if it counts
     sanitized: tuple[SanitizedKernel, ...] = ()  # what tools of compute-sanitizer reported of the kernel
     not_yet: int = 0  # number of cases of the list here that its own lacked
 
-    @property
-    def versions(self) -> str:
-        return versions_of(self.record.distributions)
-
-    @property
-    def order(self) -> list[int | str]:
-        """Records of a later suite compare greater, then those of a newer library, then later ones."""
-        version = suite_order(next(iter(self.record.distributions.values()), ""))[:_NUMBERS]
-        return [*suite_order(self.record.suite), *version, *[0] * (_NUMBERS - len(version)), self.record.date]
-
-    @cached_property
-    def counts(self) -> summary.Counts:
-        return summary.Counts.of(self._records)
-
-    @property
-    def is_wrong(self) -> bool:
-        return bool(self.counts.failed + self.counts.waived)
-
-    @property
-    def verdict(self) -> str:
-        counts, judged = self.counts, self.counts.verdicts
-        if self.is_wrong:
-            return f"wrong on {counts.failed + counts.waived} of {judged} judged cases"
-        return f"right: {summary.right_on(self._records)}" if judged else "nothing judged"
-
-    @property
-    def state(self) -> str:
-        """Of which suite it is, that this is an old one, if so, and how many of its cases are not yet judged."""
+    def __post_init__(self) -> None:
+        record, self.versions = self.record, versions_of(self.record.distributions)
+        # Records of a later suite compare greater, then those of a newer library, then later ones.
+        version = suite_order(next(iter(record.distributions.values()), ""))[:_NUMBERS]
+        self.order = [*suite_order(record.suite), *version, *[0] * (_NUMBERS - len(version)), record.date]
+        self._records = records_of(record.backend, record.reference, record.cases)
+        self.counts = summary.Counts.of(self._records)
+        wrong, judged = self.counts.failed + self.counts.waived, self.counts.verdicts
+        self.is_wrong, self.verdict = wrong > 0, "nothing judged"
+        if judged:
+            right = "" if wrong else f"right: {summary.right_on(self._records)}"
+            self.verdict = right or f"wrong on {wrong} of {judged} judged cases"
+        self.state = f"suite {record.suite}" + (f", {self.not_yet} cases not yet judged" if self.not_yet else "")
         if self.old:
-            return f"of suite {self.record.suite}: outdated"
-        return f"suite {self.record.suite}" + (f", {self.not_yet} cases not yet judged" if self.not_yet else "")
+            self.state = f"of suite {record.suite}: outdated"
+        # By the reason without the place of the entry that says it.
+        groups = grouped(record.findings, lambda each: each.expectation.partition(": ")[2] or each.expectation)
+        found = [KnownFailure(reason, findings) for reason, findings in groups.items()]
+        self.failures = sorted(found, key=lambda failure: -len(failure.findings))
 
     @cached_property
     def pairs(self) -> summary.JudgedPairs | None:
@@ -118,17 +101,10 @@ class Entry:
 
     @property
     def unjudged_pairs(self) -> list[str]:
-        """Some of the pairs that are claimed and not judged, and the number of the others; empty if all are judged."""
+        """Some of the pairs that are claimed and not judged, and the number of the others."""
         missing = self.pairs.not_judged if self.pairs else ()
         further = len(missing) - _PAIRS
         return [*missing[:_PAIRS], *([f"and {further:,} more"] if further > 0 else [])]
-
-    @cached_property
-    def failures(self) -> tuple[KnownFailure, ...]:
-        # By the reason without the place of the entry that says it.
-        groups = grouped(self.record.findings, lambda each: each.expectation.partition(": ")[2] or each.expectation)
-        found = [KnownFailure(reason, tuple(findings)) for reason, findings in groups.items()]
-        return tuple(sorted(found, key=lambda failure: -len(failure.findings)))
 
     @cached_property
     def roles(self) -> dict[str, dict[str, summary.CapabilitySummary]]:
@@ -140,10 +116,6 @@ class Entry:
                 summaries = summary.summarise(records, [record.case for record in records])
                 found[role] = {capability.name: capability for capability in summaries}
         return found
-
-    @cached_property
-    def _records(self) -> list[Record]:
-        return records_of(self.record.backend, self.record.reference, self.record.cases)
 
 
 _SHOWN_ROLES = (*ROLES, summary.OTHER_ROLE)  # the order in which roles are shown

@@ -72,7 +72,7 @@ def without_work(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("mla_conformance.engine.run.Run.prepare", no_process)
     patch.setattr("mla_conformance.commands.defects.deciding_digest", no_work)
     patch.setattr("mla_conformance.tests.cheats.report.run_cheats", no_work)
-    patch.setattr("mla_conformance.bump.environment.Environment.make", no_work)
+    patch.setattr("mla_conformance.bump.version.Environment.make", no_work)
     patch.setattr("mla_conformance.commands.listing.tier_lines", list)
     patch.setattr("mla_conformance.commands.export._require_survival", lambda *_: None)
     patch.setattr("mla_conformance.commands.export.reproduced", no_work)

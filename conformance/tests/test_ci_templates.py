@@ -59,9 +59,8 @@ def test_every_command_is_one_that_exists(path: Path) -> None:
     assert found
     for arguments in found:
         options, extra = command_line(COMMANDS, GROUPS).parse_known_args(arguments)
-        assert callable(options.run) and (not extra or ("certify" in arguments and extra == ["${certify[@]}"])), (
-            arguments
-        )
+        assert callable(options.run), arguments
+        assert not extra or ("certify" in arguments and extra == ["${certify[@]}"]), arguments
 
 
 def test_the_commands_of_the_page_of_findings_can_be_given() -> None:
@@ -122,9 +121,8 @@ def test_a_page_runs_as_it_is_written(page: Path, tmp_path: Path, command: Path)
     script = re.sub(r"(certify --backend \S+ --tier smoke)", rf"\1 {lighter}", "\n".join(blocks(page, "bash")))
     script = script.replace("mla-conformance capabilities\n", "")  # of all roles, which takes seconds
     # The decode of a hub's folder is nearly that of a file before it.
-    script = re.sub(
-        r"(certify --backend hub:\S+ --tier smoke) .*? --device", r"\1 --capability decode_lse --device", script
-    )
+    hub = r"(certify --backend hub:\S+ --tier smoke)"
+    script = re.sub(rf"{hub} .*? --device", r"\1 --capability decode_lse --device", script)
     finished = shell(script, tmp_path, command.parent)
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
@@ -221,55 +219,48 @@ def run_on(machine: Path, command: list[str], **variables: str) -> subprocess.Co
     return subprocess.run(command, cwd=machine, env=environment, capture_output=True, text=True)
 
 
-def run_steps(machine: Path, commands: list[str], **variables: str) -> str:
-    """What the commands print, which all succeed, each in a shell of its own or all in one."""
-    finished = run_on(machine, ["bash", "-eo", "pipefail", "-c", "\n".join(commands)], **variables)
+def run_steps(machine: Path, commands: str, **variables: str) -> str:
+    """What the commands print, which all succeed."""
+    finished = run_on(machine, ["bash", "-eo", "pipefail", "-c", commands], **variables)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
 
 
 def test_github_actions(machine: Path) -> None:
-    jobs = yaml.safe_load(
-        edited("github-actions.yml", {"REQUIRED: FLASH_ATTN FLASHINFER CUDNN": "REQUIRED: TORCH_SDPA"})
-    )["jobs"]
+    required = {"REQUIRED: FLASH_ATTN FLASHINFER CUDNN": "REQUIRED: TORCH_SDPA"}
+    jobs = yaml.safe_load(edited("github-actions.yml", required))["jobs"]
     github = {name: str(machine / "told") for name in ("GITHUB_PATH", "GITHUB_STEP_SUMMARY")}
     variables = {"BACKEND": "TORCH_SDPA", "REPORT": "reports/0", "MLA_CONFORMANCE": "mla-conformance", **github}
     for job in ("judge", "gate"):
         for step in jobs[job]["steps"]:
-            printed = run_steps(machine, [step["run"]], **variables, **step.get("env", {})) if "run" in step else ""
+            printed = run_steps(machine, step["run"], **variables, **step.get("env", {})) if "run" in step else ""
     assert OPEN.search(printed)
     assert OPEN.search((machine / "told").read_text())
 
 
 def test_buildkite(machine: Path) -> None:
-    judge, gate = yaml.safe_load(
-        edited("buildkite.yml", {"--require FLASH_ATTN FLASHINFER CUDNN": "--require TORCH_SDPA"})
-    )["steps"]
-    for step in (judge, gate):
+    required = {"--require FLASH_ATTN FLASHINFER CUDNN": "--require TORCH_SDPA"}
+    for step in yaml.safe_load(edited("buildkite.yml", required))["steps"]:
         # As the agent's upload does it: a name of the matrix for its place, and $ for $$.
-        commands = [each.replace("{{matrix}}", "TORCH_SDPA").replace("$$", "$") for each in step["commands"]]
+        commands = "\n".join(step["commands"]).replace("{{matrix}}", "TORCH_SDPA").replace("$$", "$")
         printed = run_steps(machine, commands, MLA_CONFORMANCE="mla-conformance")
     assert OPEN.search(printed)
 
 
-def slurm(machine: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("dead", ["", "2"])
+def test_slurm(machine: Path, dead: str) -> None:
     (machine / "slurm.sh").write_text(edited("slurm.sh", {"shards=8": "shards=2"}))
-    return run_on(machine, ["bash", "slurm.sh", "TORCH_SDPA"], **variables)
-
-
-def test_slurm(machine: Path) -> None:
-    finished = slurm(machine)
+    finished = run_on(machine, ["bash", "slurm.sh", "TORCH_SDPA"], DEAD=dead)
+    if dead:
+        assert finished.returncode == 1 and DIED in finished.stdout and "gate" not in finished.stdout
+        return
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert OPEN.search(finished.stdout)
     assert "shard 2/2 of 2" in next(machine.glob("reports/*/2.log")).read_text()
 
 
-def test_slurm_with_a_shard_that_died(machine: Path) -> None:
-    finished = slurm(machine, DEAD="2")
-    assert finished.returncode == 1 and DIED in finished.stdout and "gate" not in finished.stdout
-
-
-def kubernetes(machine: Path, indices: list[int]) -> subprocess.CompletedProcess[str]:
+@pytest.mark.parametrize("indices", [(0, 1), (0,)])
+def test_kubernetes(machine: Path, indices: tuple[int, ...]) -> None:
     """The pods of the indexed job that come to their end, then the one of the gate."""
     edits = {'"8"': '"2"', "FLASH_ATTN": "TORCH_SDPA", "/reports/$RUN": f"{machine}/reports/r1", '"7200"': '"0"'}
     judge, gate = yaml.safe_load_all(edited("kubernetes.yml", edits))
@@ -277,21 +268,15 @@ def kubernetes(machine: Path, indices: list[int]) -> subprocess.CompletedProcess
     for index in indices:
         pod = run_pod(machine, judge, JOB_COMPLETION_INDEX=str(index))
         assert pod.returncode == 0, pod.stdout + pod.stderr
-    return run_pod(machine, gate)
+    gated = run_pod(machine, gate)
+    if len(indices) == 1:
+        assert gated.returncode == 1 and DIED in gated.stderr and "gate" not in gated.stdout
+        return
+    assert gated.returncode == 0, gated.stdout + gated.stderr
+    assert OPEN.search(gated.stdout)
 
 
 def run_pod(machine: Path, job: Any, **variables: str) -> subprocess.CompletedProcess[str]:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     named = {each["name"]: each["value"] for each in container["env"]}
     return run_on(machine, container["command"] + container["args"], **named, **variables)
-
-
-def test_kubernetes(machine: Path) -> None:
-    gate = kubernetes(machine, [0, 1])
-    assert gate.returncode == 0, gate.stdout + gate.stderr
-    assert OPEN.search(gate.stdout)
-
-
-def test_kubernetes_with_a_shard_that_died(machine: Path) -> None:
-    gate = kubernetes(machine, [0])
-    assert gate.returncode == 1 and DIED in gate.stderr and "gate" not in gate.stdout

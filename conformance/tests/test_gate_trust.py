@@ -24,16 +24,13 @@ from mla_conformance.vocabulary.capabilities import CAPABILITIES, Tier
 CPU = torch.device("cpu")
 CASES = [case.id for case in CAPABILITIES["lse"].cases]
 EAGER = "from mla_conformance.backends.eager import EagerPrefillBackend\n"
-OUT_OF_MEMORY = (
-    EAGER
-    + """
+OUT_OF_MEMORY = f"""{EAGER}
 class OomWhenHard(EagerPrefillBackend):
     def run_prefill_new_tokens(self, q, *a, **k):
         if q.shape[0] > 4: raise MemoryError("out of memory, too large for a CPU")
         return super().run_prefill_new_tokens(q, *a, **k)
     def run_prefill_context_chunk(self, chunk_idx, q, k, v): raise MemoryError("out of memory")
 """
-)
 Gate = Callable[..., tuple[int, str, str]]
 
 
@@ -59,13 +56,9 @@ def report(
     return name
 
 
-def passed(facts: BackendFacts, **fields: object) -> list[Record]:
-    records = [Record(facts.name, facts.reference, "lse", case, Status.PASS) for case in CASES[:3]]
+def passed(facts: BackendFacts, first: int = 0, **fields: object) -> list[Record]:
+    records = [Record(facts.name, facts.reference, "lse", case, Status.PASS) for case in CASES[first : first + 3]]
     return [records[0].with_fields(**fields), *records[1:]]
-
-
-def later(facts: BackendFacts) -> list[Record]:
-    return [Record(facts.name, facts.reference, "lse", case, Status.PASS) for case in CASES[3:6]]
 
 
 def file_of(path: str, name: str = "Mine") -> BackendFacts:
@@ -154,7 +147,7 @@ def test_two_codes_of_one_name_are_not_one_backend(gate: Gate, path: str, change
     second = replace(second, fingerprint="file 0") if change == "fingerprint" else second
     halves = [
         report("a.json", first, passed(first), code={"/help.py": "0"}),
-        report("b.json", second, later(second), code={"/help.py": str(int(change == "helper"))}),
+        report("b.json", second, passed(second, 3), code={"/help.py": str(int(change == "helper"))}),
     ]
     status, _, err = gate(*halves, "--require", "mine.py:Mine")
     assert status == (2 if said else 0)

@@ -128,9 +128,8 @@ def test_nothing_of_a_report_is_markup() -> None:
 def test_annotations_are_one_escaped_line_each() -> None:
     error, warning = annotations(nasty_run()).splitlines()
     assert error.startswith("::error title=B'%3A 1 case of lse::a|b `c` <script>") and "50%25%0A\\x3a:error::d" in error
-    assert error.endswith(f"replay: {nasty_run().records[0].replay}") and warning.startswith(
-        "::warning title=C unavail"
-    )
+    assert error.endswith(f"replay: {nasty_run().records[0].replay}")
+    assert warning.startswith("::warning title=C unavail")
     odd = BackendSummary(BackendFacts("a: b, 50%", reasons=("x",)))
     assert annotations(RunSummary(ENVIRONMENT, (odd,))).startswith("::warning title=a%3A b%2C 50%25 unavailable::x")
 

@@ -86,9 +86,8 @@ def test_a_pipe_gets_ten_plain_lines(capsys: pytest.CaptureFixture[str]) -> None
         for number in range(200):
             counting(record(f"lse:q=[{number}]"))
     printed = capsys.readouterr().out
-    assert re.findall(r"^… (\d+)/200 judged · 0 failed · ", printed, re.MULTILINE) == [
-        str(n) for n in range(20, 201, 20)
-    ]
+    counts = re.findall(r"^… (\d+)/200 judged · 0 failed · ", printed, re.MULTILINE)
+    assert list(map(int, counts)) == list(range(20, 201, 20))
     assert len(printed.splitlines()) == 10 and not ESCAPE.search(printed) and "\r" not in printed
 
 
@@ -169,10 +168,8 @@ def test_what_a_kernel_is_right_on_leaves_out_what_it_does_not_do() -> None:
     quiet = list(outcome_lines(run, 80, brief=True, detail=Detail.QUIET))
     assert quiet == ["B ✔ right: all 2 prefill cases; 3 of other roles do not apply"]
     usual, full = (list(outcome_lines(run, 80, detail=detail)) for detail in (Detail.USUAL, Detail.FULL))
-    assert usual == [*quiet, "A ? unavailable: no GPU"] and full[1:3] == [
-        "  ✔ new_tokens 2",
-        "  – 1 unsupported: decode",
-    ]
+    assert usual == [*quiet, "A ? unavailable: no GPU"]
+    assert full[1:3] == ["  ✔ new_tokens 2", "  – 1 unsupported: decode"]
 
 
 def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
@@ -191,11 +188,7 @@ def test_what_fails_stands_first_and_what_does_not_count_is_told() -> None:
 
 
 def test_a_kernel_whose_failures_were_all_foreseen_is_not_called_right() -> None:
-    foreseen = [
-        record("a:q=[1]", Status.PASS),
-        record("a:q=[2]", Status.EXPECTED_FAILURE),
-        record("b:q=[1]", Status.PASS),
-    ]
+    foreseen = [record("a:q=[1]"), record("a:q=[2]", Status.EXPECTED_FAILURE), record("b:q=[1]")]
     summary = BackendSummary(BackendFacts("B"), summarise(foreseen, ["a", "a", "b"]))
     assert list(backend_lines(summary, 80))[:2] == [
         "B ! wrong, as expected, on 1 of 3 cases; 1/2 capabilities",
