@@ -31,13 +31,8 @@ from mla_conformance.backends.foreign import cut
 from mla_conformance.backends.roles import ROLES
 from mla_conformance.cases.case import Case
 from mla_conformance.diagnosis.explain import PATIENCE, WHOLE, Failure, ReportedCauses, explain
-<<<<<<< HEAD
 from mla_conformance.diagnosis.reach import heat_of, with_reach
-=======
-from mla_conformance.diagnosis.reach import heat_of
-from mla_conformance.diagnosis.reach import with_reach
 from mla_conformance.driving import remote
->>>>>>> engine
 from mla_conformance.driving.driver import Executor, Observation, Returned
 from mla_conformance.driving.loaded import LOADED, Loaded, newly_loaded
 from mla_conformance.driving.shared import Shared
@@ -52,14 +47,9 @@ from mla_conformance.problems.memory import free_memory, out_of_memory, whole_me
 from mla_conformance.roles.table import judge
 from mla_conformance.speed.times import Speed
 from mla_conformance.traits import examine, repeats
-from mla_conformance.trials import explore, role_file, trace
+from mla_conformance.trials import explore, role_file
 from mla_conformance.trials.judge_one import judge_one, judged_trial
-<<<<<<< HEAD
-from mla_conformance.trials.role_file import take_up
 from mla_conformance.trials.subject import Subject, describe, trace_all, unavailable
-=======
-from mla_conformance.trials.subject import Subject, describe, unavailable
->>>>>>> engine
 from mla_conformance.trials.trial import GOLDEN_BYTES, PROBLEM_BYTES, Context
 from mla_conformance.vocabulary.arrays import SPACES, digest_of
 from mla_conformance.vocabulary.capabilities import lists_of
@@ -256,7 +246,7 @@ class Worker:
             # By a process that has not imported the backend before: for times the device comes first.
             anew = Subject.of(task.reference, self.device, self.executor)
             if isinstance(task, messages.Trace):
-                seen = self.executor.query(partial(trace.trace_all, anew, task.cases), Traced)
+                seen = self.executor.query(partial(trace_all, anew, task.cases), Traced)
                 return messages.TaskReply(traced=seen.value or NOTHING_TRACED, leaves=True)
             done = self.executor.query(partial(import_module(_TIMING).time_kernel, anew, task.forms), Speed)
             speed = done.value or Speed(why=cut(f"its times are lost: {done.error}"))
