@@ -56,8 +56,8 @@ def _parts(state: AttentionState, roundoffs: Roundoffs) -> tuple[ErrorTerms, Ten
     # What scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o). Both parts
     # count, since the errors may have any signs.
     moved = terms.score + by_lse
-    # What scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large. A weight off by
-    # e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
+    # What scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large. A weight off
+    # by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
     off = roundoffs.keys + roundoffs.scores + roundoffs.projections
     d = (off * lse_score).clamp(max=_LARGEST_SHIFT)
     growth = d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny)
