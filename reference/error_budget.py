@@ -5,9 +5,9 @@ float32, rounds P to its declared dtype and rounds the output once. Nothing here
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from mla_conformance.reference.attention import AttentionState, ErrorTerms
 from mla_conformance.reference.roundings import P_ROUNDOFFS
@@ -39,42 +39,34 @@ class Roundoffs:
     merges: float = 0.0  # stored parts and what they are merged to, each by its share in the result
 
 
-class _Parts(NamedTuple):
-    """What both budgets of an output are made of."""
-
-    terms: ErrorTerms  # of the state
-    floors: torch.Tensor  # [T, N, V] the absolute errors of what is too small for its dtype
-    # [T, N, V] what accumulating in float32 does: to the values, and to the scores. Their errors move the sum of P·v,
-    # or the sum that it is divided by where the largest weight is of a value near 0
-    accumulated: torch.Tensor
-    # [T, N, V] what scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o).
-    # Both parts count, since the errors may have any signs
-    moved: torch.Tensor
-    # [T, N, 1] what scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large. A
-    # weight off by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most
-    growth: torch.Tensor
-
-    @staticmethod
-    def of(state: AttentionState, roundoffs: Roundoffs) -> "_Parts":
-        terms = state.terms
-        if terms is None:
-            raise ValueError("expected a state with error terms; compute it with with_terms=True")
-        floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
-        if state.value_weights is not None:
-            floors = floors + roundoffs.values_floor * state.value_weights
-        lse_score = terms.lse_score.mT.unsqueeze(-1)
-        by_lse = lse_score * state.output.abs()
-        scores = torch.maximum(terms.score, by_lse)
-        accumulated = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + scores)
-        off = roundoffs.keys + roundoffs.scores + roundoffs.projections
-        d = (off * lse_score).clamp(max=_LARGEST_SHIFT)
-        growth = d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny)
-        return _Parts(terms, floors, accumulated, terms.score + by_lse, torch.where(d > 0, growth, torch.ones_like(d)))
+def _parts(state: AttentionState, roundoffs: Roundoffs) -> tuple[ErrorTerms, Tensor, Tensor, Tensor, Tensor]:
+    """What both budgets of an output are made of: terms, floors, float32 and moved [T, N, V], and growth [T, N, 1]."""
+    terms = state.terms
+    if terms is None:
+        raise ValueError("expected a state with error terms; compute it with with_terms=True")
+    # The absolute errors of what is too small for its dtype.
+    floors = roundoffs.p_floor * terms.peak + roundoffs.output_floor
+    if state.value_weights is not None:
+        floors = floors + roundoffs.values_floor * state.value_weights
+    lse_score = terms.lse_score.mT.unsqueeze(-1)
+    by_lse = lse_score * state.output.abs()
+    # What accumulating in float32 does: to the values, and to the scores. Their errors move the sum of P·v, or the sum
+    # that it is divided by where the largest weight is of a value near 0.
+    float32 = roundoffs.accumulation * FLOAT32_ROUNDOFF * (terms.magnitude + torch.maximum(terms.score, by_lse))
+    # What scores do that are off by their sums of magnitudes: one off by d moves the output by p·d·(v - o). Both parts
+    # count, since the errors may have any signs.
+    moved = terms.score + by_lse
+    # What scores that are off by up to d do, relative to d: (e^d - 1)·e^d / d, near 1 unless d is large. A weight off
+    # by e^±d, over a sum that is off by as much, is off by (e^d - 1)·e^d of itself at most.
+    off = roundoffs.keys + roundoffs.scores + roundoffs.projections
+    d = (off * lse_score).clamp(max=_LARGEST_SHIFT)
+    growth = d.exp() * torch.expm1(d) / d.clamp(min=torch.finfo(d.dtype).tiny)
+    return terms, floors, float32, moved, torch.where(d > 0, growth, torch.ones_like(d))
 
 
-def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+def element_budget(state: AttentionState, roundoffs: Roundoffs) -> Tensor:
     """[T, N, V] largest error of a faithful kernel, before rounding of the output is repeated by a consumer."""
-    terms, floors, float32, moved, growth = _Parts.of(state, roundoffs)
+    terms, floors, float32, moved, growth = _parts(state, roundoffs)
     # P and the sum that normalises it are both off: twice exp; a sum of rounded P is off by up to row_sum.
     weights = (roundoffs.p + roundoffs.partials + roundoffs.row_sum + 2 * roundoffs.exp) * terms.magnitude
     moved = growth * moved
@@ -91,9 +83,9 @@ def element_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
     return weights + rest + keys + float32 + roundoffs.latent_partials * projected.magnitude
 
 
-def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+def expected_row_rms(state: AttentionState, roundoffs: Roundoffs) -> Tensor:
     """[T, N] RMS over the columns that independent uniform rounding errors of the same sizes would have."""
-    terms, floors, float32, moved, growth = _Parts.of(state, roundoffs)
+    terms, floors, float32, moved, growth = _parts(state, roundoffs)
     projected = state.projected
     rounding = roundoffs.p**2 * terms.squares + roundoffs.output**2 * state.output.square()
     # Parts with weights w and outputs o have Σ w²·o² between the two: independent values, or values of one sign.
@@ -133,7 +125,7 @@ def rms_limit(samples: int, deviations: float) -> float:
     return float((1.0 - spread + deviations * spread**0.5) ** 1.5)
 
 
-def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> torch.Tensor:
+def lse_budget(state: AttentionState, roundoffs: Roundoffs) -> Tensor:
     """[N, T] largest error of the LSE; 0 where the row sees no key."""
     assert state.terms is not None
     score = state.terms.lse_score

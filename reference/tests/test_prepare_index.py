@@ -25,12 +25,6 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_the_norm_is_pytorchs() -> None:
-    x, weight, bias = drawn(5, 1, 128), drawn(128), drawn(2, 128)[1]
-    expected = torch.nn.functional.layer_norm(x, (128,), weight, bias, 1e-5)
-    assert torch.allclose(layer_norm(Prepared.of(x), weight, bias, 1e-5).values, expected, rtol=0, atol=1e-13)
-
-
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("first", [0, 40])
 def test_the_rotation_is_that_of_rope_and_leaves_other_columns(interleaved: bool, first: int) -> None:
