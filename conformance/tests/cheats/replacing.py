@@ -10,7 +10,7 @@ from threading import Thread, get_ident
 import msgspec
 import torch
 
-from mla_conformance.engine import messages, worker
+from mla_conformance.engine import messages
 from mla_conformance.judging import judge
 from mla_conformance.judging.golden import GoldenAttention
 from mla_conformance.judging.record import Record
@@ -70,7 +70,7 @@ def ReplacesTheMessages(kernel, output, lse, q, k, v):
             message = msgspec.structs.replace(message, record=passed)
         return honest(message)
 
-    honest, worker.encode = messages.encode, passing
+    honest, messages.encode = messages.encode, passing
     return output, lse
 
 
