@@ -140,7 +140,7 @@ def _budget(found: Reproduced) -> dict[str, str]:
     numbers, operands = tolerance(), found.call.operands()
     declared = found.subject.declarations[found.case.role].rounding_of(found.problem.dtype)
     most_keys = max(found.call.key_lens)
-    allowed = roundoffs(found.problem.output_dtype, declared, numbers, 0, most_keys, operands.dequantised)
+    allowed = roundoffs(found.problem.output_dtype, declared, numbers, keys=most_keys, dequantised=operands.dequantised)
     steps, moved = allowed.accumulation * FLOAT32_ROUNDOFF, allowed.keys + allowed.scores
     weights = allowed.p + allowed.partials + allowed.row_sum + 2 * allowed.exp
     output = {

@@ -74,7 +74,9 @@ class Said(msgspec.Struct, frozen=True, kw_only=True):
     expectation: Annotated[str, Meta(description="The expectation that was applied, or empty.")] = ""
     confirmation: Annotated[Confirmed, Meta(description="Whether a failure repeats in a fresh process.")] = ""
     after: Annotated[tuple[str, ...], Meta(description="The cases without which it does not fail.")] = ()
-    inconclusive: Annotated[int, Meta(ge=0, description="Rows, of each head, where zeros would pass, too.")] = 0
+    inconclusive: Annotated[
+        int, Meta(ge=0, le=2**53, description="Rows, of each head, where zeros would pass, too.")
+    ] = 0
     too_large: Annotated[bool, Meta(description="Not judged: the suite estimates more than the machine has.")] = False
 
 

@@ -90,6 +90,7 @@ def roundoffs(
     numbers: Tolerance,
     parts: int = 0,
     keys: int = 0,
+    *,
     exact: bool = False,
     dequantised: bool = False,
     projected: bool = False,
