@@ -134,6 +134,9 @@ class EagerCacheBackend(Eager, MLACacheBackend):
         scales, stored = self._tile_scales(self._largest(tiles), form)
         quotients = (tiles / scales.unsqueeze(-1)).flatten(1)
         plain = torch.nn.functional.pad(keys[:, form.coded :], (0, form.coded + form.plain - keys.shape[1]))
+        stored = stored.clone(
+            memory_format=torch.contiguous_format
+        )  # none may have no stride that a view of bytes takes
         parts = {
             "codes": _codes(quotients) if form.codes == "e4m3" else _halves(quotients),
             "scales": torch.nn.functional.pad(stored.view(torch.uint8), (0, form.padding)),

@@ -97,8 +97,11 @@ class LayerCase(CachedCase):
         widest = max(self.dimensions.qk_nope_head_dim, self.dimensions.v_head_dim)
         if self.weights == "selection" and widest > self.kv_lora_rank:
             yield f"field dims: a layer's weights pick latents, P and V may not exceed L, got {self.dims}"
-        if (pages := sum(map(bool, self.prefill_contexts)) * self.page) > self.workspace_tokens:
-            yield f"field workspace: expected a page for each context, {pages:,} tokens, got {self.workspace_tokens:,}"
+        # What a builder makes of it: eight times the longest sequence, or four pages a request.
+        requests = max(1, min(self.workspace // 4, self.workspace_tokens) // self.page)
+        held = min(max(8 * max(1, self.workspace // 8), 4 * requests * self.page), self.workspace_tokens)
+        if (pages := sum(map(bool, self.prefill_contexts)) * self.page) > held:
+            yield f"field workspace: expected a page for each context, {pages:,} tokens, got {held:,}"
         if self.heads % self.ranks:
             yield f"field heads: expected a multiple of the {self.ranks} ranks, got {self.heads}"
         if self.ranks > 1 and (self.weights == "dense" or self.out):

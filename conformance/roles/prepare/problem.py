@@ -196,7 +196,8 @@ class PrepareJudge(Steps):
         between = unit_roundoff(dtype) if coarse else 0.0
         for returned in observation.returned:
             q, k, k_scale, last = map(self.rows.pick, parts_of(returned.value))
-            scales = last.double().reshape(*q.shape[:2], -1) / golden.factors.unsqueeze(-1)
+            given, factors = last.double().reshape(*q.shape[:2], -1), golden.factors.unsqueeze(-1)
+            scales, untold = given / factors, (given == 0) & (factors == 0)
             if case.fold and case.scales == "pow2":
                 scales = nearest_power(scales)
             for name, codes, held, right in (
@@ -204,7 +205,10 @@ class PrepareJudge(Steps):
                 ("queries", q, scales, golden.q),
             ):
                 error = right.error(self.numbers.float32_accumulation, between)
-                yield _Part(name, codes, held, right.values, error)
+                part = _Part(name, codes, held, right.values, error)
+                if name == "queries" and bool(untold.any()):  # a weight of 0 is 0 under any scale
+                    part = replace(part, scales=held.where(~untold, self._bounds(part)[0]))
+                yield part
 
     def _bounds(self, part: _Part) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, H, C] least and greatest scale of each block."""
