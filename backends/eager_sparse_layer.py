@@ -77,8 +77,8 @@ class EagerSparseLayerBackend(NamedKernel, MLASparseLayerBackend):
         check_sparse_layer_call(self, self._metadata, operands)
         self._attention.prepare_metadata(self._metadata.attention)
         self._indexer.prepare_metadata(self._metadata.index)
-        # Rows of padding hold anything. PyTorch's product of bf16 by AMX reads past the end of a row whose columns are no
-        # multiple of 32, into the next one: 0 x NaN is NaN, in the last row that counts.
+        # Rows of padding hold anything. PyTorch's product of bf16 by AMX reads past the end of a row whose columns are
+        # no multiple of 32, into the next one: 0 x NaN is NaN, in the last row that counts.
         hidden_states = hidden_states.masked_fill((self._metadata.slot_mapping < 0).unsqueeze(1), 0.0)
         turns, w = cos_sin_cache[positions], self._weights
         q_c = self._normed(hidden_states @ w.q_a_proj.mT, w.q_a_layernorm)

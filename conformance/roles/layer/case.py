@@ -97,11 +97,8 @@ class LayerCase(CachedCase):
         widest = max(self.dimensions.qk_nope_head_dim, self.dimensions.v_head_dim)
         if self.weights == "selection" and widest > self.kv_lora_rank:
             yield f"field dims: a layer's weights pick latents, P and V may not exceed L, got {self.dims}"
-        # What a builder makes of it: eight times the longest sequence, or four pages a request.
-        requests = max(1, min(self.workspace // 4, self.workspace_tokens) // self.page)
-        held = min(max(8 * max(1, self.workspace // 8), 4 * requests * self.page), self.workspace_tokens)
-        if (pages := sum(map(bool, self.prefill_contexts)) * self.page) > held:
-            yield f"field workspace: expected a page for each context, {pages:,} tokens, got {held:,}"
+        if (pages := sum(map(bool, self.prefill_contexts)) * self.page) > self.workspace_tokens:
+            yield f"field workspace: expected a page for each context, {pages:,} tokens, got {self.workspace_tokens:,}"
         if self.heads % self.ranks:
             yield f"field heads: expected a multiple of the {self.ranks} ranks, got {self.heads}"
         if self.ranks > 1 and (self.weights == "dense" or self.out):
@@ -218,9 +215,16 @@ def _fields(row: Row, draw: Draw) -> Fields:
         "kv": tuple(kv for _, kv in joined),
         "decodes": decodes,
         "page": batch.page,
-        **({"workspace": with_context * batch.share} if with_context else {}),
+        **({"workspace": _roomy(with_context * batch.share, with_context, batch.page)} if with_context else {}),
         **dimensions.spare_blocks(row, batch.page, draw),
     }
+
+
+def _roomy(workspace: int, contexts: int, page: int) -> int:
+    """So many tokens, or a few more where a builder, which makes eight longest sequences of them or four pages a
+    request, would have less than a page for each context."""
+    held = max(8 * max(1, workspace // 8), 4 * max(1, workspace // 4 // page) * page)
+    return workspace if held >= contexts * page else -(-workspace // 8) * 8
 
 
 def _prefills(batch: _Batch, requests: int, row: Row, draw: Draw) -> list[tuple[int, int]]:
