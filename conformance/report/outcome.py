@@ -299,11 +299,10 @@ def backend_lines(
             f"every head; a defect in {_TOUCHED:.0%} of the rows is among them with probability {seen:.3f}"
         )
     if undecided := [record for record in backend.records if record.inconclusive]:
-        most = max(undecided, key=lambda record: record.inconclusive)
+        rows, most = sum(each.inconclusive for each in undecided), max(undecided, key=lambda each: each.inconclusive)
         remarks.append(
-            f"{counted(sum(record.inconclusive for record in undecided), 'row')} of {counted(len(undecided), 'case')} "
-            f"inconclusive, neither right nor wrong: their budget is so wide that zeros would pass, as "
-            f"{most.inconclusive} of {shown(most.case)}"
+            f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong: their budget is so "
+            f"wide that zeros would pass, as {most.inconclusive:,} of {shown(most.case)}"
         )
     remarks += ran(backend.traced) if backend.traced.kernels else ()
     remarks += traits_lines(backend.traits) if backend.traits.bitwise or backend.traits.accuracy else ()
