@@ -301,8 +301,8 @@ def backend_lines(
     if undecided := [record for record in backend.records if record.inconclusive]:
         rows, most = sum(each.inconclusive for each in undecided), max(undecided, key=lambda each: each.inconclusive)
         remarks.append(
-            f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong: their budget is "
-            f"so wide that zeros would pass, as {most.inconclusive:,} of {shown(most.case)}"
+            f"{rows:,} rows of {counted(len(undecided), 'case')} inconclusive, neither right nor wrong: their budget "
+            f"is so wide that zeros would pass, as {most.inconclusive:,} of {shown(most.case)}"
         )
     remarks += ran(backend.traced) if backend.traced.kernels else ()
     remarks += traits_lines(backend.traits) if backend.traits.bitwise or backend.traits.accuracy else ()
