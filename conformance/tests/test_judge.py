@@ -221,6 +221,9 @@ def test_rows_whose_budget_is_as_wide_as_their_result_are_counted_as_neither_rig
     plain, wide = judged("EAGER", fields), judged("EAGER", f"{fields};weights=dense")  # projecting moves such logits
     assert [each.status for each in (plain, wide)] == [Status.PASS, Status.PASS]
     assert (plain.inconclusive, wide.inconclusive) == (0, 4)
+    # Each request alone comes last, which has fewer of them.
+    steps = judged("EAGER", f"{fields};weights=dense".replace("mixed_batch", "batch_invariance"))
+    assert (steps.status, steps.inconclusive) == (Status.PASS, 4)
     lines = " ".join(capability_lines([plain, wide]))
     assert "4 rows of 1 case inconclusive" in lines and "zeros would pass" in lines
 
@@ -282,6 +285,20 @@ def test_an_answer_that_is_no_list_of_reasons_fails(
 def test_honest_kernels_raise_no_alarm(name: str, case: Case) -> None:
     record = drawn.judged(name, case)
     assert record.status is Status.PASS or (name, record.status) == ("TORCH_SDPA", Status.UNSUPPORTED), record.message
+
+
+@pytest.mark.parametrize(
+    "case_id",
+    [
+        "index_write:call=write_index;dims=128-0-128-128;q=[0,0];kv=[1,3];page=16;cache=fp8_index",
+        "prepare_index:call=prepare_index;dtype=fp16;dims=96-32-128-128;heads=40;q=[2x64];kv=[40000x13,513,40000x20,1100,"
+        "40000x13,32767x16];scale=99;data=integers;poison=large;rope_last=1;scales=pow2;eps=32",
+    ],
+    ids=["nothing to write", "a weight of 0, which tells no scale"],
+)
+def test_what_drawn_batches_showed_is_no_failure(case_id: str) -> None:
+    record = judged("EAGER", case_id)
+    assert record.status is Status.PASS, record.message
 
 
 def test_the_base_of_the_wrong_kernels_is_right() -> None:

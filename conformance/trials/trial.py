@@ -223,10 +223,12 @@ class Trial:
         raise AssertionError("a failure settles a trial")
 
     def settle(self, verdict: Verdict) -> None:
-        """Keep a pass together with what earlier steps used; raise anything else."""
-        earlier = self.verdict.used if self.verdict.status is Status.PASS else BudgetUse()
-        worst = {rule: max(share, getattr(earlier, rule)) for rule, share in vars(verdict.used).items()}
-        self.verdict = replace(verdict, used=BudgetUse(**worst))
+        """Keep a pass together with what earlier steps used and left undecided; raise anything else."""
+        before = self.verdict if self.verdict.status is Status.PASS else Verdict(Status.PASS)
+        worst = {rule: max(share, getattr(before.used, rule)) for rule, share in vars(verdict.used).items()}
+        # The most of one step, since steps repeat rows; a failure has none.
+        undecided = max(before.inconclusive, verdict.inconclusive) if verdict.status is Status.PASS else 0
+        self.verdict = replace(verdict, used=BudgetUse(**worst), inconclusive=undecided)
         if verdict.status is not Status.PASS:
             raise Nonconformance(self.verdict)
 
