@@ -316,7 +316,8 @@ class Pool:
         What it compiles is kept where the libraries keep it, for all places and runs: Triton, Inductor and CuTe DSL
         write whole files and rename them; FlashInfer and tvm-ffi lock a file, which ends with a process.
         """
-        threads = {machine.THREADS: max(1, machine.machine_cores() // workers)}
+        # Of a CPU one: several wait for each other over small tensors, on a busy machine longer than one computes.
+        threads = {machine.THREADS: 1 if self._on_cpu else max(1, machine.machine_cores() // workers)}
         own = threads if self._on_cpu or workers == 1 else threads | {_COMPILE_THREADS: 1}
         variables = {name: str(number) for name, number in own.items() if name not in os.environ}
         share = max(LEAST_MEMORY, machine.machine_memory() // (self.limits.workers or self._most_on_cpu))
