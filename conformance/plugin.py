@@ -73,6 +73,8 @@ def pytest_load_initial_conftests(
 
     Who asks for a backend's cases and names no file means the suite, and not all that may import the project's tests.
     """
+    if early_config.known_args_namespace.help:  # of which nothing else is read, not even the paths
+        return (yield)
     option = early_config.known_args_namespace = _without_prefix(early_config, parser, args)
     if (option.backend or _named(option)) and not option.file_or_dir:
         args += ["--pyargs", SUITE]
@@ -136,6 +138,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[UNEXPLAINED] = "1"
         config.add_cleanup(lambda: os.environ.__delitem__(UNEXPLAINED))
     config.pluginmanager.register(OwnTests(config))
+    if config.option.help:
+        return
     if _selects_any(config, by_keyword=False):
         _request(config)  # a mistake is a usage error here; during collection it would be an error of the suite
     _rewrite_keyword(config)

@@ -1,7 +1,9 @@
 """Cases as functions are asked them: one of an id, or those of a role and tier with some values. No torch by itself."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mla_conformance.backends.references import nearest
@@ -94,7 +96,13 @@ class FunctionCase:
 
 
 class CaseSelection(tuple[FunctionCase, ...]):
-    """Cases in the order of the suite; as a decorator, pytest's parametrisation of an argument ``case``."""
+    """Cases in the order of the suite; as a decorator, pytest's parametrisation of an argument ``case``.
+
+    Attributes:
+        left_out: how many of the tier's lists are not among them, by the value that has to be named for it.
+    """
+
+    left_out: Mapping[str, int] = MappingProxyType({})
 
     def __call__(self, test: Callable[..., Any]) -> Callable[..., Any]:
         """The test with one item for each case, whose id is the case's."""
@@ -190,10 +198,16 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
     def fits(case: Case) -> bool:
         return all(each.holds(case) for each in asked) and not unusual(case, wanted) and not why_no_function(case)
 
-    found: list[Case] = []
+    found, left_out = list[Case](), Counter[str]()
     for entry, cases in listed.items():
         fitting = list(filter(fits, cases))
-        if entry.name in SPACES and cases:
+        if entry.name not in SPACES:
+            usual = capabilities.smoke_of(entry.name, cases) if size is Tier.SMOKE else cases
+            fields_of = (unusual(case, wanted) for case in usual if all(each.holds(case) for each in asked))
+            left_out.update(
+                f"{name}={format_value(value)}" for fields in fields_of for name, value in [*fields.items()][:1]
+            )
+        elif cases and all(each.holds(cases[0]) for each in asked if each.name == "capability"):
             # As they are made for what a kernel declares: with every pair of classes among it.
             known, triples = capabilities.listed(space), size is Tier.NIGHTLY
             held = Pairs(space, space.rows(known))
@@ -201,7 +215,9 @@ def select(role: str, tier: str, wanted: Mapping[str, object]) -> CaseSelection:
         # By the smoke tier's own rules: it would hold few of what is asked for.
         found += capabilities.smoke_of(entry.name, fitting, found) if size is Tier.SMOKE and fitting else fitting
     if found:
-        return CaseSelection(map(FunctionCase, found))
+        selection = CaseSelection(map(FunctionCase, found))
+        selection.left_out = left_out
+        return selection
     together = ", ".join(f"{each.name}={'|'.join(map(str, each.values))}" for each in asked)
     lacking = [unusual(case, wanted) for case in every if all(each.holds(case) for each in asked)]
     if not lacking:

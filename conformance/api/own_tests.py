@@ -13,7 +13,7 @@ import time
 import traceback
 import unittest
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -31,6 +31,7 @@ JUDGED: deque[Record] = deque(maxlen=1)  # the record that was made last in this
 PROPERTY = "mla_conformance_function"
 _ALONE = "MLA_CONFORMANCE_ALONE"
 _CONFIG: list[pytest.Config] = []  # of the run of pytest, or of the one inside it, if there is one
+_SHOWN = 5
 _PATIENCE = 60.0  # seconds in which failing cases run again alone
 
 
@@ -68,7 +69,15 @@ class OwnTests:
         _CONFIG.append(config)
         config.add_cleanup(lambda: _CONFIG.remove(config))
         self._records: dict[str, dict[str, Record]] = {}
+        self._left_out: dict[str, Mapping[str, int]] = {}
         self._interrupted = False
+
+    @pytest.hookimpl
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Remember what cases a function is not asked."""
+        for mark in item.iter_markers("parametrize"):
+            if len(mark.args) > 1 and (left_out := getattr(mark.args[1], "left_out", None)):
+                self._left_out[item.nodeid.partition("[")[0]] = left_out
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -119,6 +128,14 @@ class OwnTests:
         yield
         found = {name: list(records.values()) for name, records in self._records.items()}
         failing = {name: records for name, records in found.items() if any(record.failed for record in records)}
+        if terminalreporter.verbosity >= 0 and not is_alone():
+            for name in found.keys() & self._left_out.keys() - failing.keys():
+                others = sorted(self._left_out[name].items(), key=lambda item: -item[1])
+                shown = ", ".join(f"{value} ({count})" for value, count in others[:_SHOWN])
+                more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+                text = f"{name}: right on {len(found[name])} cases. Asked only if you name the value: {shown}{more}"
+                for line in wrapped(text, columns(), further="  "):
+                    terminalreporter.write_line(line)
         if not failing or is_alone() or hasattr(self._config, "workerinput"):
             return  # a worker of xdist has its own records and nobody who reads it: the controller tells them all
         from mla_conformance.report.causes import function_lines, simplest
