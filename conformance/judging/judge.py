@@ -19,6 +19,7 @@ from mla_conformance.judging.steps import Form, Measured, Steps, share_of, worst
 from mla_conformance.judging.tolerance import roundoffs
 from mla_conformance.judging.verdict import ZERO, Check, Verdict, failed
 from mla_conformance.problems.calls import AttentionCall, attention_call
+from mla_conformance.problems.operands import segments
 from mla_conformance.reference.attention import AttentionState
 from mla_conformance.reference.error_budget import Roundoffs, expected_row_rms, rms_limit
 from mla_conformance.reference.quantization import dequantize_e4m3, e4m3_ordinal, quantize_e4m3
@@ -173,9 +174,10 @@ class AttentionJudge(Steps):
             return failed(Check.MASK, f"{part.name}: output is {value} at {place}{hint}", place.to_json())
         if found.largest.written:
             place = Position.of(self.rows, found.written.nonzero()[0].tolist())
-            return failed(
-                Check.MASK, f"{part.name}: output is not 0 where no key is visible, at {place}", place.to_json()
-            )
+            row = part.output[place.row, place.head].double()
+            value = row[row.abs().argmax()].item()
+            detail = f"output is {value:.5g} where no key is visible, expected 0, at {place}"
+            return failed(Check.MASK, f"{part.name}: {detail}", place.to_json())
         if part.lse is not None and found.largest.unmasked:
             head, token = found.unmasked.nonzero()[0].tolist()
             place = Position.of(self.rows, [token, head])
@@ -217,7 +219,7 @@ class AttentionJudge(Steps):
         element, row, largest, largest_rms = found.element, found.row, found.largest.element, found.largest.row
         if largest <= 1 < largest_rms:
             state = with_shared(self.problem, self.rows, part.golden, part.call)
-            row = self._worst_rms(share_of(found.rms, expected_row_rms(state, part.allowed)), part)
+            row = self._worst_rms(share_of(found.rms, expected_row_rms(state, part.allowed)), part, alike=True)
             largest_rms = worst_of(row)
         row_use = max(self.used.row, largest_rms)
         self.used = replace(self.used, element=max(self.used.element, largest), row=row_use)
@@ -238,11 +240,11 @@ class AttentionJudge(Steps):
         verdict = failed(Check.OUTPUT, f"{part.name}: {detail}", place.to_json(), self.used)
         return replace(verdict, finding=diagnosis.explain_output(output, part.golden.output))
 
-    def _worst_rms(self, ratio: torch.Tensor, part: _Part) -> torch.Tensor:
+    def _worst_rms(self, ratio: torch.Tensor, part: _Part, alike: bool = False) -> torch.Tensor:
         """[T, N] share of the limit: a row's own, or that of all rows of its request and head if it is larger.
 
         Rows that share keys share the roundings of those, so they are no samples of their own. Where each head projects
-        keys of its own, the heads are.
+        keys of its own, the heads are. Nor are rows that are ``alike``, which is looked for where it could matter.
         """
         share = ratio / rms_limit(1, self.numbers.row_deviations)
         if part.allowed.keys:
@@ -254,9 +256,15 @@ class AttentionJudge(Steps):
         together = torch.segment_reduce(
             ratio.square(), "mean", lengths=part.budget.samples, axis=0, initial=0.0, unsafe=True
         ).sqrt()
-        spread = (together / part.budget.limits[:, None]).repeat_interleave(
-            part.budget.samples, dim=0, output_size=len(ratio)
-        )
+        of_all = together / part.budget.limits[:, None]
+        if alike:
+            rounded = part.golden.output.to(self.problem.output_dtype).double()
+            requests = list(segments(self.rows.start_loc))
+            for request, head in (of_all > 1).nonzero().tolist():
+                counts = rounded[requests[request], head].unique(dim=0, return_counts=True)[1].double()
+                samples = float(counts.sum().square() / counts.square().sum())
+                of_all[request, head] = together[request, head] / rms_limit(samples, self.numbers.row_deviations)
+        spread = of_all.repeat_interleave(part.budget.samples, dim=0, output_size=len(ratio))
         return torch.maximum(share, spread)
 
     def _codes(self, part: _Part) -> Verdict | None:
