@@ -138,12 +138,9 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
     """Of which build the record is, beside the engine's own, and under which torch."""
     torch = entry.record.environment.get("torch", "not stated")
     reported = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
-    own = (
-        f"the engine's own build ({reported})"
-        if is_own_build(entry, candidate)
-        else f"another build ({entry.versions})"
-    )
-    own = own if candidate.packages else entry.versions
+    is_own = is_own_build(entry, candidate)
+    own = f"the engine's own build ({reported})" if is_own else f"another build ({entry.versions})"
+    own = own if reported else entry.versions
     same = torch.partition("+")[0] == profile.torch
     return own if same else f"{own}, judged with torch {torch}; the engine asks for {profile.torch}"
 
