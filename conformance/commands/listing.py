@@ -56,6 +56,7 @@ def list_backends(options: argparse.Namespace) -> int:
         state = f"unavailable: {reasons}" if reasons else "available"
         say_wrapped(f"{len(group)} {state}:", "    ")
         say(*side_by_side([facts.name for facts in group], ", ", columns(), "    ", "    "))
+    say_wrapped("certify without --backend judges and counts only those without [variant];", "    ")
     say("what one of them needs: mla-conformance backends NAME")
     return 0
 

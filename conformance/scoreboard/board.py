@@ -77,8 +77,8 @@ class Entry:
         self.is_wrong, self.verdict = wrong > 0, "nothing judged"
         if judged:
             right = "" if wrong else f"right: {summary.right_on(self._records)}"
-            self.verdict = right or f"wrong on {wrong} of {judged} judged cases"
-        self.state = f"suite {record.suite}" + (f", {self.not_yet} cases not yet judged" if self.not_yet else "")
+            self.verdict = right or f"wrong on {wrong:,} of {judged:,} judged cases"
+        self.state = f"suite {record.suite}" + (f", {self.not_yet:,} cases not yet judged" if self.not_yet else "")
         if self.old:
             self.state = f"of suite {record.suite}: outdated"
         # By the reason without the place of the entry that says it.
@@ -156,7 +156,7 @@ def _entry(source: str, kept: KeptRecord) -> Entry | RefusedRecord:
 class RankedKernel(Struct, frozen=True, forbid_unknown_fields=True):
     name: str  # as the engine calls it
     kernel: str = ""  # the backend that drives this kernel here; empty for none
-    packages: dict[str, str] = {}  # versions of the distributions that the engine's own build of it comes from
+    packages: dict[str, str] = {}  # versions of the distributions of the engine's own build; empty if it brings none
     when: str = ""  # what it is picked for, in words
 
 
@@ -189,17 +189,13 @@ class Board:
     deployed: tuple[summary.RunSummary, ...] = ()  # runs of ``certify --model``
 
     @cached_property
-    def history(self) -> dict[tuple[str, ...], list[Entry]]:
-        return _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device))
+    def by_kernel(self) -> dict[str, list[Entry]]:
+        return {name: group for (name,), group in _groups(self.entries, lambda entry: (entry.record.backend,)).items()}
 
     @cached_property
     def newest(self) -> list[Entry]:
         groups = _groups(self.entries, lambda entry: (entry.record.backend, entry.record.device, entry.versions))
         return [group[0] for group in groups.values()]
-
-    @cached_property
-    def by_kernel(self) -> dict[str, Entry]:
-        return {name[0]: group[0] for name, group in _groups(self.entries, lambda e: (e.record.backend,)).items()}
 
     @property
     def roles(self) -> list[tuple[str, list[str], list[Entry]]]:

@@ -68,7 +68,7 @@ def scoreboard(options: argparse.Namespace) -> int:
             )
     board = Board(tuple(entries), tuple(refused), profiles(), deployed)
     badges: dict[str, str] = {}
-    for kernel, entry in board.by_kernel.items():
+    for kernel, (entry, *_) in board.by_kernel.items():
         # Without signs that a file's name must not have.
         plain = re.sub(r"[^\w.-]+", "-", kernel, flags=re.ASCII).strip("-")
         name = f"{plain or 'kernel'}.svg"
@@ -127,7 +127,7 @@ def _cell(capability: CapabilitySummary) -> Cell:
     found, waived = cell(capability), capability.counts.waived
     if not waived:
         return found
-    return replace(found, style="fail", sign=SIGN[BackendOutcome.FAIL], note=f"{waived} known to fail")
+    return replace(found, style="fail", sign=SIGN[BackendOutcome.FAIL], note=f"{waived:,} known to fail")
 
 
 def _replay(entry: Entry, case: str) -> str:
@@ -140,6 +140,7 @@ def _build(profile: Profile, candidate: RankedKernel, entry: Entry) -> str:
     reported = ", ".join(f"{name} {version}" for name, version in candidate.packages.items())
     is_own = is_own_build(entry, candidate)
     own = f"the engine's own build ({reported})" if is_own else f"another build ({entry.versions})"
+    own = own if reported else entry.versions
     same = torch.partition("+")[0] == profile.torch
     return own if same else f"{own}, judged with torch {torch}; the engine asks for {profile.torch}"
 

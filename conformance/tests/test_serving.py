@@ -32,12 +32,14 @@ FRAMED = ("1280-light", "1280-dark", "400-light", "400-dark")
 NASTY = "</script><script>alert(1)</script>"
 
 
-def entry(kernel: str, version: str, wrong: tuple[str, ...] = (), old: str = "", device: str = "NVIDIA H200") -> Entry:
+def entry(
+    kernel: str, version: str, wrong: tuple[str, ...] = (), old: str = "", device: str = "NVIDIA H200", suite: str = ""
+) -> Entry:
     found = tuple(Finding(case, Status.FAIL, "lse", "LSE is off", "file: bug: known") for case in wrong)
     statuses = {case: Status.EXPECTED_FAILURE if case in wrong else Status.PASS for case in CASES}
     environment = {"compute_capability": "" if device == NASTY else "9.0"}
     shown = Shown(
-        suite="2025.1" if old else SUITE_VERSION, date="2026-11-22", backend=kernel, reference=kernel, device=device,
+        suite=suite or SUITE_VERSION, date="2026-11-22", backend=kernel, reference=kernel, device=device,
         environment=environment, rounding={}, counts=Counts(), worst={}, findings=found, unjudged=(),
         lacking={}, cases=statuses, versions={"flashinfer-python": version},
     )  # fmt: skip
@@ -51,8 +53,9 @@ def board() -> Board:
         entry("TRITON_MLA", "0.7.2.post1", (OTHER,)),
         entry("FLASHINFER_MLA[fa3]", "0.6.13"),
         entry("FLASHINFER_MLA[fa3]", "0.7.2.post1", (OWN,)),
-        entry("FLASH_ATTN_MLA[vllm]", "0.7.2.post1", (), "of an earlier suite; renew it: mla-conformance certify"),
-        entry("CUTLASS_MLA", "0.7.2.post1", (), "", "NVIDIA H100 80GB HBM3"),
+        entry("FLASH_ATTN_MLA[vllm]", "0.7.2.post1", (), "outdated; renew it: mla-conformance certify", suite="2025.1"),
+        entry("CUTLASS_MLA", "0.7.2.post1", (OTHER,)),
+        entry("CUTLASS_MLA", "0.7.2.post1", (), "", "NVIDIA H100 80GB HBM3", "2025.2"),
         entry("FLASHMLA", "0.6.13", (OWN,), "", "NVIDIA H100 80GB HBM3"),
         entry(NASTY, "1", (), "", NASTY),
     )
@@ -135,7 +138,7 @@ def answered(request: pytest.FixtureRequest, told: dict[str, dict[str, Any]]) ->
 def test_which_backend_is_right_and_whether_the_deployment_makes_a_call_that_fails(answered: dict[str, Any]) -> None:
     assert answered["title"] == "vLLM 0.33.0 on NVIDIA H200 · deepseek-v3 at TP 8: 16 heads a rank · bf16, fp8 cache"
     signs = {row[0].split(" ")[0]: row[1] for row in answered["rows"]}
-    assert signs["FLASHMLA"] == "✔ right" and signs["FLASHINFER_MLA"] == "✘ wrong"
+    assert signs["FLASHMLA"] == "✔ right" and "FLASHINFER_MLA" not in signs
     assert signs["TRITON_MLA"] == "✔ right here, wrong elsewhere" and signs["FLASH_ATTN_MLA"] == "✔ right, outdated"
     assert signs["FLASH_ATTN"] == "? not known"
     judged = {row[0]: row[2] for row in answered["rows"]}
@@ -147,7 +150,9 @@ def test_which_backend_is_right_and_whether_the_deployment_makes_a_call_that_fai
     assert answered["missing"].startswith("mla-conformance certify --model deepseek-v3 --tp 8 --kv-cache fp8 --device")
     assert answered["link"] == f"#{CHOICE}" and answered["width"][0] <= answered["width"][1]
     own, alike = "this deployment makes such calls", "calls of this kind, at other sizes"
-    assert sorted(re.findall("|".join((own, alike)), " ".join(answered["severities"]))) == sorted([own, own, alike])
+    assert sorted(re.findall("|".join((own, alike)), " ".join(answered["severities"]))) == sorted(
+        [own, own, alike, alike]
+    )
 
 
 def test_what_changed_and_what_nobody_judged(answered: dict[str, Any]) -> None:
@@ -165,6 +170,8 @@ def test_without_an_engine_right_kernels_come_first_and_an_alike_gpu_stands_in(a
     assert answered["chosen_first"] == "NVIDIA H200"
     said = "decode: right: CUTLASS_MLA; right on a GPU of the same compute capability: FLASHMLA; right here, wrong else"
     assert answered["elsewhere"]["says"] == [f"{said}where: TRITON_MLA"]
-    older = "on NVIDIA H100 80GB HBM3 itself another version, flashinfer-python 0.6.13: wrong on 1 of 1 judged case"
-    assert any(note.startswith(older) for note in answered["elsewhere"]["note"])
+    older = "on NVIDIA H100 80GB HBM3, flashinfer-python 0.6.13: wrong on 1 of 1 judged case"
+    later = f"on NVIDIA H200, suite {SUITE_VERSION}: right on 1 of 1 judged case"
+    for other in (older, later):
+        assert any(note.startswith(other) for note in answered["elsewhere"]["note"])
     assert "judged on NVIDIA H200, also of compute capability 9.0" in answered["elsewhere"]["note"]
