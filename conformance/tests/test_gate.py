@@ -1,5 +1,6 @@
 """The gate: what closes it, what it only shows, which reports it refuses; and what it was not shown, by name."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,10 @@ def test_must_pass_cases_have_to_be_passed(write_report: Write, tmp_path: Path, 
     assert status == 1
     for case, why in ((CASES[2], "core: unsupported"), (CASES[3], "core: not in the report"), (CASES[5], "extra: not")):
         assert f"must pass        MINE {case} · {why}" in out
+    listed.write_text("".join(f"core lse:q=[{number}]\n" for number in range(1, 301)))
+    _, out, _ = gate(capsys, write_report("c.json", PASSED), "--must-pass", listed)
+    *_, further, _ = out.splitlines()
+    assert re.fullmatch(r"must pass +… lse:q=\[\d+\], lse:.* and \d+ more", further) and len(further) <= 400
 
 
 def test_the_must_pass_list_of_this_version_is_what_the_vocabulary_gives(tmp_path: Path, capsys: Capture) -> None:
